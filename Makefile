@@ -1,0 +1,16 @@
+# make check: everything that should hold before a commit, in at most two minutes.
+PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
+
+.PHONY: check format lint types imports quick
+check: format lint types imports quick
+
+format:
+	$(PYTHON) -m ruff format --check .
+lint:
+	$(PYTHON) -m ruff check .
+types:
+	$(PYTHON) -m mypy
+imports:
+	$(PYTHON) -m importlinter.cli lint 2>/dev/null || $(dir $(PYTHON))lint-imports
+quick:
+	$(PYTHON) -m pytest -q -m "not slow and not sglang and not gpu"

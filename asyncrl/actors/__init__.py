@@ -1,0 +1,1 @@
+"""The processes' loops: thin asyncio over ports, no vendor, no mathematics."""

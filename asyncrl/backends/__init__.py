@@ -1,0 +1,1 @@
+"""Adapters of the Backend port: what trains."""

@@ -1,0 +1,376 @@
+"""One run, one TOML file: frozen dataclasses with the meaning and default of every key, and errors that name the key.
+
+Derived values are properties with their formula, not keys. Adapter options ([engine.options], [learner.options],
+[reward.options]) are dataclasses beside their adapters; app.py checks them with ``build``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from asyncrl.errors import ConfigError
+
+T = TypeVar("T")
+
+Mode = Literal["sync", "one_step_off", "async"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    name: str = "run"
+    """Names the run on the bus and in W&B: letters, digits, - and _. Two runs on one bus need two names."""
+    directory: str = "runs"
+    """The run's files go to DIRECTORY/NAME: logs, metrics, weights, checkpoints, the bus's store."""
+    seed: int = 0
+    steps: int = 100
+    """Optimizer steps; step n makes policy version n."""
+    mode: Mode = "async"
+    """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
+
+    def __post_init__(self) -> None:
+        plain = self.name.replace("-", "").replace("_", "")
+        _require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
+        _positive(self, "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bus:
+    url: str = ""
+    """nats://HOST:PORT of a running server; empty starts one for this run."""
+    token: str = ""
+    """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
+    port: int = 0
+    """Port of the server started for this run; 0 takes a free one."""
+    store: Literal["file", "memory"] = "file"
+    max_message_bytes: int = 8 * 2**20
+    """max_payload of the server started for this run."""
+    max_log_bytes: int = 8 * 2**30
+    """Size of the trajectory log; workers wait when it is full. Trimmed behind each checkpoint."""
+    ack_seconds: float = 120.0
+    """A prompt whose worker was not heard of for so long goes to another one."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
+        _positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
+        _require(
+            not self.url or self.url.startswith(("nats://", "tls://")),
+            f"url must start with nats:// or tls://, got {self.url!r}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    path: str
+    """Hugging Face folder (config.json, *.safetensors, tokenizer.json); `asyncrl import-model` makes one from GGUF."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    path: str
+    """JSONL or Parquet file, one prompt a row."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    label_key: str = "label"
+    """Column with what the reward compares to; may be absent."""
+    metadata_key: str = "metadata"
+    """Column with a table handed to the reward; may be absent."""
+    chat_template: bool = False
+    """Wrap a text prompt as one user message in the tokenizer's chat template."""
+    shuffle: bool = True
+    """A new order every epoch, by run.seed."""
+    epochs: int = 0
+    """Passes over the data; 0 repeats until run.steps is reached."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_prompt_tokens")
+        _require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    workers: int = 1
+    """Rollout workers that `asyncrl run` starts; more may join at any time."""
+    group_size: int = 8
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+    max_running_groups: int = 16
+    """Prompt groups one worker holds at once."""
+    max_attempts: int = 3
+    """A group that failed so often is buried: counted, reported, never trained."""
+    function: str = "single_turn"
+    """"package.module:function" of another RolloutFn (multi-turn, tools)."""
+    load: Literal["", "in_flight", "drain", "on_demand"] = ""
+    """When a worker takes new weights. in_flight (async): at once, between two tokens. drain: once what runs is done.
+    on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "group_size", "max_new_tokens", "temperature", "max_running_groups", "max_attempts")
+        _require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    kind: str = "sglang"
+    """sglang, inprocess, or "package.module:Class"."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """See the Options class beside the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    kind: str = "math"
+    """math, exact, regex, remote, or "package.module:function"."""
+    timeout_seconds: float = 30.0
+    """For one group; a group whose reward takes longer is buried."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _positive(self, "timeout_seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    backend: str = "megatron"
+    """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: int = 1
+    """Processes of the learner; times data-parallel."""
+    threads: int = 0
+    """CPU threads of each rank; 0 leaves it to torch."""
+    groups_per_batch: int = 16
+    """Prompt groups trained per optimizer step."""
+    micro_batch_tokens: int = 16_384
+    """Packed tokens per forward pass; a longer trajectory gets a micro-batch of its own."""
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """See the Options class beside the backend."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "ranks", "groups_per_batch", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eps")
+        _require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
+        _require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"betas must be two numbers in [0, 1), got {list(self.betas)}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    name: str = "grpo"
+    """A row of policies/algorithms.py, or "package.module:ALGORITHM"."""
+    correction: str = ""
+    """Off-policy correction: tis_token or none; empty takes the algorithm's own."""
+    allow_uncorrected: bool = False
+    """Train stale data as if it were fresh. It collapses (docs/algorithms.md); for experiments only."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Hyper-parameters of the algorithm, such as clip_low and tis_cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staleness:
+    max_staleness: int = 4
+    """No token older than this many policy versions is trained. 0 is synchronous RL."""
+    eviction: Literal["drop", "wait"] = "drop"
+    """What happens to a group that would get too old: drop it, or hold the learner until stragglers arrive."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    channel: str = "files"
+    """files, or "package.module:Class"."""
+    directory: str = ""
+    """Shared folder for weight versions, /dev/shm/... on one host; empty is WEIGHTS in the run's folder."""
+    keep: int = 4
+    """Versions kept; a worker slower than that takes the next one."""
+
+    def __post_init__(self) -> None:
+        _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    every_steps: int = 50
+    """0 writes one at the end only."""
+    keep: int = 2
+    keep_log: bool = False
+    """Keep trained trajectories in the log (for replay) instead of trimming them behind each checkpoint."""
+
+    def __post_init__(self) -> None:
+        _require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
+        _positive(self, "keep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    wandb: bool = False
+    wandb_project: str = "asyncrl"
+    console: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything one run is. Sections are keys of the run file's tables."""
+
+    model: Model
+    data: Data
+    run: Run = field(default_factory=Run)
+    bus: Bus = field(default_factory=Bus)
+    rollout: Rollout = field(default_factory=Rollout)
+    engine: Engine = field(default_factory=Engine)
+    reward: RewardSection = field(default_factory=RewardSection)
+    learner: Learner = field(default_factory=Learner)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    staleness: Staleness = field(default_factory=Staleness)
+    weights: Weights = field(default_factory=Weights)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.run.directory) / self.run.name
+
+    @property
+    def weights_directory(self) -> Path:
+        return Path(self.weights.directory) / self.run.name if self.weights.directory else self.run_directory / "weights"
+
+    @property
+    def max_staleness(self) -> int:
+        """The bound that the mode implies: 0 for sync, 1 for one_step_off, the run file's for async."""
+        return {"sync": 0, "one_step_off": 1, "async": self.staleness.max_staleness}[self.run.mode]
+
+    @property
+    def window(self) -> int:
+        """Groups that may be outstanding: (max_staleness + 1) x groups_per_batch."""
+        return (self.max_staleness + 1) * self.learner.groups_per_batch
+
+    @property
+    def load(self) -> str:
+        """When a worker takes new weights: rollout.load, or what the mode implies."""
+        return self.rollout.load or ("in_flight" if self.run.mode == "async" else "on_demand")
+
+    @property
+    def largest_message_bytes(self) -> int:
+        """Upper bound of one trajectory group: 4 B token + 4 B logprob + 1 B mask, and some overhead."""
+        response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
+        return response + 4 * self.data.max_prompt_tokens + 4096
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run file at ``path`` with ``section.key=value`` overrides applied. Raises ConfigError."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for item in overrides:
+        _override(table, item)
+    return build(RunConfig, table, str(path))
+
+
+def _override(table: dict[str, Any], item: str) -> None:
+    dotted, equals, text = item.partition("=")
+    if not equals or "." not in dotted:
+        raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")
+    *parents, key = dotted.split(".")
+    node = table
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {item}: {parent} is a value, not a section")
+    try:
+        node[key] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        node[key] = text  # a bare word is a string: --set engine.kind=sglang
+
+
+def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
+    """``table`` as a ``kind``, every key known and of its type. Raises ConfigError naming ``where`` and the key."""
+    hints = typing.get_type_hints(kind)
+    for key in table:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hints)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in table
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    try:
+        return kind(**{key: _value(value, hints[key], where, key) for key, value in table.items()})
+    except ConfigError as error:
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+
+def _value(value: Any, hint: Any, where: str, key: str) -> Any:
+    """``value`` as a ``hint``, with the few conversions TOML needs (int to float, list to tuple)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        _typed(isinstance(value, dict), where, key, "a table", value)
+        return build(typing.cast(type, hint), value, f"{where}: {key}")
+    if origin is Literal:
+        if value not in arguments:
+            known = ", ".join(repr(option) for option in arguments if option != "")
+            raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
+        return value
+    if origin is tuple:
+        _typed(isinstance(value, list), where, key, "a list", value)
+        return tuple(_value(item, arguments[0], where, key) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return _value(value, next(a for a in arguments if a is not type(None)), where, key)
+    if origin is not None and issubclass(origin, Mapping):
+        _typed(isinstance(value, dict), where, key, "a table", value)
+        return value
+    if hint is float:
+        _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
+        return float(value)
+    if isinstance(hint, type):
+        _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
+    return value
+
+
+_TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
+
+
+def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
+    if not condition:
+        raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}")
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise ConfigError(problem)
+
+
+def _positive(section: Any, *names: str) -> None:
+    for name in names:
+        _require(getattr(section, name) > 0, f"{name} must be > 0, got {getattr(section, name)}")

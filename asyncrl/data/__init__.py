@@ -1,0 +1,1 @@
+"""Where prompts and models come from: files to prompt groups, GGUF to Hugging Face folders."""

@@ -1,0 +1,60 @@
+"""Every exception asyncrl raises on purpose.
+
+    AsyncRLError
+    ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    ├── BusError           the bus refused or lost us
+    │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
+    │   ├── MessageTooLarge  a message is over the server's max_payload
+    │   └── MessageError   bytes that are not the message they should be
+    ├── EngineError        one request failed; the prompt group is tried again elsewhere
+    │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
+    ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
+    ├── BackendError       a training step could not be done
+    └── CheckpointError    a checkpoint cannot be written or read
+
+To add one: subclass the boundary it belongs to, say in a sentence who catches it, put it in the tree.
+"""
+
+
+class AsyncRLError(Exception):
+    """Root of everything asyncrl raises on purpose."""
+
+
+class ConfigError(AsyncRLError, ValueError):
+    """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
+
+
+class BusError(AsyncRLError):
+    """The bus refused a request or cannot be reached."""
+
+
+class BusFull(BusError):
+    """A topic is full. The publisher waits; nothing was stored."""
+
+
+class MessageTooLarge(BusError):
+    """A message is larger than the server takes. Nothing was stored; trying again cannot help."""
+
+
+class MessageError(BusError, ValueError):
+    """Bytes that do not decode to the message type they should be, or a message that contradicts itself."""
+
+
+class EngineError(AsyncRLError):
+    """One generation failed. The rollout worker gives the prompt back."""
+
+
+class EngineDied(EngineError):
+    """The engine is gone. The rollout worker's process ends with it."""
+
+
+class WeightsError(AsyncRLError):
+    """A weight version cannot be read. The follower waits for the next one."""
+
+
+class BackendError(AsyncRLError):
+    """A training step could not be done."""
+
+
+class CheckpointError(AsyncRLError):
+    """A checkpoint cannot be written or read."""

@@ -1,0 +1,233 @@
+"""Every type that crosses the bus, and nothing else.
+
+Messages are frozen: nobody writes to a message it received. Each checks itself on construction, so
+a message that decodes is a message that makes sense. Arrays are numpy, little-endian on the wire.
+
+Example of one group of one trajectory, prompt "7+5=" and answer "12<eos>":
+
+    TrajectoryGroup(group_id=3, prompt_tokens=[9, 2, 7, 4], trajectories=(
+        Trajectory(tokens=[3, 4, 1], response_mask=[T, T, T], behavior_logprobs=[-.1, -.3, -.0],
+                   version_spans=(VersionSpan(run_epoch=0, policy_version=6, start=0),
+                                  VersionSpan(run_epoch=0, policy_version=7, start=2)),
+                   reward=1.0, finish_reason="stop"),))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import MessageError
+
+SCHEMA: Final = 1
+"""Raised when a message changes so that an older reader would misread it. Readers refuse other schemas."""
+
+FinishReason = Literal["stop", "length", "abort"]
+FINISH_REASONS: Final = ("stop", "length", "abort")
+
+_POSITIVE_LOGPROB: Final = 1e-3
+"""Largest logprob above 0 that rounding in an engine can explain (bf16 softmax); above it the sampler lies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an engine samples one trajectory of a group.
+
+    ``temperature`` divides the logits, also in the behavior logprobs. ``top_p``/``top_k`` truncation is refused by
+    engines whose logprobs are not those of the truncated distribution.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        _require(self.temperature > 0, f"temperature must be > 0, got {self.temperature}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroup:
+    """One prompt to be answered ``group_size`` times.  Topic ``prompts``: prompt source -> rollout workers.
+
+    group_id            number of the group in the run, dense from 0; with the run it is the message id
+    min_policy_version  a worker starts no generation of this group on older weights
+    label, metadata     what the reward function gets besides the text; anything msgpack can carry
+    """
+
+    group_id: int
+    prompt_tokens: NDArray[np.int32]
+    group_size: int
+    sampling: Sampling
+    prompt: str = ""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+    min_policy_version: int = 0
+
+    def __post_init__(self) -> None:
+        _array(self, "prompt_tokens", np.int32)
+        _require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
+        _require(self.group_size >= 1, f"group_size must be >= 1, got {self.group_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class VersionSpan:
+    """From token ``start`` on, up to the next span, the policy of (run_epoch, policy_version) sampled."""
+
+    start: int
+    run_epoch: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sampled answer: everything after the prompt, and per token what sampled it.
+
+    tokens             i32[T]
+    response_mask      bool[T]; True where the policy sampled the token, False where an environment wrote it
+    behavior_logprobs  f32[T]; log-probability under the distribution really sampled from; 0 where the mask is False
+    version_spans      sorted by start, the first at 0
+    reward             NaN until rewarded
+    """
+
+    tokens: NDArray[np.int32]
+    response_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    reward: float = math.nan
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        _array(self, "tokens", np.int32)
+        _array(self, "response_mask", np.bool_)
+        _array(self, "behavior_logprobs", np.float32)
+        length = len(self.tokens)
+        _require(length > 0, "a trajectory has no tokens")
+        _require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
+        _require(
+            len(self.behavior_logprobs) == length,
+            f"behavior_logprobs has {len(self.behavior_logprobs)} of {length} tokens",
+        )
+        _require(bool(np.isfinite(self.behavior_logprobs).all()), "behavior_logprobs holds NaN or infinity")
+        _require(float(self.behavior_logprobs.max()) <= _POSITIVE_LOGPROB, "behavior_logprobs holds a value above 0")
+        starts = [span.start for span in self.version_spans]
+        _require(
+            bool(starts) and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < length,
+            f"version_spans must start at 0 and rise below {length}, got {starts}",
+        )
+        _require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """All answers to one prompt, rewarded.  Topic ``trajectories``: rollout workers -> the log, read by the learner.
+
+    A group that could not be made carries ``error`` and no trajectories: it is buried, counted, and frees its place
+    in the admission window.
+    """
+
+    group_id: int
+    prompt_tokens: NDArray[np.int32]
+    trajectories: tuple[Trajectory, ...]
+    epoch: int = 0
+    worker: str = ""
+    seconds: float = 0.0
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        _array(self, "prompt_tokens", np.int32)
+        _require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
+
+    uri     folder with config.json and model.safetensors, as every worker sees it
+    sha256  of model.safetensors
+    """
+
+    run_epoch: int
+    policy_version: int
+    uri: str
+    sha256: str
+    num_bytes: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer weights compare greater: a new run epoch supersedes whatever an older one published."""
+        return (self.run_epoch, self.policy_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
+
+    ``finished`` drains the workers.
+    """
+
+    run_epoch: int
+    step: int
+    policy_version: int
+    groups_trained: int = 0
+    groups_dropped: int = 0
+    groups_buried: int = 0
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What one actor does and waits for.  Topic ``actors``, one entry an actor, gone when it stops beating.
+
+    waiting_since  Unix seconds; 0 when it waits for nothing
+    numbers        its gauges and counters by metric name, such as ``rollout/running``
+    """
+
+    actor: str
+    role: str
+    run_epoch: int = 0
+    policy_version: int = 0
+    waits_for: str = ""
+    waiting_since: float = 0.0
+    host: str = ""
+    pid: int = 0
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something a person may ask about later: a dropped group, an error, a worker that came or went."""
+
+    kind: str
+    actor: str
+    time: float
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise MessageError(problem)
+
+
+def _array(message: Any, name: str, dtype: Any) -> None:
+    """The field is a one-dimensional array of ``dtype``; lists are taken too, for readable tests."""
+    value = getattr(message, name)
+    if not isinstance(value, np.ndarray):
+        value = np.asarray(value, dtype=dtype)
+        object.__setattr__(message, name, value)
+    _require(value.ndim == 1, f"{name} must have one dimension, has {value.ndim}")
+    _require(value.dtype == dtype, f"{name} must be {np.dtype(dtype)}, is {value.dtype}")
+
+
+def replace(message: Any, **changes: Any) -> Any:
+    """A copy of a message with some fields changed, checked again."""
+    return dataclasses.replace(message, **changes)

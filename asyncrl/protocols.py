@@ -1,0 +1,286 @@
+"""What actors ask of the world. Each protocol is a port; its adapters pass one contract test file.
+
+Bus          tests/test_bus_contract.py       memory, JetStream
+Engine       tests/test_engine_contract.py    in-process Hugging Face model, SGLang
+Backend      tests/test_backend_contract.py   reference PyTorch, Megatron-Core
+WeightChannel tests/test_weights_contract.py  files
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import PromptGroup, Sampling, Trajectory, VersionSpan, WeightVersion
+from asyncrl.topics import Topic
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl.policies.packing import MicroBatch
+
+M = TypeVar("M")
+M_co = TypeVar("M_co", covariant=True)
+
+
+# -- bus ---------------------------------------------------------------------------------------------------------------
+
+
+class Delivery(Protocol[M_co]):
+    """A work message on loan. Until it is acked the bus gives it to somebody else when we are gone or too slow."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def attempt(self) -> int:
+        """1 the first time this message is delivered to anybody."""
+        ...
+
+    @property
+    def message(self) -> M_co | None:
+        """None when the bytes were not a message; ``problem`` says why."""
+        ...
+
+    @property
+    def problem(self) -> str: ...
+
+    async def ack(self) -> None:
+        """Done: when this returns, the bus no longer counts the message."""
+        ...
+
+    async def retry(self, *, delay: float = 0.0) -> None:
+        """Give it to somebody (perhaps us) again after ``delay`` seconds, with attempt + 1."""
+        ...
+
+    async def keep(self) -> None:
+        """Still working on it: start the redelivery clock anew."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Generic[M]):
+    """One entry of a log. ``sequence`` rises by one per entry from 1; ``message`` is None when it did not decode."""
+
+    sequence: int
+    key: str
+    message: M | None
+    problem: str = ""
+    num_bytes: int = 0
+
+
+class Bus(Protocol):
+    """Carries typed messages between processes that share nothing else. Every method may raise BusError."""
+
+    async def publish(self, topic: Topic[M], message: M, *, key: str) -> bool:
+        """Store a message on a work or log topic. False: one with this key is or was there lately; nothing was stored.
+
+        Raises BusFull when the topic is full, MessageTooLarge when no retry can help.
+        """
+        ...
+
+    def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[AsyncIterator[Delivery[M]]]:
+        """Work, one message at a time, shared with every other consumer. Leaving gives back what was not acked."""
+        ...
+
+    def read(self, topic: Topic[M], *, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
+        """The log from sequence ``after`` + 1 on, then what is published next, for ever."""
+        ...
+
+    async def trim(self, topic: Topic[Any], *, through: int) -> None:
+        """Forget log entries up to sequence ``through``."""
+        ...
+
+    async def put(self, topic: Topic[M], message: M, *, key: str = "") -> None:
+        """Set a state."""
+        ...
+
+    def watch(self, topic: Topic[M], *, key: str = "") -> AbstractAsyncContextManager[AsyncIterator[M]]:
+        """The state of one key if there is one, then each newer one; states in between may be skipped."""
+        ...
+
+    async def states(self, topic: Topic[M]) -> dict[str, M]:
+        """The present state of every key."""
+        ...
+
+    async def forget(self, topic: Topic[Any], *, key: str) -> None:
+        """Remove a state."""
+        ...
+
+    async def depth(self, topic: Topic[Any]) -> int:
+        """Messages stored: on a work topic those not yet acked, on a log those not yet trimmed."""
+        ...
+
+    async def keys(self, topic: Topic[Any]) -> set[str]:
+        """Keys of the messages stored on a work or log topic."""
+        ...
+
+    async def last_sequence(self, topic: Topic[Any]) -> int:
+        """How many messages were ever published on a work or log topic."""
+        ...
+
+    @property
+    def max_message_bytes(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+# -- engine ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled after a prompt.  tokens i32[T], logprobs f32[T] of the distribution sampled from."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """running: sequences being decoded; queued: waiting for a place; tokens_generated: since start."""
+
+    running: int = 0
+    queued: int = 0
+    tokens_generated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """pause_seconds: how long no token was decoded; load_seconds: from the order to the new weights sampling."""
+
+    pause_seconds: float
+    load_seconds: float
+
+
+class Engine(Protocol):
+    """Samples from a model whose weights may change between any two tokens."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+        """One sampled answer. Many run at once; the engine batches them.
+
+        Every token carries the version of the weights that sampled it. Engines that can sample the same tokens for
+        the same seed and weights. Raises EngineError (try elsewhere) or EngineDied (this process is over).
+        """
+        ...
+
+    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+        """Switch to newer weights. Generations in progress go on with them from the next token.
+
+        Raises WeightsError and keeps the old weights when the new ones cannot be read.
+        """
+        ...
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(run_epoch, policy_version) of the weights that sample now."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
+# -- backend -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """metrics: named as in design section 6, already reduced over micro-batches and data-parallel ranks."""
+
+    metrics: Mapping[str, float]
+
+
+class Backend(Protocol):
+    """Holds the trained model. Every method blocks: the learner calls them from the backend's own thread.
+
+    With several data-parallel ranks only rank 0 has a Backend; it leads the others through its own collectives.
+    """
+
+    def start(self) -> None:
+        """Load the model and make the optimizer."""
+        ...
+
+    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+        """One optimizer step on one batch: ``shares[r]`` is what data-parallel rank r trains, gradients are summed."""
+        ...
+
+    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+        """Trainer logprobs f32[N] of a micro-batch's tokens at the sampling temperature; 0 at document starts."""
+        ...
+
+    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names: a snapshot on the CPU that later steps do not change."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Everything a resumed run needs besides what the learner itself knows: weights, optimizer, RNG."""
+        ...
+
+    def restore(self, folder: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class WeightChannel(Protocol):
+    """Moves weights from the learner to wherever engines can load them. Blocking; called from a thread."""
+
+    def publish(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
+    ) -> WeightVersion:
+        """Store one version, whole or not at all, and forget versions nobody should load any more."""
+        ...
+
+    def verify(self, weights: WeightVersion) -> Path:
+        """The folder of a version whose checksum is right. Raises WeightsError."""
+        ...
+
+
+# -- plugins: "package.module:object" in the run file ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What a reward function sees of one trajectory."""
+
+    prompt: str
+    completion: str
+    label: Any
+    metadata: Mapping[str, Any]
+    trajectory: Trajectory
+    prompt_tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class RewardFn(Protocol):
+    """Rewards one group. What it raises buries the group with the reason; it never ends the worker."""
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]: ...
+
+
+Generate = Callable[[NDArray[np.int32]], Awaitable[Generation]]
+"""Continues a token sequence with the group's sampling; bound to one sample of one group."""
+
+
+class RolloutFn(Protocol):
+    """One trajectory of one prompt. The default answers once; multi-turn and tools are other RolloutFns."""
+
+    async def __call__(self, prompt: PromptGroup, generate: Generate) -> Trajectory: ...

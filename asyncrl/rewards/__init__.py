@@ -1,0 +1,1 @@
+"""Reward functions: what judges a trajectory."""

@@ -1,0 +1,36 @@
+"""What flows where. One row a topic; who acks is in the design, not in the code that reads it.
+
+kind    promise
+work    every message goes to one consumer and is delivered again until that consumer acks it
+log     every message is kept; readers hold a cursor and nobody acks
+state   the last value per key; a watcher gets the present value first, then every change it is fast enough to see
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from asyncrl.messages import Event, Heartbeat, Progress, PromptGroup, TrajectoryGroup, WeightVersion
+
+M = TypeVar("M")
+Kind = Literal["work", "log", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic(Generic[M]):
+    name: str
+    kind: Kind
+    message_type: type[M]
+    seconds_to_live: float = 0.0
+    """State and log entries older than this are gone; 0 keeps them."""
+
+
+PROMPTS = Topic("prompts", "work", PromptGroup)
+TRAJECTORIES = Topic("trajectories", "log", TrajectoryGroup)
+WEIGHTS = Topic("weights", "state", WeightVersion)
+PROGRESS = Topic("progress", "state", Progress)
+ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
+EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
+
+ALL: tuple[Topic[object], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, EVENTS)

@@ -1,0 +1,1 @@
+"""Adapters of the WeightChannel port: how new weights reach the engines."""
