@@ -257,7 +257,9 @@ class RunConfig:
 
     @property
     def weights_directory(self) -> Path:
-        return Path(self.weights.directory) / self.run.name if self.weights.directory else self.run_directory / "weights"
+        return (
+            Path(self.weights.directory) / self.run.name if self.weights.directory else self.run_directory / "weights"
+        )
 
     @property
     def max_staleness(self) -> int:
