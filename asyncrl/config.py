@@ -52,7 +52,7 @@ class Bus:
     store: Literal["file", "memory"] = "file"
     max_message_bytes: int = 8 * 2**20
     """max_payload of the server started for this run."""
-    max_log_bytes: int = 8 * 2**30
+    max_log_bytes: int = 2 * 2**30
     """Size of the trajectory log; workers wait when it is full. Trimmed behind each checkpoint."""
     ack_seconds: float = 120.0
     """A prompt whose worker was not heard of for so long goes to another one."""

@@ -8,6 +8,8 @@
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
+    ├── RolloutError       a RolloutFn failed on a group; it is buried with the reason
+    ├── RewardError        a group could not be rewarded; it is buried with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done
     └── CheckpointError    a checkpoint cannot be written or read
@@ -46,6 +48,14 @@ class EngineError(AsyncRLError):
 
 class EngineDied(EngineError):
     """The engine is gone. The rollout worker's process ends with it."""
+
+
+class RolloutError(AsyncRLError):
+    """A user's RolloutFn failed. The rollout worker buries the group with the reason; nothing crashes."""
+
+
+class RewardError(AsyncRLError):
+    """A group could not be rewarded. The rollout worker buries it with the reason; nothing crashes."""
 
 
 class WeightsError(AsyncRLError):

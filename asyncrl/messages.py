@@ -172,16 +172,23 @@ class WeightVersion:
 class Progress:
     """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
 
-    ``finished`` drains the workers.
+    step           optimizer steps done;  batches_taken: steps begun
+    groups_lost    dropped (too stale) or buried (could not be made): they left the window untrained
+    finished       no more work will come: workers drain
     """
 
     run_epoch: int
     step: int
     policy_version: int
+    batches_taken: int = 0
     groups_trained: int = 0
     groups_dropped: int = 0
     groups_buried: int = 0
     finished: bool = False
+
+    @property
+    def groups_lost(self) -> int:
+        return self.groups_dropped + self.groups_buried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

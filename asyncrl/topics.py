@@ -9,7 +9,7 @@ state   the last value per key; a watcher gets the present value first, then eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from asyncrl.messages import Event, Heartbeat, Progress, PromptGroup, TrajectoryGroup, WeightVersion
 
@@ -33,4 +33,4 @@ PROGRESS = Topic("progress", "state", Progress)
 ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
 
-ALL: tuple[Topic[object], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, EVENTS)
+ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, EVENTS)

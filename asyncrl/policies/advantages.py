@@ -16,4 +16,5 @@ def grpo(rewards: ArrayLike, *, eps: float = 1e-6) -> NDArray[np.float32]:
     if len(values) < 2:
         return np.zeros(len(values), np.float32)
     centered = values - values.mean()
-    return (centered / (values.std(ddof=1) + eps)).astype(np.float32)
+    advantages: NDArray[np.float32] = (centered / (values.std(ddof=1) + eps)).astype(np.float32)
+    return advantages

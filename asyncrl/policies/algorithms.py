@@ -114,16 +114,12 @@ def resolve(row: Algorithm, *, correction: str = "", options: Mapping[str, Any] 
         raise ConfigError(f"algorithm: correction must be one of {', '.join(CORRECTIONS)}, got {correction!r}")
     if correction != row.correction:
         row = replace(row, correction=correction, correction_options=_CORRECTION_DEFAULTS[correction])
-    groups = {
-        "advantage_options": dict(row.advantage_options),
-        "loss_options": dict(row.loss_options),
-        "correction_options": dict(row.correction_options),
-    }
-    known = {key: table for table in groups.values() for key in table}
+    tables = [dict(row.advantage_options), dict(row.loss_options), dict(row.correction_options)]
+    owner = {key: table for table in tables for key in table}
     for key, value in (options or {}).items():
-        if key not in known:
-            raise ConfigError(f"algorithm.options: {row.name} has no option {key!r}; it has {', '.join(known)}")
+        if key not in owner:
+            raise ConfigError(f"algorithm.options: {row.name} has no option {key!r}; it has {', '.join(owner)}")
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
-        known[key][key] = float(value)
-    return replace(row, **groups)
+        owner[key][key] = float(value)
+    return replace(row, advantage_options=tables[0], loss_options=tables[1], correction_options=tables[2])

@@ -1,0 +1,401 @@
+"""Trains continuously on what the trajectory log brings, and says where the new weights are.
+
+    log -> buffer -> (evict, take) -> documents -> backend.step -> weight version -> progress -> metrics -> checkpoint
+
+Invariants (tests/test_actors.py, tests/test_learning.py):
+  L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
+  L2 nothing blocks the event loop: steps, exports, saves and hashing run in two named threads.
+  L3 a group leaves the window as trained, dropped or buried, and progress says so: a window of dead groups cannot
+     stop the run in silence.
+  L4 the log is trimmed only behind a durable checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from asyncrl import checkpoint
+from asyncrl.actors.base import Actor
+from asyncrl.actors.prompt_source import PromptSource
+from asyncrl.actors.reporter import Reporter
+from asyncrl.checkpoint import LearnerState
+from asyncrl.errors import AsyncRLError
+from asyncrl.messages import Event, Progress, TrajectoryGroup, WeightVersion
+from asyncrl.policies import batch as batches
+from asyncrl.policies.algorithms import Algorithm
+from asyncrl.policies.batch import Batch, Metric
+from asyncrl.policies.buffer import Buffer, Held
+from asyncrl.policies.packing import MicroBatch, pack_for_ranks
+from asyncrl.protocols import Backend, Bus, Record, WeightChannel
+from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, WEIGHTS
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """The part of the run file that the loop itself reads."""
+
+    steps: int
+    mode: str
+    groups_per_batch: int
+    max_staleness: int
+    wait_for_stragglers: bool
+    ranks: int
+    micro_batch_tokens: int
+    learning_rate: float
+    warmup_steps: int
+    checkpoint_directory: Path
+    checkpoint_every: int
+    checkpoint_keep: int
+    keep_log: bool
+    max_buried_in_a_row: int
+
+
+class Learner(Actor):
+    """consumes: trajectories    waits for: a full batch    woken by: a rollout worker's publish"""
+
+    role = "learner"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        settings: LearnerSettings,
+        state: LearnerState,
+        restore_from: Path | None,
+        buffer: Buffer,
+        prompts: PromptSource,
+        backend: Backend,
+        channel: WeightChannel,
+        algorithm: Algorithm,
+        reporter: Reporter,
+    ) -> None:
+        super().__init__(name, bus)
+        self._settings = settings
+        self._restore_from = restore_from
+        self._buffer = buffer
+        self._prompts = prompts
+        self._backend = backend
+        self._channel = channel
+        self._algorithm = algorithm
+        self._reporter = reporter
+        self._state = state
+        self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
+        self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
+        self._batches_taken = state.step
+        self._buried_in_a_row = 0
+        self._cursor = buffer.consumed.watermark - 1
+        self._changed = asyncio.Event()  # the buffer or the prompt source changed
+        self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._publishing: asyncio.Task[None] | None = None
+        self._publish_seconds = 0.0
+        self._generated_lengths: list[int] = []
+        self._dropped_lengths: list[int] = []
+        self._last_end = time.monotonic()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self._in_backend(self._backend.start)
+        if self._restore_from is not None:
+            await self._in_backend(self._backend.restore, self._restore_from)
+        self._last_end = time.monotonic()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read(), name=f"{self.name}.read")
+            exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
+            if self.run_epoch > 0:  # the weights of the history this learner goes on from
+                await self._publish_weights(group)
+            await self._report_progress()
+            await self._train(group)
+            await self._finish()
+            reader.cancel()
+            exhaustion.cancel()
+
+    async def stop(self) -> None:
+        await self._in_backend(self._backend.close)
+        self._reporter.close()
+        self._backend_thread.shutdown(wait=False)
+        self._files_thread.shutdown(wait=False)
+
+    def drain(self) -> None:
+        super().drain()
+        self._changed.set()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return (self.run_epoch, self.policy_version)
+
+    @property
+    def done(self) -> bool:
+        """Whether every step of the run was trained."""
+        return self.step >= self._settings.steps
+
+    @property
+    def counts(self) -> str:
+        """What became of the groups, for a person."""
+        return f"{self._trained} groups trained, {self._dropped} dropped (stale), {self._buried} buried (failed)"
+
+    # -- log -> buffer -------------------------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        async with self.bus.read(TRAJECTORIES, after=self._cursor) as records:
+            async for record in records:
+                await self._add(record)
+
+    async def _add(self, record: Record[TrajectoryGroup]) -> None:
+        self._cursor = record.sequence
+        group = record.message
+        if group is None and record.key.isdecimal():  # its group must leave the window all the same
+            group = TrajectoryGroup(
+                group_id=int(record.key),
+                prompt_tokens=np.zeros(0, np.int32),
+                trajectories=(),
+                error=f"does not decode: {record.problem}",
+            )
+        became = self._buffer.add(record.sequence, group, now=time.monotonic())
+        self._changed.set()
+        if became == "held" and group is not None:
+            self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
+            self._buried_in_a_row = 0
+        elif became == "buried" and group is not None:
+            self._buried += 1
+            self._buried_in_a_row += 1
+            self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
+            await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
+            if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
+                raise AsyncRLError(
+                    f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
+                )
+            await self._report_progress()
+        elif became == "refused":
+            self.log.error("log entry %d is no trajectory group: %s", record.sequence, record.problem)
+            await self._event("refused", sequence=record.sequence, problem=record.problem)
+
+    async def _note_exhaustion(self) -> None:
+        await self._prompts.exhausted.wait()
+        self._changed.set()
+
+    # -- buffer -> step ------------------------------------------------------------------------------------------------
+
+    async def _train(self, group: asyncio.TaskGroup) -> None:
+        while not self.done and not self.draining.is_set():
+            started = time.monotonic()
+            with self.waiting("trajectories"):
+                taken = await self._take()
+            if taken is None:
+                return
+            wait_seconds = time.monotonic() - started
+            self._batches_taken += 1
+            if self._settings.mode == "one_step_off":  # taking a batch is what admits the next one
+                await self._report_progress()
+            await self._train_on(taken, wait_seconds=wait_seconds, group=group)
+
+    async def _take(self) -> list[Held] | None:
+        """The next batch; None when drained, or when the data has ended and what is left cannot fill one."""
+        while True:
+            self._changed.clear()
+            if self.draining.is_set():
+                return None
+            await self._evict()
+            taken = self._buffer.take(self._settings.groups_per_batch)
+            if taken is not None and not self._holds_for_stragglers():
+                return taken
+            if self._prompts.exhausted.is_set() and not await self._more_can_come():
+                self.log.warning(
+                    "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
+                    self.step,
+                    len(self._buffer.held),
+                    self._settings.groups_per_batch,
+                )
+                return None
+            await self._changed.wait()
+
+    async def _more_can_come(self) -> bool:
+        outstanding = self._prompts.state().outstanding
+        return any(group_id not in self._buffer.held for group_id in outstanding)
+
+    def _holds_for_stragglers(self) -> bool:
+        if not self._settings.wait_for_stragglers:
+            return False
+        self._prompts.state()
+        missing = [v for group_id, v in self._prompts.admitted.items() if group_id not in self._buffer.held]
+        return self._buffer.must_wait(self.policy_version, missing)
+
+    async def _evict(self) -> None:
+        stale = self._buffer.evict(self.policy_version)
+        for held in stale:
+            self._dropped += 1
+            lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
+            self._dropped_lengths += lengths
+            await self._event(
+                "dropped",
+                group_id=held.group.group_id,
+                reason="stale",
+                staleness=self.policy_version - held.oldest,
+                lengths=lengths,
+            )
+        if stale:
+            await self._report_progress()
+
+    async def _train_on(self, taken: Sequence[Held], *, wait_seconds: float, group: asyncio.TaskGroup) -> None:
+        started = time.monotonic()
+        batch, shares = await self._in_files_thread(self._prepare, [held.group for held in taken])
+        prepared = time.monotonic()
+        result = await self._in_backend(
+            functools.partial(self._backend.step, shares, learning_rate=self._learning_rate())
+        )
+        ended = time.monotonic()
+        for held in taken:
+            self._buffer.dispose(held)
+        self._trained += len(taken)
+        self.step += 1
+        self.policy_version += 1
+        await self._publish_weights(group)
+        await self._report_progress()
+        elapsed = max(time.monotonic() - self._last_end, 1e-9)
+        self._last_end = time.monotonic()
+        metrics = dict(batch.metrics) | dict(result.metrics)
+        metrics |= {
+            "learner/wait_seconds": wait_seconds,
+            "learner/idle_ratio": wait_seconds / elapsed,
+            "learner/prepare_seconds": prepared - started,
+            "learner/step_seconds": ended - prepared,
+            "learner/tokens_per_second": batch.num_tokens / elapsed,
+            "data/epoch": float(max(held.group.epoch for held in taken)),
+        }
+        await self._reporter.report(
+            self.step,
+            metrics | self._own_metrics(),
+            policy_version=self.policy_version,
+            cursor=self._cursor,
+        )
+        every = self._settings.checkpoint_every
+        if every and self.step % every == 0 and not self.done:
+            await self._checkpoint()
+
+    def _prepare(self, groups: Sequence[TrajectoryGroup]) -> tuple[Batch, list[list[MicroBatch]]]:
+        batch = batches.build(
+            groups,
+            algorithm=self._algorithm,
+            policy_version=self.policy_version,
+            max_staleness=self._settings.max_staleness,
+            forks=self._buffer.forks,
+        )
+        settings = self._settings
+        shares = pack_for_ranks(batch.documents, ranks=settings.ranks, max_tokens=settings.micro_batch_tokens)
+        return batch, shares
+
+    def _learning_rate(self) -> float:
+        warmup = self._settings.warmup_steps
+        return self._settings.learning_rate * min(1.0, (self.step + 1) / warmup if warmup else 1.0)
+
+    # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
+
+    async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
+        """Snapshot now; write, hash and announce while the next step runs."""
+        if self._publishing is not None:
+            await self._publishing
+        tensors = await self._in_backend(lambda: list(self._backend.export()))
+        store = functools.partial(
+            self._channel.publish, tensors, run_epoch=self.run_epoch, policy_version=self.policy_version
+        )
+        self._publishing = group.create_task(self._announce(store), name=f"{self.name}.publish")
+
+    async def _announce(self, store: Callable[[], WeightVersion]) -> None:
+        started = time.monotonic()
+        await self.bus.put(WEIGHTS, await self._in_files_thread(store))
+        self._publish_seconds = time.monotonic() - started
+
+    async def _report_progress(self, *, finished: bool = False) -> None:
+        await self.bus.put(
+            PROGRESS,
+            Progress(
+                run_epoch=self.run_epoch,
+                step=self.step,
+                policy_version=self.policy_version,
+                batches_taken=self._batches_taken,
+                groups_trained=self._trained,
+                groups_dropped=self._dropped,
+                groups_buried=self._buried,
+                finished=finished,
+            ),
+        )
+
+    async def _finish(self) -> None:
+        """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
+        if self._publishing is not None:
+            await self._publishing
+        await self._checkpoint()
+        if not self.draining.is_set() or self.done:
+            await self._report_progress(finished=True)
+
+    async def _checkpoint(self) -> None:
+        state = LearnerState(
+            run_epoch=self.run_epoch,
+            step=self.step,
+            policy_version=self.policy_version,
+            groups=self._buffer.groups.as_json(),
+            consumed=self._buffer.consumed.as_json(),
+            prompts=self._prompts.state(),
+            groups_trained=self._trained,
+            groups_dropped=self._dropped,
+            groups_buried=self._buried,
+            forks=dict(self._buffer.forks),
+        )
+        folder = await self._in_backend(
+            functools.partial(
+                checkpoint.write,
+                self._settings.checkpoint_directory,
+                state,
+                save_backend=self._backend.save,
+                keep=self._settings.checkpoint_keep,
+            )
+        )
+        self.log.info("checkpoint %s", folder)
+        if not self._settings.keep_log:
+            await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _own_metrics(self) -> dict[str, Metric]:
+        held = self._buffer.held.values()
+        metrics: dict[str, Metric] = {
+            "staleness/dropped_groups": float(self._dropped),
+            "staleness/buried_groups": float(self._buried),
+            "buffer/groups": float(len(held)),
+            "buffer/tokens": float(self._buffer.num_tokens),
+            "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),
+            "weights/version": float(self.policy_version),
+            "weights/publish_seconds": self._publish_seconds,
+            "data/overlong_prompts": float(self._prompts.overlong),
+            "length/generated": batches.histogram(self._generated_lengths),
+            "length/dropped": batches.histogram(self._dropped_lengths),
+        }
+        self._generated_lengths, self._dropped_lengths = [], []
+        return metrics
+
+    async def _event(self, kind: str, **data: object) -> None:
+        """For whoever asks later why a group was not trained."""
+        event = Event(kind=kind, actor=self.name, time=time.time(), data=data)
+        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', ''))}"
+        await self.bus.publish(EVENTS, event, key=key)
+
+    async def _in_backend(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._backend_thread, function, *arguments)
+
+    async def _in_files_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._files_thread, function, *arguments)

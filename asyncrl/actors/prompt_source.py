@@ -1,0 +1,169 @@
+"""Publishes prompt groups, never more than the admission window allows.
+
+What is outstanding is counted on the bus when the source starts: the ids it finds on ``prompts`` and in the log. From
+there each id is published once, so ids count. Kill everything, start the same commands, and the window is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.actors.base import Actor
+from asyncrl.checkpoint import PromptState
+from asyncrl.errors import BusFull
+from asyncrl.messages import Progress, PromptGroup, Sampling
+from asyncrl.policies.admission import Admission
+from asyncrl.policies.ledger import Ledger
+from asyncrl.protocols import Bus
+from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
+
+FULL_QUEUE_SECONDS = 0.5
+
+
+class Row(Protocol):
+    """One prompt as the data gives it. ``tokens`` is empty when it is over max_prompt_tokens."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def label(self) -> Any: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+class Rows(Protocol):
+    """The endless shuffled data: the same row at the same position for ever; None after the last epoch."""
+
+    def at(self, position: int) -> Row | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    group_id: int
+    row: Row
+
+
+class PromptSource(Actor):
+    """consumes: progress    publishes: prompts    woken by: the learner, when groups leave the window"""
+
+    role = "prompt-source"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        rows: Rows,
+        admission: Admission,
+        sampling: Sampling,
+        group_size: int,
+        state: PromptState,
+        groups: Ledger,
+    ) -> None:
+        super().__init__(name, bus)
+        self._rows = rows
+        self._admission = admission
+        self._sampling = sampling
+        self._group_size = group_size
+        self._groups = groups  # the learner's ledger of groups disposed of; read only here
+        self._next, self._position, self.overlong = state.next_group_id, state.position, state.overlong
+        self._outstanding = dict(state.outstanding)
+        self.admitted: dict[int, int] = {}
+        """group id -> policy version when it was published, of groups published by this process."""
+        self.exhausted = asyncio.Event()
+        """Set when the data has ended: no group will be published any more."""
+
+    def state(self) -> PromptState:
+        """For the checkpoint: consistent with the ledger at this instant."""
+        self._outstanding = {i: position for i, position in self._outstanding.items() if i not in self._groups}
+        self.admitted = {i: version for i, version in self.admitted.items() if i not in self._groups}
+        return PromptState(
+            next_group_id=self._next,
+            position=self._position,
+            overlong=self.overlong,
+            outstanding=dict(self._outstanding),
+        )
+
+    async def run(self) -> None:
+        await self._reconcile()
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
+                await self._fill(progress)
+
+    async def _reconcile(self) -> None:
+        """Publish again what the bus lost, and go on behind what it has: it may be ahead of our checkpoint."""
+        on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        on_bus |= await self.bus.keys(TRAJECTORIES)
+        present = {int(key) for key in on_bus}
+        for group_id in sorted(self._outstanding.keys() - present):
+            if group_id not in self._groups:
+                row = await asyncio.to_thread(self._rows.at, self._outstanding[group_id])
+                assert row is not None, "the data changed since the checkpoint"
+                await self._publish(_Numbered(group_id, row), min_policy_version=0)
+        while self._next <= max(present, default=-1):
+            numbered = await asyncio.to_thread(self._read)
+            if numbered is None:
+                break
+            if numbered.group_id not in present and numbered.group_id not in self._groups:
+                await self._publish(numbered, min_policy_version=0)
+
+    async def _fill(self, progress: Progress) -> None:
+        """Publish up to the window."""
+        count = self._admission.may_publish(
+            published=self._next,
+            lost=progress.groups_lost,
+            batches_taken=progress.batches_taken,
+            steps_done=progress.step,
+        )
+        for _ in range(count):
+            numbered = await asyncio.to_thread(self._read)
+            if numbered is None:
+                self.exhausted.set()
+                return
+            self.admitted[numbered.group_id] = progress.policy_version
+            await self._publish(
+                numbered, min_policy_version=self._admission.min_policy_version(progress.policy_version)
+            )
+
+    def _read(self) -> _Numbered | None:
+        """The next row that is short enough, and its group id. None when the data has ended."""
+        while (row := self._rows.at(self._position)) is not None:
+            self._position += 1
+            if len(row.tokens) == 0:
+                self.overlong += 1
+                continue
+            numbered = _Numbered(self._next, row)
+            self._outstanding[self._next] = self._position - 1
+            self._next += 1
+            return numbered
+        return None
+
+    async def _publish(self, numbered: _Numbered, *, min_policy_version: int) -> None:
+        row = numbered.row
+        message = PromptGroup(
+            group_id=numbered.group_id,
+            prompt_tokens=row.tokens,
+            group_size=self._group_size,
+            sampling=self._sampling,
+            prompt=row.prompt,
+            label=row.label,
+            metadata=row.metadata,
+            epoch=row.epoch,
+            min_policy_version=min_policy_version,
+        )
+        while True:
+            try:
+                await self.bus.publish(PROMPTS, message, key=str(numbered.group_id))
+                return
+            except BusFull:
+                with self.waiting("space on prompts"):
+                    await asyncio.sleep(FULL_QUEUE_SECONDS)

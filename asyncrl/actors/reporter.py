@@ -1,0 +1,76 @@
+"""Puts one step's numbers together: what the learner measured, what the bus holds, what the workers say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from asyncrl.messages import Heartbeat
+from asyncrl.metrics.sinks import Sink
+from asyncrl.policies.batch import Metric
+from asyncrl.protocols import Bus
+from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
+
+WORKER_ROLE = "rollout-worker"
+
+
+class Reporter:
+    """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
+
+    def __init__(self, bus: Bus, sinks: Sequence[Sink]) -> None:
+        self._bus = bus
+        self._sinks = sinks
+
+    async def report(self, step: int, metrics: Mapping[str, Metric], *, policy_version: int, cursor: int) -> None:
+        """``cursor``: the last log sequence read."""
+        heartbeats = await self._bus.states(ACTORS)
+        workers = [beat for beat in heartbeats.values() if beat.role == WORKER_ROLE]
+        row = (
+            {"time": time.time()}
+            | dict(metrics)
+            | await self._bus_metrics(cursor)
+            | worker_metrics(workers, policy_version)
+        )
+        for sink in self._sinks:
+            sink.write(step, row)
+
+    async def _bus_metrics(self, cursor: int) -> dict[str, Metric]:
+        return {
+            "bus/prompts": float(await self._bus.depth(PROMPTS)),
+            "bus/trajectories": float(await self._bus.depth(TRAJECTORIES)),
+            "bus/lag": float(max(0, await self._bus.last_sequence(TRAJECTORIES) - cursor)),
+        }
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:
+    """The rollout/* and weights/* metrics, per worker and over workers."""
+    metrics: dict[str, Metric] = {"rollout/workers": float(len(workers))}
+    columns: dict[str, list[float]] = {}
+    for beat in sorted(workers, key=lambda beat: beat.actor):
+        lag = float(max(0, policy_version - beat.policy_version))
+        numbers = dict(beat.numbers) | {"weights/lag_versions": lag}
+        for name in _PER_WORKER:
+            if name in numbers:
+                section, _, quantity = name.partition("/")
+                metrics[f"{section}/{beat.actor}/{quantity}"] = numbers[name]
+                columns.setdefault(name, []).append(numbers[name])
+        metrics[f"weights/{beat.actor}/version"] = float(beat.policy_version)
+    for name, how in _PER_WORKER.items():
+        if name in columns:
+            values = columns[name]
+            metrics[name] = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[how]
+    return metrics
+
+
+_PER_WORKER = {
+    "rollout/tokens_per_second": "sum",
+    "rollout/idle_ratio": "mean",
+    "rollout/running": "sum",
+    "rollout/queued": "sum",
+    "weights/pause_seconds": "max",
+    "weights/lag_versions": "max",
+}

@@ -1,0 +1,297 @@
+"""Prompt groups in, rewarded trajectory groups out.
+
+Invariants (tests/test_actors.py):
+  W1 publish, then ack: a worker that dies in between repeats the group, and the learner's ledger makes the repeat
+     harmless. It never loses one.
+  W2 every prompt group becomes exactly one trained, dropped or buried group: what cannot be made is published as
+     buried, so that its place in the window comes free.
+  W3 draining takes no new prompt and finishes what is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl import messages
+from asyncrl.actors.base import Actor
+from asyncrl.actors.weight_follower import WeightFollower
+from asyncrl.errors import (
+    AsyncRLError,
+    BusError,
+    BusFull,
+    EngineDied,
+    EngineError,
+    MessageTooLarge,
+    RewardError,
+    RolloutError,
+)
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
+from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
+
+RETRY_SECONDS = 0.5
+FULL_LOG_SECONDS = 1.0
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rewards need."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
+
+
+class RolloutWorker(Actor):
+    """consumes: prompts    publishes: trajectories    woken by: the prompt source, and its own free slots"""
+
+    role = "rollout-worker"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        engine: Engine,
+        follower: WeightFollower,
+        rollout: RolloutFn,
+        reward: RewardFn,
+        tokenizer: Tokenizer,
+        seed: int,
+        max_running_groups: int,
+        max_attempts: int,
+        keep_seconds: float,
+    ) -> None:
+        super().__init__(name, bus)
+        self._engine = engine
+        self._follower = follower
+        self._rollout = rollout
+        self._reward = reward
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._max_attempts = max_attempts
+        self._keep_seconds = keep_seconds
+        self._slots = asyncio.Semaphore(max_running_groups)
+        self._activity = Activity()
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def stop(self) -> None:
+        await self._engine.close()
+
+    async def run(self) -> None:
+        """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
+        async with asyncio.TaskGroup() as group:
+            work = group.create_task(self._work(), name=f"{self.name}.work")
+            finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
+            await asyncio.wait((work, finished), return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()
+            finished.cancel()
+
+    async def _work(self) -> None:
+        async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
+            await self._slots.acquire()
+            async for delivery in self.until_drained(deliveries):
+                group.create_task(self._process(delivery), name=f"{self.name}.group-{delivery.key}")
+                with self.waiting("a free slot"):
+                    await self._slots.acquire()
+
+    async def _until_finished(self) -> None:
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
+                if progress.finished:
+                    self.log.info("the run is finished")
+                    return
+
+    async def _process(self, delivery: Delivery[PromptGroup]) -> None:
+        """One prompt group from delivery to ack."""
+        keep = asyncio.create_task(self._keep(delivery))  # cancelled below, on every way out
+        try:
+            result = await self._make(delivery)
+            await self._publish(result)
+            await delivery.ack()
+        except EngineDied:
+            raise
+        except EngineError as error:
+            self.log.warning("group %s: attempt %d failed: %s", delivery.key, delivery.attempt, error)
+            await delivery.retry(delay=RETRY_SECONDS)
+        finally:
+            keep.cancel()
+            self._slots.release()
+
+    async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
+        """Long generations outlive the bus's patience: say regularly that somebody is at it."""
+        while True:
+            await asyncio.sleep(self._keep_seconds)
+            try:
+                await delivery.keep()
+            except BusError as error:  # the worst that follows is a second copy, which the ledger drops
+                self.log.warning("group %s: could not renew the loan: %s", delivery.key, error)
+
+    async def _make(self, delivery: Delivery[PromptGroup]) -> TrajectoryGroup:
+        prompt = delivery.message
+        if prompt is None:
+            return _buried(int(delivery.key), self.name, f"the prompt does not decode: {delivery.problem}")
+        if delivery.attempt > self._max_attempts:  # it may have killed every process that tried
+            return _buried(prompt.group_id, self.name, f"gave up after {self._max_attempts} attempts", prompt)
+        started = time.monotonic()
+        try:
+            trajectories = await self._rewarded(prompt, await self._generate(prompt))
+        except (RewardError, RolloutError) as error:
+            self.log.warning("group %d is buried: %s", prompt.group_id, error)
+            return _buried(prompt.group_id, self.name, str(error), prompt)
+        return TrajectoryGroup(
+            group_id=prompt.group_id,
+            prompt_tokens=prompt.prompt_tokens,
+            trajectories=tuple(trajectories),
+            epoch=prompt.epoch,
+            worker=self.name,
+            seconds=time.monotonic() - started,
+        )
+
+    async def _generate(self, prompt: PromptGroup) -> list[Trajectory]:
+        """All samples of a group side by side; the first failure cancels the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._one(prompt, index)) for index in range(prompt.group_size)]
+        except ExceptionGroup as error:
+            died, other = error.split(EngineDied)
+            raise (died or other or error).exceptions[0] from error
+        return [task.result() for task in tasks]
+
+    async def _one(self, prompt: PromptGroup, index: int) -> Trajectory:
+        calls = 0
+
+        async def generate(tokens: NDArray[np.int32]) -> Generation:
+            nonlocal calls
+            seed = sample_seed(self._seed, prompt.group_id, index, calls)
+            calls += 1
+            async with self._follower.generation(prompt.min_policy_version):
+                with self._activity.running():
+                    generation = await self._engine.generate(tokens, prompt.sampling, seed=seed)
+            self._activity.tokens += len(generation.tokens)
+            return generation
+
+        try:
+            return await self._rollout(prompt, generate)
+        except (AsyncRLError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+            raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}") from error
+
+    async def _rewarded(self, prompt: PromptGroup, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        samples = [
+            Sample(
+                prompt=prompt.prompt,
+                completion=self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True),
+                label=prompt.label,
+                metadata=prompt.metadata,
+                trajectory=trajectory,
+                prompt_tokens=prompt.prompt_tokens,
+            )
+            for trajectory in trajectories
+        ]
+        rewards = await self._reward(samples)
+        return [
+            messages.replace(trajectory, reward=float(reward.value), reward_parts=dict(reward.parts))
+            for trajectory, reward in zip(trajectories, rewards, strict=True)
+        ]
+
+    async def _publish(self, result: TrajectoryGroup) -> None:
+        """Publish; a full log means the learner is behind, so wait; too large a group can only be buried."""
+        while True:
+            try:
+                await self.bus.publish(TRAJECTORIES, result, key=str(result.group_id))
+                return
+            except BusFull:
+                with self.waiting("space in the trajectory log"):
+                    await asyncio.sleep(FULL_LOG_SECONDS)
+            except MessageTooLarge as error:
+                self.log.error("group %d is buried: %s", result.group_id, error)
+                result = _buried(result.group_id, self.name, str(error))
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._engine.version
+
+    def numbers(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        tokens_per_second, idle_ratio = self._activity.since_last()
+        return {
+            "rollout/tokens_per_second": tokens_per_second,
+            "rollout/idle_ratio": idle_ratio,
+            "rollout/running": stats.running,
+            "rollout/queued": stats.queued,
+            "weights/pause_seconds": self._follower.last_load.pause_seconds,
+            "weights/load_seconds": self._follower.last_load.load_seconds,
+            "weights/loads": self._follower.loads,
+        }
+
+
+class Activity:
+    """How busy an engine was between two readings."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._read_tokens = 0
+        self._read_at = time.monotonic()
+        self._running = 0
+        self._busy_since = 0.0
+        self._busy = 0.0
+
+    def running(self) -> Activity:
+        return self
+
+    def __enter__(self) -> None:
+        if self._running == 0:
+            self._busy_since = time.monotonic()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._busy += time.monotonic() - self._busy_since
+
+    def since_last(self) -> tuple[float, float]:
+        """(tokens per second, share of time with nothing running) since the last call."""
+        now = time.monotonic()
+        busy = self._busy
+        if self._running:
+            busy += now - self._busy_since
+            self._busy_since = now
+        elapsed = max(now - self._read_at, 1e-9)
+        tokens = self.tokens - self._read_tokens
+        self._busy, self._read_at, self._read_tokens = 0.0, now, self.tokens
+        return tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
+
+
+def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
+    """One 63-bit seed per generation, the same on every worker and attempt."""
+    return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)
+
+
+async def single_turn(prompt: PromptGroup, generate: Any) -> Trajectory:
+    """The default RolloutFn: the model answers once, and every token of the answer is trained."""
+    answer: Generation = await generate(prompt.prompt_tokens)
+    return Trajectory(
+        tokens=answer.tokens,
+        response_mask=np.ones(len(answer.tokens), np.bool_),
+        behavior_logprobs=answer.logprobs,
+        version_spans=answer.version_spans,
+        finish_reason=answer.finish_reason,
+    )
+
+
+def _buried(group_id: int, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        group_id=group_id,
+        prompt_tokens=prompt.prompt_tokens if prompt is not None else np.zeros(0, np.int32),
+        trajectories=(),
+        epoch=prompt.epoch if prompt is not None else 0,
+        worker=worker,
+        error=error[:2000],
+    )

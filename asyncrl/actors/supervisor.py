@@ -1,0 +1,73 @@
+"""Runs the actors of one process as one failure domain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+from asyncrl.actors.base import Actor
+
+log = logging.getLogger("asyncrl.supervisor")
+
+STUCK_EXIT_CODE = 70
+
+
+async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0) -> None:
+    """Start all, run all; when ``main`` returns the helpers are stopped, and whoever raises stops everybody.
+
+    SIGTERM and SIGINT drain ``main``.  Raises what the failed actors raised, one exception or an ExceptionGroup.
+    """
+    actors = (main, *helpers)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, main.drain)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        with _exit_when_stuck(tasks, stop_seconds) as stopping:
+            async with contextlib.AsyncExitStack() as stack:
+                for actor in actors:
+                    stack.push_async_callback(actor.stop)
+                    await actor.start()
+                async with asyncio.TaskGroup() as group:
+                    tasks += [group.create_task(actor.run(), name=actor.name) for actor in actors]
+                    try:
+                        await asyncio.wait(tasks[:1])
+                    finally:
+                        stopping()
+                        for task in tasks[1:]:
+                            task.cancel()
+    except BaseExceptionGroup as error:
+        raise _only(error) from error
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _only(error: BaseException) -> BaseException:
+    """The one exception inside nested groups of one; the group itself when there are several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+@contextlib.contextmanager
+def _exit_when_stuck(tasks: list[asyncio.Task[None]], seconds: float) -> Iterator[Callable[[], None]]:
+    """A TaskGroup waits for ever for a child that lost its cancel or blocks the loop. We do not: the process exits
+    with a code of its own and its launcher starts a clean one; the bus gives the work back."""
+
+    def give_up() -> None:
+        names = [task.get_name() for task in tasks if not task.done()]
+        log.critical("still running %.0f s after stop: %s; exiting", seconds, ", ".join(names) or "stop() of an actor")
+        os._exit(STUCK_EXIT_CODE)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    try:
+        yield timer.start
+    finally:
+        timer.cancel()

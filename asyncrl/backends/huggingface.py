@@ -1,0 +1,228 @@
+"""A Hugging Face folder as a backend without transformers' model code needs it: shape, rotary frequencies, weights.
+
+The weight map goes both ways and knows tensor parallelism as a number, so it is tested without any process group:
+``fuse`` makes the shards of one Megatron tensor out of Hugging Face tensors, ``unfuse`` takes them apart again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from asyncrl.errors import ConfigError
+
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3")
+
+Cut = Literal["whole", "vocabulary", "rows", "qkv", "gate_up"]
+"""How Megatron cuts a tensor over tensor-parallel ranks.
+
+whole       every rank has it all
+vocabulary  by rows, after padding the vocabulary to a multiple of the ranks
+rows        by columns (Megatron calls it row-parallel)
+qkv         by key-value groups, each the group's queries, its key, its value
+gate_up     by rows of gate and of up alike; a shard is its gate rows, then its up rows
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What config.json says of a dense decoder with grouped-query attention, rotary positions and SwiGLU."""
+
+    num_layers: int
+    hidden_size: int
+    feed_forward_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    vocabulary_size: int
+    norm_eps: float
+    is_tied: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    dtype: torch.dtype
+    rope_frequencies: torch.Tensor
+    """f32[head_size / 2]: radians per position."""
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The model in ``folder``. Raises ConfigError for what is not one of ARCHITECTURES or has extras we do not map."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {folder} is no Hugging Face model folder: {error}") from None
+    architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"model.path: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}. "
+            'learner.backend = "reference" trains whatever transformers loads, on one rank'
+        )
+    _refuse_extras(folder, architecture, config)
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        feed_forward_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_size=_head_size(config),
+        vocabulary_size=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        is_tied=config.tie_word_embeddings,
+        has_qkv_bias=architecture == "Qwen2ForCausalLM",
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        dtype=config.dtype or torch.float32,
+        rope_frequencies=_rope_frequencies(folder, config),
+    )
+
+
+def _refuse_extras(folder: Path, architecture: str, config: Any) -> None:
+    """Raise ConfigError for a feature that would be left out silently."""
+    extras = {
+        "attention_bias": getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        f"hidden_act {config.hidden_act!r}": config.hidden_act != "silu",
+        "attention_dropout": config.attention_dropout,
+    }
+    for name, is_used in extras.items():
+        if is_used:
+            raise ConfigError(f"model.path: {folder}: {architecture} with {name} is not supported by megatron here")
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope_frequencies(folder: Path, config: Any) -> torch.Tensor:
+    """As transformers computes them, so that scaling means the same in the engine and here."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPE_TYPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"model.path: {folder}: rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
+    if kind == "default":
+        size = _head_size(config)
+        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if factor != 1.0:
+        raise ConfigError(f"model.path: {folder}: rope type {kind!r} scales attention by {factor}; not supported")
+    return torch.as_tensor(frequencies)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_weights(folder: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Reads one tensor at a time out of model.safetensors, or the files its index names. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        with ExitStack() as stack:
+            if index.exists():
+                where = json.loads(index.read_text())["weight_map"]
+            else:
+                with safe_open(folder / "model.safetensors", framework="pt") as file:
+                    where = dict.fromkeys(file.keys(), "model.safetensors")
+            files = {
+                name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in set(where.values())
+            }
+
+            def read(name: str) -> torch.Tensor:
+                if name not in where:
+                    raise ConfigError(f"model.path: {folder} has no weight {name}")
+                tensor: torch.Tensor = files[where[name]].get_tensor(name)
+                return tensor
+
+            yield read
+    except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ConfigError(f"model.path: {folder}: cannot read its safetensors: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """One Megatron parameter, how it is cut, and the Hugging Face tensors it is made of."""
+
+    megatron: str
+    cut: Cut
+    huggingface: tuple[str, ...]
+
+
+def weight_map(shape: ModelShape) -> list[Mapping]:
+    """Every parameter of the model."""
+    maps = [Mapping(megatron="embedding.word_embeddings.weight", cut="vocabulary", huggingface=(_EMBEDDING,))]
+    for layer in range(shape.num_layers):
+        theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        attention = f"{theirs}.self_attn"
+        table: list[tuple[str, Cut, tuple[str, ...]]] = [
+            ("input_layernorm.weight", "whole", (f"{theirs}.input_layernorm.weight",)),
+            ("self_attention.linear_qkv.weight", "qkv", tuple(f"{attention}.{x}_proj.weight" for x in "qkv")),
+            ("self_attention.linear_proj.weight", "rows", (f"{attention}.o_proj.weight",)),
+            ("pre_mlp_layernorm.weight", "whole", (f"{theirs}.post_attention_layernorm.weight",)),
+            ("mlp.linear_fc1.weight", "gate_up", tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))),
+            ("mlp.linear_fc2.weight", "rows", (f"{theirs}.mlp.down_proj.weight",)),
+        ]
+        if shape.has_qkv_bias:
+            names = tuple(f"{attention}.{x}_proj.bias" for x in "qkv")
+            table.append(("self_attention.linear_qkv.bias", "qkv", names))
+        if shape.has_qk_norm:
+            table.append(("self_attention.q_layernorm.weight", "whole", (f"{attention}.q_norm.weight",)))
+            table.append(("self_attention.k_layernorm.weight", "whole", (f"{attention}.k_norm.weight",)))
+        maps += [Mapping(megatron=f"{ours}.{name}", cut=cut, huggingface=names) for name, cut, names in table]
+    maps.append(Mapping(megatron="decoder.final_layernorm.weight", cut="whole", huggingface=("model.norm.weight",)))
+    if not shape.is_tied:
+        maps.append(Mapping(megatron="output_layer.weight", cut="vocabulary", huggingface=("lm_head.weight",)))
+    return maps
+
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
+    """The vocabulary with the rows that make it divisible by the ranks; no logprob ever sees those."""
+    return -(-shape.vocabulary_size // tensor_parallel) * tensor_parallel
+
+
+def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_parallel: int) -> list[torch.Tensor]:
+    """Hugging Face tensors to one Megatron shard per tensor-parallel rank."""
+    if cut == "whole":
+        return [parts[0]] * tensor_parallel
+    if cut == "vocabulary":
+        padding = padded_vocabulary(shape, tensor_parallel) - parts[0].shape[0]
+        padded = torch.cat([parts[0], parts[0].new_zeros(padding, parts[0].shape[1])]) if padding else parts[0]
+        return list(padded.chunk(tensor_parallel))
+    if cut == "rows":
+        return list(parts[0].chunk(tensor_parallel, dim=1))
+    if cut == "gate_up":
+        pairs = zip(*(part.chunk(tensor_parallel) for part in parts), strict=True)
+        return [torch.cat(pair) for pair in pairs]
+    groups = shape.num_key_value_heads
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tensor_parallel))
+
+
+def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
+    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors."""
+    if cut == "whole":
+        return [shards[0]]
+    if cut == "vocabulary":
+        return [torch.cat(list(shards))[: shape.vocabulary_size]]
+    if cut == "rows":
+        return [torch.cat(list(shards), dim=1)]
+    if cut == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+    whole = torch.cat(list(shards))
+    queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
+    grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
+    parts = grouped.split([queries, shape.head_size, shape.head_size], dim=1)
+    return [part.flatten(0, 1) for part in parts]

@@ -1,0 +1,143 @@
+"""Optimizer state on disk: one safetensors file per rank, any number of ranks reads what any other number wrote.
+
+A rank owns pieces of parameters: ``name[start:start + len]`` of the flattened parameter. A piece is saved as its
+float32 value and what AdamW keeps for it, each under ``kind|start|name``. Whoever restores puts a parameter together
+from the pieces in all files and takes its own part. Test: test_restored_training_equals_uninterrupted_training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from asyncrl.errors import CheckpointError
+
+FORMAT = 1
+_INDEX = "backend.json"
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank's optimizer holds of one parameter: elements from ``start`` on of its flattened self."""
+
+    name: str
+    start: int
+    value: torch.Tensor
+    """The float32 tensor the optimizer updates; also its key in the optimizer's state."""
+
+
+def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Tensor, Any], *, rank: int) -> None:
+    """This rank's file. Raises CheckpointError."""
+    tensors = {f"random||{kind}": value for kind, value in _random_states().items()}
+    for piece in pieces:
+        tensors[f"value|{piece.start}|{piece.name}"] = _plain(piece.value)
+        moments = state.get(piece.value, {})
+        for kind in _MOMENTS:
+            if kind in moments:
+                tensors[f"{kind}|{piece.start}|{piece.name}"] = _plain(torch.as_tensor(moments[kind]))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / _file(rank))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot write rank {rank}'s optimizer state: {error}") from error
+
+
+def write_index(folder: Path, *, ranks: int) -> None:
+    """What makes the ranks' files a checkpoint, written when all of them are there. Raises CheckpointError."""
+    try:
+        (folder / _INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks}))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot write {_INDEX}: {error}") from error
+
+
+class SavedState:
+    """The pieces of all ranks' files."""
+
+    def __init__(self, files: list[Any], folder: Path) -> None:
+        self._files = files
+        self._folder = folder
+        self._where: dict[tuple[str, str], list[tuple[int, str, Any]]] = {}
+        for file in files:
+            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                kind, start, name = key.split("|", 2)
+                if start:
+                    self._where.setdefault((kind, name), []).append((int(start), key, file))
+
+    def value(self, name: str, size: int) -> torch.Tensor:
+        """A whole parameter, flat: f32[size]. Raises CheckpointError when it is not there or has another size."""
+        return self._whole("value", name, size)
+
+    def moments(self, name: str, size: int, own: slice) -> dict[str, torch.Tensor]:
+        """What AdamW kept for ``own`` of a parameter; empty before its first step."""
+        if ("step", name) not in self._where:
+            return {}
+        _, key, file = self._where["step", name][0]
+        whole = {kind: self._whole(kind, name, size)[own] for kind in ("exp_avg", "exp_avg_sq")}
+        return {"step": file.get_tensor(key), **whole}
+
+    def restore_random_states(self, rank: int) -> None:
+        """Put this rank's random generators back; rank 0's when fewer ranks wrote than read."""
+        file = self._files[rank if rank < len(self._files) else 0]
+        torch.set_rng_state(file.get_tensor("random||cpu"))
+        if torch.cuda.is_available() and "random||cuda" in file.keys():  # noqa: SIM118
+            torch.cuda.set_rng_state(file.get_tensor("random||cuda"))
+
+    def _whole(self, kind: str, name: str, size: int) -> torch.Tensor:
+        places = sorted(self._where.get((kind, name), []), key=lambda place: place[0])
+        parts = [file.get_tensor(key) for _, key, file in places]
+        whole = torch.cat(parts) if parts else torch.empty(0)
+        if whole.numel() != size:
+            raise CheckpointError(
+                f"{self._folder}: {name} has {whole.numel()} saved numbers ({kind}), the model needs {size}; "
+                "is it a checkpoint of another model?"
+            )
+        return whole
+
+
+@contextmanager
+def open_state(folder: Path) -> Iterator[SavedState]:
+    """The checkpoint in ``folder``. Raises CheckpointError."""
+    try:
+        index = json.loads((folder / _INDEX).read_text())
+        if index["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: format {index['format']} is not {FORMAT}, the one this version reads")
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(safe_open(folder / _file(rank), framework="pt")) for rank in range(index["ranks"])
+            ]
+            yield SavedState(files, folder)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
+
+
+def shaped(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Moments as AdamW wants them beside the tensor it updates; its step count is a scalar on the CPU."""
+    return {
+        kind: value.reshape(()) if kind == "step" else value.to(like.device, copy=True).view(like.shape)
+        for kind, value in moments.items()
+    }
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Flat, on the CPU, and sharing memory with nothing, as safetensors demands."""
+    return value.detach().reshape(-1).to("cpu", copy=True)
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"

@@ -1,0 +1,138 @@
+"""How topics lie on JetStream: names, subjects, and the configuration of every stream and consumer. Pure.
+
+topic       stream                     subject                              kept
+work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; max_prompts of them
+log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
+state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
+state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
+
+State streams are key-value buckets to the `nats kv` command. A work or log topic refuses a key it holds (one message a
+subject) and one it held in the last ten minutes (Nats-Msg-Id). Every worker binds the one durable consumer ``workers``:
+a work-queue stream takes no second one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from asyncrl.errors import BusError
+from asyncrl.topics import Topic
+
+HEADER_BYTES: Final = 1024
+"""Room for headers in the server's max_payload."""
+
+DUPLICATE_SECONDS: Final = 600.0
+WORKERS: Final = "workers"
+
+_MAX_KEY_CHARACTERS: Final = 256
+_NANOSECONDS: Final = 10**9
+_MANY_WAITING: Final = 16_384
+"""Pull requests that may wait on the shared consumer: one per rollout worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    run: str
+    max_prompts: int
+    max_log_bytes: int
+    ack_seconds: float
+    storage: Literal["file", "memory"]
+
+    def stream(self, topic: Topic[Any]) -> str:
+        return f"KV_{self._bucket(topic)}" if topic.kind == "state" else f"asyncrl-{self.run}-{topic.name}"
+
+    def prefix(self, topic: Topic[Any]) -> str:
+        """What comes before the key in a subject."""
+        if topic.kind == "state":
+            return f"$KV.{self._bucket(topic)}.{topic.name}."
+        return f"asyncrl.{self.run}.{topic.name}."
+
+    def subject(self, topic: Topic[Any], key: str) -> str:
+        return self.prefix(topic) + token(key)
+
+    def key(self, topic: Topic[Any], subject: str) -> str:
+        return key_of(subject.removeprefix(self.prefix(topic)))
+
+    def _bucket(self, topic: Topic[Any]) -> str:
+        return f"asyncrl-{self.run}-{topic.name if topic.seconds_to_live else 'state'}"
+
+    def stream_config(self, topic: Topic[Any]) -> dict[str, Any]:
+        max_age = int(topic.seconds_to_live * _NANOSECONDS)
+        duplicates = int(DUPLICATE_SECONDS * _NANOSECONDS)
+        config = {
+            "name": self.stream(topic),
+            "storage": self.storage,
+            "num_replicas": 1,
+            "max_consumers": -1,
+            "max_msgs": -1,
+            "max_bytes": -1,
+            "max_age": max_age,
+            "max_msgs_per_subject": 1,
+            "duplicate_window": min(duplicates, max_age) if max_age else duplicates,
+            "discard": "new",
+        }
+        if topic.kind == "state":
+            return config | {
+                "subjects": [f"$KV.{self._bucket(topic)}.>"],
+                "retention": "limits",
+                "allow_direct": True,
+                "allow_rollup_hdrs": True,
+                "deny_delete": True,
+            }
+        config |= {"subjects": [self.prefix(topic) + "*"], "discard_new_per_subject": True, "allow_direct": True}
+        if topic.kind == "work":
+            return config | {"retention": "workqueue", "max_msgs": self.max_prompts}
+        return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
+
+    def workers(self) -> dict[str, Any]:
+        """The consumer all workers share. No max_deliver: a worker that sees a high attempt buries the group."""
+        return {
+            "name": WORKERS,
+            "durable_name": WORKERS,
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": int(self.ack_seconds * _NANOSECONDS),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": _MANY_WAITING,
+            "replay_policy": "instant",
+        }
+
+
+def reader(name: str, *, after: int) -> dict[str, Any]:
+    """A consumer of one reader, from sequence ``after`` + 1 on."""
+    return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
+
+
+def watcher(name: str, *, subject: str) -> dict[str, Any]:
+    """A consumer of one watcher: the present value, then newer ones."""
+    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subject}
+
+
+def _ephemeral(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ack_policy": "none",
+        "replay_policy": "instant",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": 60 * _NANOSECONDS,
+    }
+
+
+def token(key: str) -> str:
+    """The key as one token of a subject: letters, digits, - and _ as they are, other bytes as =XX, "" as =."""
+    text = re.sub(rb"[^A-Za-z0-9_-]", lambda match: b"=%02X" % match[0][0], key.encode())
+    if len(text) > _MAX_KEY_CHARACTERS:
+        raise BusError(f"key {key[:40]!r}...: {len(text)} characters on the bus; {_MAX_KEY_CHARACTERS} are allowed")
+    return text.decode() or "="
+
+
+def key_of(text: str) -> str:
+    """The key that ``token`` made ``text`` from; a foreign token is its own key."""
+    if text == "=":
+        return ""
+    plain = re.sub(rb"=([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())
+    return plain.decode(errors="replace")

@@ -1,0 +1,163 @@
+"""The asyncrl command: argument parsing, logging, signals, exit codes. Imports what a verb needs after parsing.
+
+Exit codes: 0 done, 1 failed, 2 configuration, 70 stuck, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from asyncrl import __version__
+from asyncrl.errors import AsyncRLError, ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import RunConfig
+
+EXAMPLES = """examples:
+  asyncrl run examples/demo.toml                       everything on this machine
+  asyncrl run my.toml --set run.steps=10 --resume      go on from the last checkpoint
+  asyncrl check my.toml                                what the run file means, and whether it can work
+  asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
+  asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    options = _parser().parse_args(arguments)
+    try:
+        code = _VERBS[options.verb](options)
+    except ConfigError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        code = 2
+    except AsyncRLError as error:
+        logging.getLogger("asyncrl").debug("traceback", exc_info=True)
+        print(f"asyncrl {options.verb}: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Post-training of language models by reinforcement learning in which nothing waits.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"asyncrl {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, summary: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=summary, description=summary)
+
+    def run_file(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+        sub.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="SECTION.KEY=VALUE",
+            help="override one key of the run file; repeatable",
+        )
+
+    run = verb("run", "Start and supervise a whole run on this machine.")
+    learner = verb("learner", "Start the learner of a run against its bus.")
+    worker = verb("rollout-worker", "Start one rollout worker of a run against its bus, on any node, at any time.")
+    check = verb("check", "Print what a run file means and refuse what cannot work.")
+    for sub in (run, learner, worker, check):
+        run_file(sub)
+    for sub in (run, learner):
+        sub.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    worker.add_argument("--name", default="", help="unique in the run (default: host and process id)")
+
+    import_model = verb("import-model", "Turn a GGUF file into a Hugging Face folder.")
+    import_model.add_argument("source", help="a .gguf file, or package:NAME for one inside an installed package")
+    import_model.add_argument("destination", type=Path, help="folder to make")
+    import_model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(default: float32)")
+    return parser
+
+
+def _load(options: argparse.Namespace) -> RunConfig:
+    from asyncrl import config
+
+    return config.load(options.run_file, options.overrides)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from asyncrl import app, launch
+
+    config = _load(options)
+    app.check(config)
+    return launch.run(config, run_file=options.run_file, overrides=options.overrides, resume=options.resume)
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from asyncrl import app, processes
+
+    config = _load(options)
+    processes.end_with_parent()
+    _log_to(config.run_directory / "logs" / "learner.log")
+    return app.run_learner(config, resume=options.resume, token=_token(config))
+
+
+def _rollout_worker(options: argparse.Namespace) -> int:
+    from asyncrl import app, processes
+
+    config = _load(options)
+    processes.end_with_parent()
+    name = options.name or app.worker_name()
+    _log_to(config.run_directory / "logs" / f"{name}.log")
+    return app.run_worker(config, name=name, token=_token(config))
+
+
+def _check(options: argparse.Namespace) -> int:
+    from asyncrl import app
+
+    print(app.describe(_load(options)))
+    return 0
+
+
+def _import_model(options: argparse.Namespace) -> int:
+    from asyncrl.data.import_model import import_model
+
+    import_model(options.source, options.destination, dtype=options.dtype)
+    return 0
+
+
+_VERBS = {
+    "run": _run,
+    "learner": _learner,
+    "rollout-worker": _rollout_worker,
+    "check": _check,
+    "import-model": _import_model,
+}
+
+
+def _token(config: RunConfig) -> str:
+    """The bus's token: the environment wins, so that it need not be in a file."""
+    return os.environ.get("ASYNCRL_BUS_TOKEN", config.bus.token)
+
+
+def _log_to(path: Path) -> None:
+    """Everything from info up to a file of this process; warnings and errors to stderr as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(path)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    to_stderr = logging.StreamHandler()
+    to_stderr.setLevel(logging.WARNING)
+    to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers = [to_file]
+    ours = logging.getLogger("asyncrl")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(to_stderr)

@@ -1,0 +1,118 @@
+"""A Hugging Face model folder small enough to train on one CPU core: random weights, one token a character.
+
+The demo trains it and the tests load it, so nothing there needs a download. Its first policy is nearly uniform over the
+vocabulary: the weights are small, so are the logits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+Architecture = Literal["qwen3", "qwen2", "llama"]
+
+DIGITS = "0123456789"
+CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
+"""What a tiny model can read and write when nobody says otherwise."""
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<assistant>")
+"""Ids 0 to 3; the characters follow from 4 on. A character that is not in the vocabulary is left out of the tokens."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tiny_model(
+    folder: Path,
+    *,
+    architecture: Architecture = "qwen3",
+    seed: int = 0,
+    characters: str = CHARACTERS,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    max_positions: int = 512,
+    initializer_range: float = 0.02,
+    tie_word_embeddings: bool = False,
+) -> Path:
+    """Write config, float32 weights, tokenizer and generation config to ``folder``, and return it.
+
+    The same arguments write the same bytes. The vocabulary is SPECIAL_TOKENS and ``characters``.
+    """
+    tokenizer = make_tokenizer(characters, max_positions=max_positions)
+    config_type = _CONFIGS[architecture]
+    config = config_type(
+        architectures=[config_type.__name__.removesuffix("Config") + "ForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=max_positions,
+        initializer_range=initializer_range,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(folder)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:
+    """A tokenizer with one token an (ASCII) character, <eos>, <pad>, and a chat template.
+
+    It is byte-level BPE without merges, because transformers rebuilds that for model type qwen2 whatever the folder says.
+    """
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = [letter for character in characters for letter in byte_level.pre_tokenize_str(character)[0][0]]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys((*SPECIAL_TOKENS, *letters)))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<pad>",
+        extra_special_tokens=["<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _tied(model: Any) -> set[str]:
+    """Names that share another name's storage and so are not written."""
+    return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+
+
+_CONFIGS: dict[str, Any] = {
+    "qwen3": transformers.Qwen3Config,
+    "qwen2": transformers.Qwen2Config,
+    "llama": transformers.LlamaConfig,
+}

@@ -1,0 +1,310 @@
+"""A Hugging Face model in this process as an engine: for tests, demos, and models that no server knows.
+
+One thread, named ``engine-decode``, owns the decoder and everything that waits for it. It consumes orders from a queue:
+generations, weight loads, cancellations and the end. It waits on that queue when no answer is in progress; otherwise it
+looks into it between two tokens. Results go back to the event loop in one call per token. Weight files are read in
+the thread ``engine-read``, so that decoding stops only for the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.engines.checks import WEIGHTS_FILE, check_prompt, check_sampling, check_weights
+from asyncrl.engines.decoder import Answer, Decoder
+from asyncrl.engines.spans import Version
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.messages import Sampling, WeightVersion
+from asyncrl.protocols import EngineStats, Generation, LoadReport
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PASSED_OVER_STEPS = 4
+"""A waiting answer is prefilled after so many tokens even if it is the only one: prefills come in batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    max_batch_size: int = 64
+    """Answers decoded at once. With 1 the same seed and weights give the same tokens bit for bit."""
+    max_prefill_tokens: int = 8192
+    """Prompt tokens computed in one pass, padding included; at least one prompt is."""
+    threads: int = 0
+    """CPU threads of the model; 0 leaves it to torch. One is fastest for tiny models."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.threads < 0:
+            raise ConfigError(f"threads must be >= 0, got {self.threads}")
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    answer: Answer
+    future: asyncio.Future[Generation]
+    passed_over: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Cancel:
+    request: _Request
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    tensors: Mapping[str, torch.Tensor]
+    version: Version
+    keep_running: bool
+    future: asyncio.Future[float]
+
+
+@dataclass(slots=True, eq=False)
+class _Close:
+    pass
+
+
+class InProcessEngine:
+    """See Engine in protocols.py."""
+
+    def __init__(self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options) -> None:
+        self._model_path = model_path
+        self._device = device
+        self._dtype = dtype
+        self._first_version = version
+        self._options = options
+        self._decoder: Decoder | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
+        self._loading = asyncio.Lock()
+        self._orders: queue.SimpleQueue[_Request | _Cancel | _Load | _Close] = queue.SimpleQueue()
+        self._end: BaseException | None = None
+        self._tokens_generated = 0
+        # The decode thread's own; others only take lengths.
+        self._waiting: deque[_Request] = deque()
+        self._loads: deque[_Load] = deque()
+        self._running: dict[Answer, _Request] = {}
+
+    async def start(self) -> None:
+        """Reads the model. Raises ConfigError."""
+        self._loop = asyncio.get_running_loop()
+        self._decoder = await self._loop.run_in_executor(self._reader, self._read_model)
+        self._thread = threading.Thread(target=self._decode, name="engine-decode", daemon=True)
+        self._thread.start()
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+        decoder = self._alive()
+        check_sampling(sampling)
+        check_prompt(
+            prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            vocabulary_size=decoder.vocabulary_size,
+            context_tokens=decoder.context_tokens,
+        )
+        uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens).tolist()
+        answer = Answer(prompt=np.ascontiguousarray(prompt_tokens), sampling=sampling, uniforms=uniforms)
+        request = _Request(answer, asyncio.get_running_loop().create_future())
+        self._orders.put(request)
+        try:
+            self._alive()  # a thread that ended meanwhile does not see the request
+            return await request.future
+        finally:
+            if not request.future.done() or request.future.cancelled():
+                request.future.cancel()
+                self._orders.put(_Cancel(request))
+
+    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+        """``keep_running=False`` lets answers in progress end on the old weights first and holds new ones back."""
+        decoder = self._alive()
+        asked = time.monotonic()
+        async with self._loading:
+            loop = asyncio.get_running_loop()
+            tensors = await loop.run_in_executor(self._reader, _read_weights, weights, decoder)
+            order = _Load(tensors, weights.order, keep_running, loop.create_future())
+            self._orders.put(order)
+            try:
+                self._alive()
+                pause_seconds = await order.future
+            finally:
+                order.future.cancel()
+        return LoadReport(pause_seconds=pause_seconds, load_seconds=time.monotonic() - asked)
+
+    @property
+    def version(self) -> Version:
+        return self._decoder.version if self._decoder else self._first_version
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            queued=len(self._waiting) + self._orders.qsize(),
+            tokens_generated=self._tokens_generated,
+        )
+
+    async def close(self) -> None:
+        self._orders.put(_Close())
+        thread, self._thread = self._thread, None
+        if thread:
+            await asyncio.get_running_loop().run_in_executor(self._reader, thread.join)
+        self._reader.shutdown(wait=False)
+
+    def _alive(self) -> Decoder:
+        if self._end is not None:
+            raise EngineDied(str(self._end)) from self._end
+        if self._decoder is None:
+            raise EngineDied("the in-process engine is not running: start() it first")
+        return self._decoder
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _read_model(self) -> Decoder:
+        return Decoder(self._model_path, device=self._device, dtype=self._dtype, version=self._first_version)
+
+    def _decode(self) -> None:
+        """The decode thread. Whatever ends it, nobody is left waiting."""
+        assert self._decoder is not None
+        end = EngineDied("the in-process engine was closed")
+        try:
+            if self._options.threads:
+                torch.set_num_threads(self._options.threads)
+            while self._take_orders(self._decoder):
+                self._swap(self._decoder)
+                self._admit(self._decoder)
+                self._step(self._decoder)
+        except BaseException as error:
+            log.exception("the decode thread died")
+            end = EngineDied(f"the in-process engine died: {error!r}")
+            end.__cause__ = error
+        self._end = end  # before the queue is emptied: who puts an order later looks at it afterwards
+        while not self._orders.empty():
+            self._sort(self._orders.get())
+        failures = [_failure(request.future, end) for request in (*self._running.values(), *self._waiting)]
+        self._tell([*failures, *(_failure(order.future, end) for order in self._loads)])
+
+    def _take_orders(self, decoder: Decoder) -> bool:
+        """Wait for something to do, then take everything that was ordered. False when closed."""
+        is_idle = not (self._running or self._waiting or self._loads)
+        cancelled: set[Answer] = set()
+        while is_idle or not self._orders.empty():
+            order = self._orders.get()
+            is_idle = False
+            if isinstance(order, _Close):
+                return False
+            if isinstance(order, _Cancel):
+                cancelled.add(order.request.answer)
+            self._sort(order)
+        if cancelled:
+            self._waiting = deque(request for request in self._waiting if request.answer not in cancelled)
+            cancelled &= self._running.keys()
+            decoder.remove(cancelled)
+            for answer in cancelled:
+                del self._running[answer]
+        return True
+
+    def _sort(self, order: _Request | _Cancel | _Load | _Close) -> None:
+        if isinstance(order, _Request):
+            self._waiting.append(order)
+        elif isinstance(order, _Load):
+            self._loads.append(order)
+
+    def _swap(self, decoder: Decoder) -> None:
+        """Take the weights ordered; one that lets answers end first waits for that."""
+        while self._loads and (self._loads[0].keep_running or not self._running):
+            order, began = self._loads[0], time.monotonic()
+            decoder.load(order.tensors, order.version)
+            self._tell([_success(order.future, time.monotonic() - began)])
+            self._loads.popleft()
+
+    def _admit(self, decoder: Decoder) -> None:
+        """Prefill waiting answers that fit, once they are a quarter of the batch or the first waited long enough."""
+        free, running = self._options.max_batch_size - len(self._running), len(self._running)
+        if self._loads or not self._waiting or not free:
+            return
+        self._waiting[0].passed_over += 1
+        if 4 * min(free, len(self._waiting)) < running and self._waiting[0].passed_over <= _PASSED_OVER_STEPS:
+            return
+        admitted: list[Answer] = []
+        longest = 0
+        while self._waiting and len(admitted) < free:
+            longest = max(longest, len(self._waiting[0].answer.prompt))
+            if admitted and longest * (len(admitted) + 1) > self._options.max_prefill_tokens:
+                break
+            request = self._waiting.popleft()
+            self._running[request.answer] = request
+            admitted.append(request.answer)
+        decoder.admit(admitted)
+        self._tokens_generated += len(admitted)
+        self._deliver(decoder)
+
+    def _step(self, decoder: Decoder) -> None:
+        if self._running:
+            decoder.step()
+            self._tokens_generated += len(self._running)
+            self._deliver(decoder)
+
+    def _deliver(self, decoder: Decoder) -> None:
+        done = [answer for answer in self._running if answer.finish_reason]
+        decoder.remove(set(done))
+        self._tell([_result(self._running.pop(answer)) for answer in done])
+
+    def _tell(self, deliveries: list[Callable[[], None]]) -> None:
+        def deliver() -> None:
+            for delivery in deliveries:
+                delivery()
+
+        assert self._loop is not None
+        if deliveries and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(deliver)
+
+
+def _result(request: _Request) -> Callable[[], None]:
+    answer = request.answer
+    if not answer.is_finite:
+        return _failure(request.future, EngineError("the model gave NaN logprobs: its weights are broken"))
+    return _success(
+        request.future,
+        Generation(
+            tokens=np.array(answer.tokens, dtype=np.int32),
+            logprobs=np.array(answer.logprobs, dtype=np.float32),
+            version_spans=answer.spans.spans(len(answer.tokens)),
+            finish_reason=answer.finish_reason,
+        ),
+    )
+
+
+def _success(future: asyncio.Future[T], result: T) -> Callable[[], None]:
+    return lambda: None if future.done() else future.set_result(result)
+
+
+def _failure(future: asyncio.Future[T], error: Exception) -> Callable[[], None]:
+    return lambda: None if future.done() else future.set_exception(error)
+
+
+def _read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """The tensors of a version, checked against the model and wholly in memory. Raises WeightsError."""
+    folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
+    try:
+        # Read, not mapped: a mapped file that is cut short under us would kill the process.
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load((folder / WEIGHTS_FILE).read_bytes())
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    return tensors

@@ -1,0 +1,196 @@
+"""`asyncrl run`: every process of a run on this machine, started, watched, restarted and ended.
+
+One process = one command = one failure domain. The launcher holds no state that a run needs: kill it, and the same
+command with --resume goes on. Children end with it (processes.py), so that nothing is left behind.
+
+A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
+cannot come back ends the run with its exit code. Exit code 2 (configuration) is never tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from asyncrl import processes
+from asyncrl.app import BUS_FILE, connect
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.topics import PROGRESS
+
+log = logging.getLogger("asyncrl.launch")
+
+RESTARTS = 3
+"""Times one process is started again before the run gives up."""
+BACK_OFF_SECONDS = 1.0
+FINISH_SECONDS = 10.0
+"""How long workers get to notice that the run is finished."""
+DRAIN_SECONDS = 120.0
+"""How long processes get to drain after Ctrl-C before they are killed."""
+
+INTERRUPTED = 130
+
+
+def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool) -> int:
+    """Run to the end; the exit code is the run's."""
+    directory = run_config.run_directory
+    if not resume and (directory / "checkpoints").exists():
+        raise ConfigError(
+            f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
+        )
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    if run_config.bus.url:
+        return asyncio.run(_run(run_config, run_file=run_file, overrides=overrides, resume=resume))
+    server = EmbeddedServer(
+        directory / "nats", port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
+    )
+    server.start()  # before the event loop: the server ends with the thread that started it
+    address = directory / BUS_FILE
+    try:
+        _write_private(address, json.dumps({"url": server.url, "token": server.token}))
+        where = server.url.removeprefix("nats://")
+        print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
+        return asyncio.run(_run(run_config, run_file=run_file, overrides=overrides, resume=resume))
+    finally:
+        address.unlink(missing_ok=True)
+        server.stop()
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+async def _run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool) -> int:
+    if resume:
+        await _reopen(run_config)
+    common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
+    children = [
+        _Child(name="learner", arguments=["learner", *common], restart_arguments=["--resume"], resumed=resume),
+        *(
+            _Child(name=f"w{number}", arguments=["rollout-worker", *common, "--name", f"w{number}"])
+            for number in range(run_config.rollout.workers)
+        ),
+    ]
+    return await _Launcher(children).run()
+
+
+async def _reopen(run_config: RunConfig) -> None:
+    """Take back "finished" before workers read it: the run goes on."""
+    bus = await connect(run_config, token=run_config.bus.token)
+    try:
+        progress = (await bus.states(PROGRESS)).get("")
+        if progress is not None and progress.finished:
+            await bus.put(PROGRESS, replace(progress, finished=False))
+    finally:
+        await bus.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Child:
+    """One process and how often it was started again."""
+
+    name: str
+    arguments: list[str]
+    restart_arguments: list[str] = field(default_factory=list)
+    resumed: bool = False
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+
+    async def start(self) -> None:
+        extra = self.restart_arguments if self.resumed or self.restarts else []
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "asyncrl",
+            *self.arguments,
+            *extra,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | {processes.PARENT: str(os.getpid())},
+            start_new_session=True,  # Ctrl-C comes to the launcher alone, which drains in the right order
+        )
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
+
+
+class _Launcher:
+    """Watches the children of one run until it is over."""
+
+    def __init__(self, children: Sequence[_Child]) -> None:
+        self._children = children
+        self._learner, *self._workers = children
+        self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
+        self._interrupts = 0
+        self._failure = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._keep(child), name=child.name) for child in self._children]
+                await self._over.wait()
+                if not self._failure and not self._interrupts:  # workers read for themselves that the run is finished
+                    await asyncio.wait(tasks, timeout=FINISH_SECONDS)
+                for child in self._children:
+                    child.signal(signal.SIGTERM)
+                await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
+                for child in self._children:
+                    child.signal(signal.SIGKILL)
+        finally:
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        return self._failure or (INTERRUPTED if self._interrupts else 0)
+
+    async def _keep(self, child: _Child) -> None:
+        """Start the child, and again when it dies, until it ends well, its budget is used up, or we are ending."""
+        while True:
+            started = time.monotonic()
+            await child.start()
+            assert child.process is not None
+            code = await child.process.wait()
+            if code == 0 and child is self._learner:
+                self._over.set()
+            if code == 0 or self._over.is_set():
+                return
+            if code == 2 or child.restarts >= RESTARTS:
+                print(f"asyncrl run: {child.name} ended with {_reason(code)}; ending the run", file=sys.stderr)
+                self._failure = code if code > 0 else 1
+                self._over.set()
+                return
+            child.restarts += 1
+            print(
+                f"asyncrl run: {child.name} ended with {_reason(code)} after {time.monotonic() - started:.0f} s; "
+                f"restart {child.restarts} of {RESTARTS}",
+                file=sys.stderr,
+            )
+            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (child.restarts - 1))
+
+    def _interrupt(self) -> None:
+        """Ctrl-C: the first drains, the second ends everything now."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            print("asyncrl run: draining; once more to stop at once", file=sys.stderr)
+            self._over.set()
+        else:
+            for child in self._children:
+                child.signal(signal.SIGKILL)
+
+
+def _reason(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

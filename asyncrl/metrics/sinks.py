@@ -1,0 +1,65 @@
+"""Where a step's metrics go: metrics.jsonl and the console. W&B is beside, in wandb.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from asyncrl.policies.batch import Histogram, Metric
+
+
+class Sink(Protocol):
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One object a line: step, seconds since the start of this process, every metric. Flushed each step."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        row: dict[str, Any] = {"step": step}
+        row |= {k: dataclasses.asdict(v) if isinstance(v, Histogram) else v for k, v in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Console:
+    """One line a step: what a person watches."""
+
+    def __init__(self, steps: int, out: TextIO | None = None) -> None:
+        self._width = len(str(steps))
+        self._steps = steps
+        self._out = out or sys.stdout
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        def number(name: str) -> float:
+            value = metrics.get(name, 0.0)
+            return value if isinstance(value, float | int) else 0.0
+
+        print(
+            f"step {step:{self._width}d}/{self._steps}"
+            f"  reward {number('reward/mean'):6.3f}"
+            f"  loss {number('loss'):+8.4f}"
+            f"  staleness {number('staleness/mean'):4.1f} (max {number('staleness/max'):.0f})"
+            f"  {number('learner/tokens_per_second'):8,.0f} tok/s"
+            f"  wait {number('learner/wait_seconds'):5.2f} s"
+            f"  train {number('learner/step_seconds'):5.2f} s"
+            f"  dropped {number('staleness/dropped_groups'):.0f}",
+            file=self._out,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,33 @@
+"""Loads "package.module:object" from the run file, and explains when it cannot."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+
+def load(name: str, *, where: str, table: Mapping[str, str] | None = None) -> Any:
+    """The object that ``name`` means: a row of ``table``, or "package.module:object".
+
+    Raises ConfigError naming ``where`` (the key of the run file) when there is no such thing.
+    """
+    address = (table or {}).get(name, name)
+    module_name, colon, attribute = address.partition(":")
+    if not colon or not module_name or not attribute:
+        known = ", ".join(table or {})
+        near = difflib.get_close_matches(name, table or {}, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {known}" if known else ""
+        raise ConfigError(f"{where}: {name!r} is unknown; {hint} or write package.module:object")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{where}: cannot import {module_name!r} ({error}); is it on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, dir(module), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{where}: {module_name!r} has no {attribute!r}{hint}")
+    return getattr(module, attribute)

@@ -1,0 +1,127 @@
+"""A batch of trajectory groups to training documents, and what there is to say about it before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.policies.algorithms import Algorithm
+from asyncrl.policies.packing import Document
+from asyncrl.policies.staleness import Forks, per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """counts[i] values fell in [edges[i], edges[i+1])."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+Metric = float | Histogram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """documents: one per trajectory. metrics: of the samples, under the schema's names."""
+
+    documents: list[Document]
+    metrics: dict[str, Metric]
+    num_tokens: int
+    """Response tokens that are trained."""
+
+
+def build(
+    groups: Sequence[TrajectoryGroup], *, algorithm: Algorithm, policy_version: int, max_staleness: int, forks: Forks
+) -> Batch:
+    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound."""
+    trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    advantages = np.concatenate([algorithm.advantages([t.reward for t in group.trajectories]) for group in groups])
+    weights = algorithm.aggregate([trajectory.response_mask for _, trajectory in trajectories])
+    ages = [
+        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
+        for _, t in trajectories
+    ]
+    documents = [
+        _document(group, trajectory, advantage=advantage, loss_weights=weight, staleness=age)
+        for (group, trajectory), advantage, weight, age in zip(trajectories, advantages, weights, ages, strict=True)
+    ]
+    sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
+    assert sampled.size == 0 or sampled.max() <= max_staleness, "buffer let a stale token through"
+    metrics = _staleness_metrics(sampled, max_staleness) | _sample_metrics(groups)
+    return Batch(documents=documents, metrics=metrics, num_tokens=int(sampled.size))
+
+
+def _document(
+    group: TrajectoryGroup,
+    trajectory: Trajectory,
+    *,
+    advantage: np.float32,
+    loss_weights: NDArray[np.float32],
+    staleness: NDArray[np.int32],
+) -> Document:
+    """Prompt in front of the response, and zeros for the prompt in every per-token array."""
+    prompt = len(group.prompt_tokens)
+
+    def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
+        return np.concatenate([np.zeros(prompt, values.dtype), values])
+
+    mask = trajectory.response_mask
+    return Document(
+        tokens=np.concatenate([group.prompt_tokens, trajectory.tokens]),
+        response_mask=behind_prompt(mask),  # type: ignore[arg-type]
+        behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
+        advantages=behind_prompt(np.where(mask, advantage, np.float32(0))),  # type: ignore[arg-type]
+        loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
+        staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
+    )
+
+
+def _staleness_metrics(staleness: NDArray[np.int32], max_staleness: int) -> dict[str, Metric]:
+    if staleness.size == 0:
+        return {}
+    # Tokens of a lost history may be younger than the version that forked from it would say; never older.
+    counts = np.bincount(np.maximum(staleness, 0), minlength=max_staleness + 1)
+    return {
+        "staleness/mean": float(staleness.mean()),
+        "staleness/p50": float(np.percentile(staleness, 50)),
+        "staleness/p95": float(np.percentile(staleness, 95)),
+        "staleness/max": float(staleness.max()),
+        "staleness/histogram": Histogram(
+            edges=tuple(float(edge) for edge in range(len(counts) + 1)), counts=tuple(int(count) for count in counts)
+        ),
+    }
+
+
+def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
+    rewards = np.array([t.reward for group in groups for t in group.trajectories])
+    metrics: dict[str, Metric] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/same_in_group": float(np.mean([len({t.reward for t in g.trajectories}) == 1 for g in groups])),
+        "length/trained": histogram([len(t.tokens) for group in groups for t in group.trajectories]),
+        "length/trained_mean": float(np.mean([len(t.tokens) for group in groups for t in group.trajectories])),
+        "length/truncated_fraction": float(
+            np.mean([t.finish_reason == "length" for group in groups for t in group.trajectories])
+        ),
+    }
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.reward_parts.items():
+                parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def histogram(values: Sequence[int]) -> Histogram:
+    """Counts over powers of two: [0, 1), [1, 2), [2, 4), … up to the largest value."""
+    top = max(values, default=0)
+    edges = [0.0, 1.0]
+    while edges[-1] <= top:
+        edges.append(edges[-1] * 2)
+    counts, _ = np.histogram(values, bins=edges)
+    return Histogram(edges=tuple(edges), counts=tuple(int(count) for count in counts))

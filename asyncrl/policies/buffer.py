@@ -1,0 +1,100 @@
+"""Trajectory groups in, batches out: once each, oldest first, none too stale.
+
+Invariants (tests/test_policies.py):
+  B1 a group id is trained, dropped or buried once, whatever the bus delivers twice.
+  B2 no token of a batch is older than max_staleness at the version that trains it.
+  B3 every record added is disposed of once: its sequence ends in ``consumed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.ledger import Ledger
+from asyncrl.policies.staleness import Forks, oldest_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A group waiting to be trained. ``oldest`` is the effective version of its oldest token."""
+
+    sequence: int
+    group: TrajectoryGroup
+    oldest: int
+    num_tokens: int
+    arrived: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Buffer:
+    """State of what was read from the trajectory log.
+
+    groups    ids disposed of for good          consumed  log sequences disposed of for good
+    """
+
+    max_staleness: int
+    forks: Forks = field(default_factory=dict)
+    groups: Ledger = field(default_factory=Ledger)
+    consumed: Ledger = field(default_factory=lambda: Ledger(watermark=1))  # sequences count from 1
+    held: dict[int, Held] = field(default_factory=dict)
+
+    def add(self, sequence: int, group: TrajectoryGroup | None, *, now: float) -> str:
+        """What became of a record: "held", "buried" (it carries an error), "duplicate", or "refused" (no message)."""
+        if sequence in self.consumed:
+            return "duplicate"
+        if group is None:
+            self.consumed.add(sequence)
+            return "refused"
+        if group.group_id in self.groups or group.group_id in self.held:
+            self.consumed.add(sequence)
+            return "duplicate"
+        if group.error:
+            self._dispose(sequence, group.group_id)
+            return "buried"
+        self.held[group.group_id] = Held(
+            sequence=sequence,
+            group=group,
+            oldest=min(oldest_version(t.version_spans, self.forks) for t in group.trajectories),
+            num_tokens=sum(len(t.tokens) for t in group.trajectories),
+            arrived=now,
+        )
+        return "held"
+
+    def evict(self, policy_version: int) -> list[Held]:
+        """Remove what is too old to be trained by the step that starts from ``policy_version``."""
+        stale = [held for held in self.held.values() if policy_version - held.oldest > self.max_staleness]
+        for held in stale:
+            self.dispose(held)
+        return stale
+
+    def take(self, count: int) -> list[Held] | None:
+        """The ``count`` oldest groups, by (oldest version, group id): the order does not depend on arrival.
+
+        They stay held until ``dispose``: a failed step loses nothing. None when there are fewer.
+        """
+        if len(self.held) < count:
+            return None
+        return sorted(self.held.values(), key=lambda held: (held.oldest, held.group.group_id))[:count]
+
+    def dispose(self, held: Held) -> None:
+        """The group is trained or dropped: it and its record are done with for good."""
+        del self.held[held.group.group_id]
+        self._dispose(held.sequence, held.group.group_id)
+
+    def must_wait(self, policy_version: int, admitted: Iterable[int]) -> bool:
+        """With eviction "wait": would the next step make a group that is still being generated too old to train?
+
+        ``admitted`` are the policy versions at which the groups that have not arrived were admitted, a lower bound of
+        the versions that sample them.
+        """
+        return any(policy_version + 1 - version > self.max_staleness for version in admitted)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(held.num_tokens for held in self.held.values())
+
+    def _dispose(self, sequence: int, group_id: int) -> None:
+        self.consumed.add(sequence)
+        self.groups.add(group_id)

@@ -1,0 +1,28 @@
+"""Processes that die together: no orphan outlives whoever started it, not even after SIGKILL. A no-op off Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT = "ASYNCRL_PARENT_PID"
+"""Set for children by whoever wants them to end with it; its value is that process's id."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Get SIGTERM when our parent is gone, if it asked for that in the environment."""
+    parent = os.environ.pop(PARENT, "")
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    signal_on_parent_death(signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signal_on_parent_death(number: int) -> None:
+    """Have the kernel send us ``number`` when the thread that started us ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
