@@ -159,7 +159,7 @@ class _Launcher:
 
     async def _keep(self, child: _Child) -> None:
         """Start the child, and again when it dies, until it ends well, its budget is used up, or we are ending."""
-        while True:
+        while not self._over.is_set():
             started = time.monotonic()
             await child.start()
             assert child.process is not None

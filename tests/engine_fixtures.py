@@ -1,60 +1,45 @@
-"""Tiny models on disk for engine tests, and the Hugging Face logprobs that engines must agree with."""
+"""Two tiny models on disk and what Hugging Face says about them: the numbers every engine must agree with."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.messages import WeightVersion
+from asyncrl.protocols import Generation
 
-VOCABULARY = 320
-EOS = 1
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "initializer_range": 0.2,
-}
-ARCHITECTURES = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"head_dim": 16}),
-}
+PROMPT = np.array([5, 9, 12, 7, 30], dtype=np.int32)
 
 
-def make_model(folder: Path, *, seed: int = 0, architecture: str = "qwen3", tied: bool = False, **shape: int) -> Path:
-    """A random model with a byte-level tokenizer, as a Hugging Face folder."""
-    config_class, model_class, extra = ARCHITECTURES[architecture]
-    torch.manual_seed(seed)
-    config = config_class(**{**SHAPE, **extra, "tie_word_embeddings": tied, **shape})
-    model = model_class(config)
-    model.config.dtype = torch.float32
-    model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: n for n, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-    fast.save_pretrained(folder)
-    return folder
+class Model:
+    """A random model in a folder, read once more by Hugging Face."""
+
+    def __init__(self, folder: Path, *, seed: int, **options: object) -> None:
+        self.folder = make_tiny_model(folder, seed=seed, initializer_range=0.2, max_positions=4096, **options)
+        self.network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.end_token = self.network.config.eos_token_id
+
+    def version(self, policy_version: int, *, run_epoch: int = 0) -> WeightVersion:
+        """The message that announces these weights as a policy version."""
+        return announce(self.folder, policy_version, run_epoch=run_epoch)
+
+    def logprobs(
+        self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, temperature: float = 1.0
+    ) -> NDArray[np.float32]:
+        """log_softmax(logits / temperature) of each of ``tokens`` after the prompt, f32[T]."""
+        with torch.no_grad():
+            logits = self.network(_ids(prompt, tokens)).logits[0, len(prompt) - 1 : -1]
+        return _gather(logits / temperature, tokens)
 
 
-def version_of(folder: Path, policy_version: int, *, run_epoch: int = 0) -> WeightVersion:
-    """The message that announces the weights in ``folder``."""
+def announce(folder: Path, policy_version: int, *, run_epoch: int = 0) -> WeightVersion:
     data = (folder / "model.safetensors").read_bytes()
     return WeightVersion(
         run_epoch=run_epoch,
@@ -65,18 +50,38 @@ def version_of(folder: Path, policy_version: int, *, run_epoch: int = 0) -> Weig
     )
 
 
-class Reference:
-    """The model of a folder, straight from Hugging Face."""
+def switched_logprobs(
+    old: Model, new: Model, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, boundary: int
+) -> NDArray[np.float32]:
+    """Logprobs of ``tokens[boundary:]`` when the weights change in flight: new weights on the keys of the old ones.
 
-    def __init__(self, folder: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    Token ``boundary`` is the first that the new weights sampled; the token before it is their first input.
+    """
+    ids = _ids(prompt, tokens)
+    first = len(prompt) + boundary - 1
+    with torch.no_grad():
+        cache = old.network(ids[:, :first], use_cache=True).past_key_values
+        logits = new.network(ids[:, first:-1], past_key_values=cache).logits[0]
+    return _gather(logits, tokens[boundary:])
 
-    def logprobs(
-        self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, temperature: float = 1.0
-    ) -> NDArray[np.float32]:
-        """log_softmax(logits / temperature) of each of ``tokens`` after the prompt, f32[T]."""
-        ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
-        with torch.no_grad():
-            logits = self.model(ids[None]).logits[0].float()
-        table = torch.log_softmax(logits / temperature, -1)
-        return table[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+
+@dataclass(frozen=True)
+class Check:
+    """Largest distance of a generation's logprobs from the model's."""
+
+    model: Model
+    temperature: float = 1.0
+
+    def __call__(self, generation: Generation, prompt: NDArray[np.int32] = PROMPT) -> float:
+        expected = self.model.logprobs(prompt, generation.tokens, temperature=self.temperature)
+        return float(np.abs(expected - generation.logprobs).max())
+
+
+def _ids(prompt: NDArray[np.int32], tokens: NDArray[np.int32]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+
+
+def _gather(logits: torch.Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    index = torch.from_numpy(tokens.astype(np.int64))[:, None]
+    values: NDArray[np.float32] = torch.log_softmax(logits.float(), -1).gather(1, index)[:, 0].numpy()
+    return values

@@ -122,10 +122,13 @@ class Followers:
         ]
         return "; ".join(ended)
 
-    def close(self) -> None:
-        """Ask them to end by closing the pipes; end those that do not."""
+    def dismiss(self) -> None:
+        """Ask them to end, by closing their pipes."""
         for _, connection, _ in self._links:
             connection.close()
+
+    def close(self) -> None:
+        """Wait for the dismissed; kill those that stay."""
         deadline = time.monotonic() + _GOODBYE_SECONDS
         for _, _, process in self._links:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -160,5 +163,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-
-

@@ -110,16 +110,15 @@ class ReferenceBackend:
                 weight.grad += gradient
         return sums
 
-    def _token_logprobs(
-        self, micro_batch: MicroBatch, rows: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_logprobs(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of the tokens at ``rows``, f32[M] each, from the hidden states one position before."""
         tokens = micro_batches.tensor(micro_batch.tokens.astype(np.int64), self._device)
         layout = micro_batches.rectangles(micro_batch.boundaries)
         hidden = torch.cat(
             [
-                self._model.base_model(input_ids=tokens[indices.to(self._device)], use_cache=False)
-                .last_hidden_state.flatten(0, 1)
+                self._model.base_model(
+                    input_ids=tokens[indices.to(self._device)], use_cache=False
+                ).last_hidden_state.flatten(0, 1)
                 for indices in layout.indices
             ]
         )

@@ -1,264 +1,302 @@
-"""The bus on NATS JetStream. The only file that imports nats; where things lie is in layout.py.
+"""The bus on NATS JetStream.
 
-1. A cancellation is never lost: Python 3.11's ``wait_for`` inside nats-py swallows one that races a reply, so every nats
-   call goes through ``guarded`` (test_a_cancellation_is_never_lost). It can go with Python 3.11.
-2. While the server is away every call waits; when it is back, what was not answered is sent again
-   (test_a_restarted_server_is_transparent). Message ids make the repetition harmless.
-3. Nobody waits for ever on a server that is there and does not answer: BusError after a minute.
-4. What an acked call promises has been counted by the server when it returns: acks are requests, not notes.
+Where things lie is in layout.py; what makes them outlive a restarted server, in connection.py and pull.py.
+
+1. ``publish`` repeated by us or by a restarted worker stores once (test_a_key_is_published_once).
+2. Who leaves ``consume`` gives back at once what it held; who dies, after ack_seconds
+   (test_a_lost_consumer_gives_its_messages_back, test_a_silent_consumer_loses_its_messages).
+3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent_to_readers).
+4. Bytes that are no message are handed over as a problem (test_undecodable_bytes_are_delivered_as_a_problem).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, Literal, TypeVar
-from urllib.parse import urlsplit
 
-import nats.errors
-from nats.aio.client import Client
-
+from asyncrl.bus.connection import Connection, Refused
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.pull import Arrival, Pull
-from asyncrl.errors import BusError, BusFull, ConfigError
+from asyncrl.errors import BusFull, ConfigError
 from asyncrl.protocols import Delivery, Record
 from asyncrl.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
-T = TypeVar("T")
 
-_ANSWER_SECONDS: Final = 10.0
-_PATIENCE_SECONDS: Final = 60.0
-_NOBODY_SECONDS: Final = 10.0
-"""How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
-_LEAVE_SECONDS: Final = 5.0
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096
-_STORE_FAILED, _NAME_IN_USE, _NOT_FOUND = 10077, 10058, 10059
+_STORE_FAILED: Final = 10077
+_NAME_IN_USE: Final = 10058
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
 
-async def guarded(call: Awaitable[T]) -> T:
-    """``await call``, and CancelledError if a cancellation came meanwhile, whatever the call made of it."""
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    try:
-        return await call
-    finally:
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
+class JetStreamBus:
+    """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
+    def __init__(self, connection: Connection, layout: Layout) -> None:
+        self._connection, self._layout = connection, layout
+        self._made: set[str] = set()
 
-class Refused(BusError):
-    """JetStream's own error answer."""
-
-    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
-        self.code = int(error.get("err_code", 0))
-        self.description = str(error.get("description", ""))
-        super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """``in_doubt``: it was asked more than once, so the first time may have had its effect."""
-
-    data: bytes
-    headers: Mapping[str, str]
-    in_doubt: bool
-
-
-class Connection:
-    """One nats client: requests that outlive a restarted server, and subscriptions. A ``pull.Wire``."""
-
-    def __init__(self, url: str) -> None:
-        self._client: Any = Client()
-        self.name = _without_secrets(url)
-        self.generation = 0
-        self._online = asyncio.Event()
-        self._is_over = False
-        self._is_starting = True
-        self._said = ""
-        self._inbox = ""
-        self._numbers = itertools.count(1)
-        self._answers: dict[str, asyncio.Future[Any]] = {}
-        self._listeners: set[Callable[[], None]] = set()
-
-    async def open(self, url: str, *, token: str, seconds: float) -> None:
-        """Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
-        try:
-            async with asyncio.timeout(seconds):
-                await guarded(
-                    self._client.connect(
-                        url,
-                        token=token or None,
-                        name="asyncrl",
-                        error_cb=self._on_error,
-                        disconnected_cb=self._on_disconnect,
-                        reconnected_cb=self._on_reconnect,
-                        closed_cb=self._on_close,
-                        max_reconnect_attempts=-1,
-                        reconnect_time_wait=0.25,
-                        connect_timeout=seconds,
-                        ping_interval=20,
-                    )
-                )
-        except TimeoutError:
-            raise ConfigError(
-                f"bus.url {self.name}: nobody answers ({self._said or 'no route'}); "
-                f"start `nats-server -js` there or leave bus.url empty"
-            ) from None
-        except (nats.errors.Error, ValueError) as error:
-            raise error if isinstance(error, ConfigError) else ConfigError(f"bus.url {self.name}: {error}") from None
-        finally:
-            self._is_starting = False
-        self._online.set()
-        self._inbox = self._client.new_inbox()
-        await self.subscribe(f"{self._inbox}.*", self._on_answer)
-        version = self._client.connected_server_version
-        if (version.major, version.minor) < (2, 10):
-            raise ConfigError(f"bus.url {self.name}: nats-server {version} is too old; asyncrl needs 2.10")
-        with _as_config_error(f"bus.url {self.name}: JetStream is off there; start the server as `nats-server -js`"):
-            await self.api("INFO", nobody_seconds=0.0)
-
-    @property
-    def max_payload(self) -> int:
-        return int(self._client.max_payload)
-
-    async def close(self) -> None:
-        with contextlib.suppress(nats.errors.Error, OSError):
-            await guarded(self._client.close())
-
-    # -- asking ---------------------------------------------------------------------------------------------------
-
-    async def request(
-        self,
-        subject: str,
-        data: bytes = b"",
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
         *,
-        headers: Mapping[str, str] | None = None,
-        nobody_seconds: float = _NOBODY_SECONDS,
-    ) -> _Answer:
-        """The answer, asked again for as long as it takes the server to come back. Raises BusError."""
-        pause, asked = 0.05, 0
-        generation, since = self.generation, time.monotonic()
-        while True:
-            await self.online()
-            if generation != self.generation:
-                generation, since = self.generation, time.monotonic()
-            message = await self._ask(subject, data, headers)
-            asked += 1
-            is_nobody = message is not None and (message.headers or {}).get("Status") == "503"
-            if message is not None and not is_nobody:
-                return _Answer(message.data, message.headers or {}, asked > 1)
-            waited = time.monotonic() - since
-            if not self._is_over and waited >= (nobody_seconds if is_nobody else _PATIENCE_SECONDS):
-                what = "has nothing" if is_nobody else f"did not answer for {waited:.0f} s"
-                raise BusError(f"bus {self.name}: the server {what} at {subject}; was its store removed?")
-            await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
-            pause = min(2 * pause, 2.0)
+        run: str,
+        token: str,
+        max_prompts: int,
+        max_log_bytes: int,
+        ack_seconds: float,
+        storage: Literal["file", "memory"],
+        connect_seconds: float = 10.0,
+    ) -> JetStreamBus:
+        """The bus of one run on a server, its topics made if they are not there. Raises ConfigError."""
+        connection = Connection(url)
+        layout = Layout(
+            run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
+        )
+        bus = cls(connection, layout)
+        try:
+            await connection.open(url, token=token, seconds=connect_seconds)
+            for topic in ALL:
+                await bus._stream(topic)
+        except BaseException:
+            await connection.close()
+            raise
+        return bus
 
-    async def api(
-        self, verb: str, body: Mapping[str, Any] | None = None, *, nobody_seconds: float = _NOBODY_SECONDS
-    ) -> dict[str, Any]:
-        """One request of the JetStream API. Raises Refused."""
-        data = json.dumps(body).encode() if body else b""
-        answer = await self.request(f"$JS.API.{verb}", data, nobody_seconds=nobody_seconds)
-        found: dict[str, Any] = json.loads(answer.data)
-        if "error" in found:
-            raise Refused(verb, found["error"])
+    # -- work and logs ----------------------------------------------------------------------------------------------
+
+    async def publish(self, topic: Topic[M], message: M, *, key: str) -> bool:
+        data = encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
+        subject, stream = self._layout.subject(topic, key), await self._stream(topic)
+        headers = {"Nats-Msg-Id": subject, "Nats-Expected-Stream": stream}
+        answer = await self._connection.request(subject, data, headers=headers)
+        found = json.loads(answer.data)
+        if "error" not in found:
+            # A repeated publish may meet what it stored itself the first time.
+            return answer.in_doubt or not found.get("duplicate", False)
+        refused = Refused(f"{topic.name} {key}", found["error"])
+        if refused.code == _STORE_FAILED and "per subject" in refused.description:
+            return answer.in_doubt
+        if refused.code == _STORE_FAILED and refused.description.startswith("maximum"):
+            raise BusFull(f"{topic.name}: full ({refused.description})")
+        raise refused
+
+    @contextlib.asynccontextmanager
+    async def consume(self, topic: Topic[M]) -> AsyncIterator[AsyncIterator[Delivery[M]]]:
+        pull = Pull(
+            self._connection, stream=await self._stream(topic), create=lambda last: self._layout.workers(), batch=1
+        )
+        held: dict[str, _Delivery[M]] = {}
+
+        async def take() -> Delivery[M]:
+            item = await pull.take()
+            held[item.reply] = delivery = _Delivery(self._connection, item, topic, self._layout, held)
+            return delivery
+
+        try:
+            await pull.start()
+            yield Each(take)
+        finally:
+            for reply in [*held, *(item.reply for item in await pull.stop())]:
+                await self._connection.send(reply, b"-NAK", reply="")
+
+    @contextlib.asynccontextmanager
+    async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
+        pull = Pull(
+            self._connection,
+            stream=await self._stream(topic),
+            create=lambda last: reader(_fresh("reader"), after=max(after, last)),
+            batch=_READ_AHEAD,
+            max_bytes=max(_READ_AHEAD_BYTES, 2 * self._connection.max_payload),
+        )
+
+        async def take() -> Record[M]:
+            item = await pull.take()
+            content = opened(item.data, topic)
+            return Record(
+                sequence=item.sequence,
+                key=self._layout.key(topic, item.subject),
+                message=content.message,
+                problem=content.problem,
+                num_bytes=len(item.data),
+            )
+
+        try:
+            await pull.start()
+            yield Each(take)
+        finally:
+            await pull.stop()
+
+    async def trim(self, topic: Topic[Any], *, through: int) -> None:
+        # Purging beyond the end would also move the end.
+        through = min(through, await self.last_sequence(topic))
+        if through > 0:
+            await self._connection.api(f"STREAM.PURGE.{await self._stream(topic)}", {"seq": through + 1})
+
+    async def depth(self, topic: Topic[Any]) -> int:
+        return int((await self._info(topic))["state"]["messages"])
+
+    async def keys(self, topic: Topic[Any]) -> set[str]:
+        return {self._layout.key(topic, subject) for subject in await self._subjects(topic)}
+
+    async def last_sequence(self, topic: Topic[Any]) -> int:
+        return int((await self._info(topic))["state"]["last_seq"])
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    async def put(self, topic: Topic[M], message: M, *, key: str = "") -> None:
+        data = encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
+        await self._set(topic, key, data, {})
+
+    @contextlib.asynccontextmanager
+    async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
+        subject = self._layout.subject(topic, key)
+        pull = Pull(
+            self._connection,
+            stream=await self._stream(topic),
+            create=lambda last: watcher(_fresh("watcher"), subject=subject),
+            batch=_READ_AHEAD,
+            max_bytes=max(_READ_AHEAD_BYTES, 2 * self._connection.max_payload),
+        )
+        seen = 0
+
+        async def take() -> M:
+            nonlocal seen
+            while True:
+                item = await pull.take()
+                item = pull.newest() or item
+                if item.sequence <= seen:
+                    continue  # a consumer made anew starts with the present value
+                seen = item.sequence
+                if (message := self._value(topic, key, item.data, item.headers)) is not None:
+                    return message
+
+        try:
+            await pull.start()
+            yield Each(take)
+        finally:
+            await pull.stop()
+
+    async def states(self, topic: Topic[M]) -> dict[str, M]:
+        stream = await self._stream(topic)
+        found: dict[str, M] = {}
+        for subject in await self._subjects(topic):
+            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+            if answer.headers.get("Status") is not None:
+                continue  # 404: gone since
+            key = self._layout.key(topic, subject)
+            if (message := self._value(topic, key, answer.data, answer.headers)) is not None:
+                found[key] = message
         return found
 
-    async def send(self, subject: str, data: bytes, *, reply: str) -> None:
-        """A message that may be lost: who sends it notices when nothing comes back."""
-        with contextlib.suppress(nats.errors.Error, OSError):
-            await guarded(self._client.publish(subject, data, reply=reply))
+    async def forget(self, topic: Topic[Any], *, key: str) -> None:
+        await self._set(topic, key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
 
-    async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Any:
-        """The answer, or None when there is none: too late, or the connection went."""
-        number = str(next(self._numbers))
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
-        try:
-            reply = f"{self._inbox}.{number}"
-            await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                return await future
-        except (TimeoutError, nats.errors.Error, OSError):
+    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Any) -> M | None:
+        """None when the state was removed, or is none."""
+        if "KV-Operation" in headers or "Nats-Marker-Reason" in headers:
             return None
-        finally:
-            del self._answers[number]
+        content = opened(data, topic)
+        if content.message is None:
+            logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
+        return content.message
 
-    # -- listening ------------------------------------------------------------------------------------------------
+    async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: dict[str, str]) -> None:
+        headers["Nats-Expected-Stream"] = await self._stream(topic)
+        answer = await self._connection.request(self._layout.subject(topic, key), data, headers=headers)
+        found = json.loads(answer.data)
+        if "error" in found:
+            raise Refused(f"{topic.name} {key}", found["error"])
 
-    def inbox(self) -> str:
-        return str(self._client.new_inbox())
+    # -- all --------------------------------------------------------------------------------------------------------
 
-    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any:
-        async def deliver(message: Any) -> None:
-            on_message(message)
+    @property
+    def max_message_bytes(self) -> int:
+        return self._connection.max_payload - HEADER_BYTES
 
-        await self.online()
-        return await guarded(self._client.subscribe(subject, cb=deliver))
+    async def close(self) -> None:
+        await self._connection.close()
 
-    async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                is_here = self._online.is_set() and not self._is_over
-                await guarded(subscription.drain() if drain and is_here else subscription.unsubscribe())
+    async def _info(self, topic: Topic[Any]) -> dict[str, Any]:
+        return await self._connection.api(f"STREAM.INFO.{await self._stream(topic)}")
 
-    async def online(self) -> None:
-        await self._online.wait()
-        if self._is_over:
-            raise BusError(f"bus {self.name}: the connection is closed ({self._client.last_error or 'by us'})")
+    async def _subjects(self, topic: Topic[Any]) -> list[str]:
+        """Subjects that hold a message; the server answers with at most 100,000 of them at a time."""
+        verb = f"STREAM.INFO.{await self._stream(topic)}"
+        found: list[str] = []
+        while True:
+            body = {"subjects_filter": self._layout.prefix(topic) + "*", "offset": len(found)}
+            page = await self._connection.api(verb, body)
+            subjects = page["state"].get("subjects") or {}
+            found += subjects
+            if not subjects or len(found) >= page.get("total", 0):
+                return found
 
-    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        self._listeners.add(on_change)
-        return lambda: self._listeners.discard(on_change)
-
-    def _on_answer(self, message: Any) -> None:
-        future = self._answers.get(message.subject.rpartition(".")[2])
-        if future is not None and not future.done():
-            future.set_result(message)
-
-    async def _on_error(self, error: Exception) -> None:
-        text = str(error) or type(error).__name__
-        if self._is_starting and "authorization" in text.lower():
+    async def _stream(self, topic: Topic[Any]) -> str:
+        """The name of the topic's stream, which is made, or given its new sizes, the first time."""
+        name = self._layout.stream(topic)
+        if name in self._made:
+            return name
+        config = self._layout.stream_config(topic)
+        where = f"bus {self._connection.name}: {name}"
+        try:
+            try:
+                await self._connection.api(f"STREAM.CREATE.{name}", config)
+            except Refused as refused:
+                if refused.code != _NAME_IN_USE:
+                    raise
+                await self._connection.api(f"STREAM.UPDATE.{name}", config)
+        except Refused as refused:
+            if refused.code in _NO_ROOM:
+                raise ConfigError(
+                    f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
+                    f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
+                ) from None
             raise ConfigError(
-                f"bus.url {self.name}: the server refuses the token; set bus.token or ASYNCRL_BUS_TOKEN to its own"
-            )
-        if text != self._said and not self._is_starting:
-            logger.warning("bus %s: %s", self.name, text)
-        self._said = text
+                f"{where}: is there with other settings ({refused.description}); choose another run.name "
+                f"or remove it with `nats stream rm {name}`"
+            ) from None
+        self._made.add(name)
+        return name
 
-    async def _on_disconnect(self) -> None:
-        self._online.clear()
-        for future in self._answers.values():
-            if not future.done():
-                future.set_result(None)  # its answer cannot come any more
-        if not self._is_starting:
-            logger.warning("bus %s: connection lost; everybody waits until it is back", self.name)
 
-    async def _on_reconnect(self) -> None:
-        self.generation += 1
-        self._said = ""
-        self._online.set()
-        logger.warning("bus %s: connected again", self.name)
-        self._tell()
+class _Delivery(Generic[M]):
+    def __init__(
+        self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout, held: dict[str, _Delivery[M]]
+    ) -> None:
+        self._connection, self._item, self._held = connection, item, held
+        self._content = opened(item.data, topic)
+        self.key = layout.key(topic, item.subject)
+        self.attempt = item.attempt
 
-    async def _on_close(self) -> None:
-        self._is_over = True
-        self._online.set()  # whoever waits shall hear it
-        self._tell()
+    @property
+    def message(self) -> M | None:
+        return self._content.message
 
-    def _tell(self) -> None:
-        for listener in tuple(self._listeners):
-            listener()
+    @property
+    def problem(self) -> str:
+        return self._content.problem
+
+    async def ack(self) -> None:
+        await self._connection.request(self._item.reply, b"+ACK")
+        self._held.pop(self._item.reply, None)
+
+    async def retry(self, *, delay: float = 0.0) -> None:
+        await self._connection.request(self._item.reply, b'-NAK {"delay": %d}' % int(delay * 1e9))
+        self._held.pop(self._item.reply, None)
+
+    async def keep(self) -> None:
+        await self._connection.request(self._item.reply, b"+WPI")
+
+
+def _fresh(role: str) -> str:
+    return f"{role}-{uuid.uuid4().hex}"

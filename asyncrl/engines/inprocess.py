@@ -122,7 +122,9 @@ class InProcessEngine:
             context_tokens=decoder.context_tokens,
         )
         uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens).tolist()
-        answer = Answer(prompt=np.ascontiguousarray(prompt_tokens), sampling=sampling, uniforms=uniforms)
+        answer = Answer(
+            prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32), sampling=sampling, uniforms=uniforms
+        )
         request = _Request(answer, asyncio.get_running_loop().create_future())
         self._orders.put(request)
         try:
@@ -230,8 +232,9 @@ class InProcessEngine:
         """Take the weights ordered; one that lets answers end first waits for that."""
         while self._loads and (self._loads[0].keep_running or not self._running):
             order, began = self._loads[0], time.monotonic()
-            decoder.load(order.tensors, order.version)
-            self._tell([_success(order.future, time.monotonic() - began)])
+            if not order.future.done():  # not cancelled while it waited
+                decoder.load(order.tensors, order.version)
+                self._tell([_success(order.future, time.monotonic() - began)])
             self._loads.popleft()
 
     def _admit(self, decoder: Decoder) -> None:

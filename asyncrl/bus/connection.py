@@ -1,0 +1,267 @@
+"""One connection to a nats-server: requests that outlive its restart, and subscriptions.
+
+The only file that imports nats.
+
+1. A cancellation is never lost: Python 3.11's ``wait_for`` inside nats-py swallows one that races a reply, so every
+   nats call goes through ``guarded`` (test_a_cancellation_is_never_lost). It can go with Python 3.11.
+2. While the server is away every call waits; when it is back, what was not answered is sent again
+   (test_a_restarted_server_is_transparent). Message ids make the repetition harmless.
+3. Nobody waits for ever on a server that is there and does not answer: BusError after a minute.
+4. What an acked call promises has been counted by the server when it returns: acks are requests, not notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+
+from asyncrl.errors import BusError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ANSWER_SECONDS: Final = 10.0
+_PATIENCE_SECONDS: Final = 60.0
+_NOBODY_SECONDS: Final = 10.0
+"""How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
+_LEAVE_SECONDS: Final = 5.0
+_OLDEST: Final = (2, 10)
+
+
+async def guarded(call: Awaitable[T]) -> T:
+    """``await call``, and CancelledError if a cancellation came meanwhile, whatever the call made of it."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    try:
+        return await call
+    finally:
+        if task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
+class Refused(BusError):
+    """JetStream's own error answer."""
+
+    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
+        self.code = int(error.get("err_code", 0))
+        self.description = str(error.get("description", ""))
+        super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``in_doubt``: it was asked more than once, so the first time may have had its effect."""
+
+    data: bytes
+    headers: Mapping[str, str]
+    in_doubt: bool
+
+
+class Connection:
+    """A nats client that waits and asks again. A ``pull.Wire``."""
+
+    def __init__(self, url: str) -> None:
+        self._client: Any = Client()
+        self.name = _without_secrets(url)
+        self.generation = 0
+        self._online = asyncio.Event()
+        self._is_over = False
+        self._is_starting = True
+        self._said = ""
+        self._inbox = ""
+        self._numbers = itertools.count(1)
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._listeners: set[Callable[[], None]] = set()
+
+    async def open(self, url: str, *, token: str, seconds: float) -> None:
+        """Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
+        try:
+            async with asyncio.timeout(seconds):
+                await guarded(
+                    self._client.connect(
+                        url,
+                        token=token or None,
+                        name="asyncrl",
+                        error_cb=self._on_error,
+                        disconnected_cb=self._on_disconnect,
+                        reconnected_cb=self._on_reconnect,
+                        closed_cb=self._on_close,
+                        max_reconnect_attempts=-1,
+                        reconnect_time_wait=0.25,
+                        connect_timeout=seconds,
+                        ping_interval=20,
+                    )
+                )
+        except TimeoutError:
+            raise ConfigError(
+                f"bus.url {self.name}: nobody answers ({self._said or 'no route'}); "
+                f"start `nats-server -js` there or leave bus.url empty"
+            ) from None
+        except (nats.errors.Error, ValueError) as error:
+            raise error if isinstance(error, ConfigError) else ConfigError(f"bus.url {self.name}: {error}") from None
+        finally:
+            self._is_starting = False
+        self._online.set()
+        self._inbox = self._client.new_inbox()
+        await self.subscribe(f"{self._inbox}.*", self._on_answer)
+        version = self._client.connected_server_version
+        if (version.major, version.minor) < _OLDEST:
+            raise ConfigError(f"bus.url {self.name}: nats-server {version} is too old; asyncrl needs 2.10")
+        try:
+            await self.api("INFO", nobody_seconds=0.0)
+        except BusError as error:
+            raise ConfigError(
+                f"bus.url {self.name}: JetStream is off there ({error}); start the server as `nats-server -js`"
+            ) from None
+
+    @property
+    def max_payload(self) -> int:
+        return int(self._client.max_payload)
+
+    async def close(self) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await guarded(self._client.close())
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        subject: str,
+        data: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        nobody_seconds: float = _NOBODY_SECONDS,
+    ) -> Answer:
+        """The answer, asked again for as long as it takes the server to come back. Raises BusError."""
+        pause, asked = 0.05, 0
+        generation, since = self.generation, time.monotonic()
+        while True:
+            await self.online()
+            if generation != self.generation:
+                generation, since = self.generation, time.monotonic()
+            message = await self._ask(subject, data, headers)
+            asked += 1
+            is_nobody = message is not None and (message.headers or {}).get("Status") == "503"
+            if message is not None and not is_nobody:
+                return Answer(message.data, message.headers or {}, asked > 1)
+            waited = time.monotonic() - since
+            if not self._is_over and waited >= (nobody_seconds if is_nobody else _PATIENCE_SECONDS):
+                what = "has nothing" if is_nobody else f"did not answer for {waited:.0f} s"
+                raise BusError(f"bus {self.name}: the server {what} at {subject}; was its store removed?")
+            await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
+            pause = min(2 * pause, 2.0)
+
+    async def api(
+        self, verb: str, body: Mapping[str, Any] | None = None, *, nobody_seconds: float = _NOBODY_SECONDS
+    ) -> dict[str, Any]:
+        """One request of the JetStream API. Raises Refused."""
+        data = json.dumps(body).encode() if body else b""
+        answer = await self.request(f"$JS.API.{verb}", data, nobody_seconds=nobody_seconds)
+        found: dict[str, Any] = json.loads(answer.data)
+        if "error" in found:
+            raise Refused(verb, found["error"])
+        return found
+
+    async def send(self, subject: str, data: bytes, *, reply: str) -> None:
+        """A message that may be lost: who sends it notices when nothing comes back."""
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await guarded(self._client.publish(subject, data, reply=reply))
+
+    async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Any:
+        """The answer, or None when there is none: too late, or the connection went."""
+        number = str(next(self._numbers))
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            reply = f"{self._inbox}.{number}"
+            await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await future
+        except (TimeoutError, nats.errors.Error, OSError):
+            return None
+        finally:
+            del self._answers[number]
+
+    # -- listening ------------------------------------------------------------------------------------------------
+
+    def inbox(self) -> str:
+        return str(self._client.new_inbox())
+
+    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any:
+        async def deliver(message: Any) -> None:
+            on_message(message)
+
+        await self.online()
+        return await guarded(self._client.subscribe(subject, cb=deliver))
+
+    async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                is_here = self._online.is_set() and not self._is_over
+                await guarded(subscription.drain() if drain and is_here else subscription.unsubscribe())
+
+    async def online(self) -> None:
+        await self._online.wait()
+        if self._is_over:
+            raise BusError(f"bus {self.name}: the connection is closed ({self._client.last_error or 'by us'})")
+
+    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        self._listeners.add(on_change)
+        return lambda: self._listeners.discard(on_change)
+
+    def _on_answer(self, message: Any) -> None:
+        future = self._answers.get(message.subject.rpartition(".")[2])
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if self._is_starting and "authorization" in text.lower():
+            raise ConfigError(
+                f"bus.url {self.name}: the server refuses the token; set bus.token or ASYNCRL_BUS_TOKEN to its own"
+            )
+        if text != self._said and not self._is_starting:
+            logger.warning("bus %s: %s", self.name, text)
+        self._said = text
+
+    async def _on_disconnect(self) -> None:
+        self._online.clear()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_result(None)  # its answer cannot come any more
+        if not self._is_starting:
+            logger.warning("bus %s: connection lost; everybody waits until it is back", self.name)
+
+    async def _on_reconnect(self) -> None:
+        self.generation += 1
+        self._said = ""
+        self._online.set()
+        logger.warning("bus %s: connected again", self.name)
+        self._tell()
+
+    async def _on_close(self) -> None:
+        self._is_over = True
+        self._online.set()  # whoever waits shall hear it
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+
+def _without_secrets(url: str) -> str:
+    """The url without user, password or token."""
+    parts = urlsplit(url)
+    return url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1)

@@ -1,0 +1,3 @@
+"""Stand-in for torchvision.transforms.v2."""
+
+from .. import InterpolationMode as InterpolationMode

@@ -1,0 +1,3 @@
+"""Stand-in for torchvision.transforms.v2.functional."""
+
+from ..._missing import missing as __getattr__  # noqa: F401, N807

@@ -1,0 +1,87 @@
+"""Fixtures: a real nats-server, and a bus of each kind behind one name."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import blockbuster
+import pytest
+
+from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.memory import MemoryBus
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.protocols import Bus
+
+BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
+MAX_MESSAGE_BYTES = 2**20
+
+BusFactory = Callable[..., Awaitable[Bus]]
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """A real server for the whole session: its token and url are ``.token`` and ``.url``. Tests share it by run name."""
+    with EmbeddedServer(tmp_path_factory.mktemp("nats"), max_message_bytes=MAX_MESSAGE_BYTES) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may stop and start."""
+    with EmbeddedServer(tmp_path / "bus", max_message_bytes=MAX_MESSAGE_BYTES) as server:
+        yield server
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[..., Awaitable[JetStreamBus]]]:
+    """``await connect(server, run=..., ack_seconds=...)``: a JetStream bus that is closed after the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_one(server: EmbeddedServer, *, run: str = "", **sizes: Any) -> JetStreamBus:
+            options = {"token": server.token, "storage": "file"} | BUS_SIZES | sizes
+            bus = await JetStreamBus.connect(server.url, run=run or uuid.uuid4().hex[:8], **options)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        yield open_one
+
+
+@pytest.fixture(params=["memory", "jetstream"])
+async def bus_factory(
+    request: pytest.FixtureRequest, connect: Callable[..., Awaitable[JetStreamBus]]
+) -> AsyncIterator[BusFactory]:
+    """``await bus_factory(ack_seconds=...)``: one more connection to the same run. Sizes count at the first call."""
+    if request.param == "memory":
+        shared: list[MemoryBus] = []
+
+        async def open_memory(**sizes: Any) -> Bus:
+            if not shared:
+                shared.append(MemoryBus(**(BUS_SIZES | {"max_message_bytes": MAX_MESSAGE_BYTES} | sizes)))
+            return shared[0]
+
+        yield open_memory
+    else:
+        server = request.getfixturevalue("nats_server")
+        run = uuid.uuid4().hex[:8]
+
+        async def open_jetstream(**sizes: Any) -> Bus:
+            return await connect(server, run=run, **sizes)
+
+        yield open_jetstream
+
+
+@pytest.fixture
+async def bus(bus_factory: BusFactory) -> Bus:
+    """An empty bus of each kind."""
+    return await bus_factory()
+
+
+@pytest.fixture
+def no_blocking() -> Iterator[None]:
+    """A call that blocks the event loop fails the test."""
+    with blockbuster.blockbuster_ctx(scanned_modules=["asyncrl.bus"]):
+        yield

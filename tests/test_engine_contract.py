@@ -1,0 +1,348 @@
+"""The promises of the Engine port, kept by every adapter: in-process, SGLang launched, SGLang attached and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import safetensors.torch
+from engine_fixtures import PROMPT, Check, Model, announce, switched_logprobs
+
+from asyncrl.engines import inprocess, sglang
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.messages import Sampling, VersionSpan
+from asyncrl.protocols import Engine, Generation
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+SERVER = [pytest.mark.sglang, pytest.mark.slow]
+ADAPTERS = ["inprocess", pytest.param("sglang", marks=SERVER), pytest.param("sglang-stream", marks=SERVER)]
+LONG = Sampling(max_new_tokens=700, ignore_eos=True)
+SHORT = Sampling(max_new_tokens=20, ignore_eos=True)
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="session")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def server(old: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[sglang.SGLangEngine]:
+    """The one SGLang server of this session: a start takes most of a minute."""
+    engine = sglang.SGLangEngine(
+        old.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 0),
+        options=sglang.Options(server_arguments={"max-total-tokens": 20_000}),
+        log_path=tmp_path_factory.mktemp("sglang") / "server.log",
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(params=ADAPTERS, loop_scope="session")
+async def engine(request: pytest.FixtureRequest, old: Model, tmp_path: Path) -> AsyncIterator[Engine]:
+    """A started engine that samples from the old model as version 0:1."""
+    made: Engine
+    if request.param == "inprocess":
+        made = await start_inprocess(old)
+    else:
+        made = owner = request.getfixturevalue("server")
+        if request.param == "sglang-stream":
+            made = sglang.SGLangEngine(
+                old.folder,
+                device="cpu",
+                dtype="float32",
+                version=(0, 0),
+                options=sglang.Options(url=owner.url, version_source="stream"),
+                log_path=tmp_path / "unused.log",
+            )
+            await made.start()
+        await made.load(old.version(1))
+    yield made
+    if request.param != "sglang":
+        await made.close()
+
+
+async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inprocess.InProcessEngine:
+    options = inprocess.Options(max_batch_size=max_batch_size, threads=1)
+    made = inprocess.InProcessEngine(model.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
+    await made.start()
+    return made
+
+
+async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
+    """A long generation that has some tokens: a short one begun with it is done."""
+    task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
+    await engine.generate(PROMPT, SHORT, seed=2)
+    assert not task.done()
+    return task
+
+
+# -- what is sampled ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine: Engine, old: Model, temperature: float
+) -> None:
+    sampling = Sampling(max_new_tokens=120, temperature=temperature, ignore_eos=True)
+    generation = await engine.generate(PROMPT, sampling, seed=3)
+    assert len(generation.tokens) == 120
+    assert Check(old, temperature)(generation) < TOLERANCE
+
+
+async def test_tokens_follow_the_distribution(engine: Engine, old: Model) -> None:
+    """2000 first tokens against the model's softmax: a chi-square of 40-odd cells beyond 110 has p < 1e-6."""
+    sampling = Sampling(max_new_tokens=1, ignore_eos=True)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(2000)))
+    vocabulary = old.network.config.vocab_size
+    ids = np.arange(vocabulary, dtype=np.int32)
+    expected = 2000 * np.exp([old.logprobs(PROMPT, ids[n : n + 1])[0] for n in range(vocabulary)])
+    counts = np.bincount([int(generation.tokens[0]) for generation in generations], minlength=vocabulary)
+    cells = expected > 5
+    assert ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum() < 110
+
+
+async def test_the_end_token_is_part_of_the_answer(engine: Engine, old: Model) -> None:
+    sampling = Sampling(max_new_tokens=2000)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(8)))
+    stopped = [generation for generation in generations if generation.finish_reason == "stop"]
+    assert stopped, "2000 tokens of a nearly flat distribution over 44 tokens hold an end token"
+    for generation in stopped:
+        assert generation.tokens[-1] == old.end_token
+        assert old.end_token not in generation.tokens[:-1]
+        assert len(generation.logprobs) == len(generation.tokens)
+        assert Check(old)(generation) < TOLERANCE
+
+
+async def test_an_answer_that_is_cut_off_says_length(engine: Engine) -> None:
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert (generation.finish_reason, len(generation.tokens)) == ("length", 20)
+
+
+async def test_many_generations_run_at_once_and_each_is_right(engine: Engine, old: Model) -> None:
+    prompts = [np.arange(4, 5 + n % 30, dtype=np.int32) for n in range(48)]
+    samplings = [Sampling(max_new_tokens=1 + 7 * (n % 9), ignore_eos=True) for n in range(48)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(engine.generate(prompt, sampling, seed=n))
+            for n, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+    for prompt, sampling, task in zip(prompts, samplings, tasks, strict=True):
+        assert len(task.result().tokens) == sampling.max_new_tokens
+        assert Check(old)(task.result(), prompt) < TOLERANCE
+    assert engine.stats().running == engine.stats().queued == 0
+    assert engine.stats().tokens_generated >= sum(sampling.max_new_tokens for sampling in samplings)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])
+async def test_truncated_sampling_is_refused(engine: Engine, truncation: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="truncated"):
+        await engine.generate(PROMPT, Sampling(max_new_tokens=4, **truncation), seed=0)
+
+
+@pytest.mark.parametrize("prompt", [[], [4, 10_000], [4] * 5000])
+async def test_a_prompt_the_model_cannot_continue_fails_alone(engine: Engine, prompt: list[int]) -> None:
+    with pytest.raises(EngineError):
+        await engine.generate(np.array(prompt, dtype=np.int32), SHORT, seed=0)
+    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 20
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_carry_the_version_that_sampled_them(engine: Engine, new: Model) -> None:
+    before = await engine.generate(PROMPT, SHORT, seed=0)
+    await engine.load(new.version(2))
+    after = await engine.generate(PROMPT, SHORT, seed=0)
+    assert before.version_spans == (VersionSpan(start=0, run_epoch=0, policy_version=1),)
+    assert after.version_spans == (VersionSpan(start=0, run_epoch=0, policy_version=2),)
+    assert engine.version == (0, 2)
+
+
+async def test_a_new_generation_sees_nothing_of_the_old_weights(engine: Engine, old: Model, new: Model) -> None:
+    """The same long prompt before and after: keys of the old weights must not be found in a prefix cache."""
+    prompt = np.tile(PROMPT, 20)
+    assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+    await engine.load(new.version(2))
+    assert Check(new)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+    await engine.load(old.version(2))  # the same version again, with other weights
+    assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+
+
+async def test_a_generation_goes_on_through_a_load(engine: Engine, old: Model, new: Model) -> None:
+    """Up to the boundary the old model's logprobs; from it on those of the new weights on the old keys."""
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        report = await engine.load(new.version(2))
+        assert not task.done()
+    generation = task.result()
+    assert 0 <= report.pause_seconds <= report.load_seconds
+    assert len(generation.tokens) == LONG.max_new_tokens
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    # A streamed chunk is labelled with its oldest version: the true boundary may lie up to a chunk before the label.
+    distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
+    boundary = int(np.argmax(distance > 1e-3))
+    assert second.start - sglang.Options().stream_interval <= boundary <= second.start
+    assert isinstance(engine, sglang.SGLangEngine) or boundary == second.start
+    expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
+    assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
+
+
+async def test_several_loads_pass_under_one_generation(engine: Engine, old: Model, new: Model) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        for version, model in ((2, new), (3, old), (4, new)):
+            await engine.load(model.version(version))
+            await engine.generate(PROMPT, SHORT, seed=version)
+    versions = [span.policy_version for span in task.result().version_spans]
+    assert versions == [1, 2, 3, 4]
+
+
+async def test_a_load_that_lets_generations_end_waits_for_them(engine: Engine, old: Model, new: Model) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        await engine.load(new.version(2), keep_running=False)
+        assert task.done()
+    assert [span.policy_version for span in task.result().version_spans] == [1]
+    assert Check(old)(task.result()) < TOLERANCE
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+async def test_versions_may_be_skipped_and_epochs_change(engine: Engine, new: Model) -> None:
+    await engine.load(new.version(7, run_epoch=2))
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert engine.version == (2, 7)
+    assert generation.version_spans == (VersionSpan(start=0, run_epoch=2, policy_version=7),)
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "cut", "mis-shaped", "incomplete", "foreign"])
+async def test_weights_that_cannot_be_read_leave_the_old_ones(
+    engine: Engine, old: Model, new: Model, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "version"
+    shutil.copytree(new.folder, folder)
+    file = folder / "model.safetensors"
+    message = announce(folder, 2)
+    if damage == "missing":
+        shutil.rmtree(folder)
+    elif damage == "torn":
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        tensors = safetensors.torch.load_file(file)
+        name = sorted(tensors)[-1]
+        if damage == "mis-shaped":
+            tensors[name] = tensors[name][:-1].clone()
+        elif damage == "incomplete":
+            del tensors[name]
+        elif damage == "foreign":
+            tensors["somebody.weight"] = tensors[name].clone()
+        safetensors.torch.save_file(tensors, file)
+        if damage == "cut":  # of the length it had when it was announced
+            file.write_bytes(file.read_bytes()[:1000])
+        message = announce(folder, 2)
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        with pytest.raises(WeightsError):
+            await engine.load(message)
+    assert engine.version == (0, 1)
+    assert [span.policy_version for span in task.result().version_spans] == [1]
+    assert Check(old)(task.result()) < TOLERANCE
+
+
+# -- life and death ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_generation_frees_its_place(engine: Engine) -> None:
+    forever = Sampling(max_new_tokens=4000, ignore_eos=True)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(engine.generate(PROMPT, forever, seed=n)) for n in range(8)]
+        await engine.generate(PROMPT, SHORT, seed=9)
+        for task in running:
+            task.cancel()
+    await engine.generate(PROMPT, SHORT, seed=9)
+    assert all(task.cancelled() for task in running)
+    assert engine.stats().running == 0
+
+
+# -- the in-process engine alone: it can repeat itself -----------------------------------------------------------------
+
+
+async def test_the_same_seed_gives_the_same_tokens_bit_for_bit(old: Model) -> None:
+    engine = await start_inprocess(old, max_batch_size=1)
+    first, _other, again = [await engine.generate(PROMPT, LONG, seed=seed) for seed in (5, 6, 5)]
+    assert first.tokens.tobytes() == again.tokens.tobytes()
+    assert first.logprobs.tobytes() == again.logprobs.tobytes()
+    await engine.close()
+
+
+async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None:
+    alone = await start_inprocess(old, max_batch_size=1)
+    batched = await start_inprocess(old)
+    sampling = Sampling(max_new_tokens=100, ignore_eos=True)
+    prompts = [np.arange(4, 6 + n, dtype=np.int32) for n in range(16)]
+    for prompt, generation in zip(
+        prompts,
+        await asyncio.gather(*(batched.generate(prompt, sampling, seed=n) for n, prompt in enumerate(prompts))),
+        strict=True,
+    ):
+        expected = await alone.generate(prompt, sampling, seed=prompts.index(prompt) if False else len(prompt) - 2)
+        assert generation.tokens.tolist() == expected.tokens.tolist()
+    await alone.close()
+    await batched.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+async def test_other_architectures_and_tied_embeddings_sample_right(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    model = Model(tmp_path / "a", seed=0, architecture=architecture, tie_word_embeddings=tied)
+    other = Model(tmp_path / "b", seed=1, architecture=architecture, tie_word_embeddings=tied)
+    engine = await start_inprocess(model)
+    assert Check(model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    await engine.load(other.version(2))
+    assert Check(other)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    await engine.close()
+
+
+async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await start_inprocess(old)
+    with pytest.raises(EngineDied, match="out of memory"):
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            task = await in_progress(engine, tasks)
+            monkeypatch.setattr(engine._decoder, "step", lambda: (_ for _ in ()).throw(MemoryError("out of memory")))
+            with pytest.raises(EngineDied):
+                await engine.generate(PROMPT, SHORT, seed=0)
+            await asyncio.wait([task])
+            raise task.exception() or AssertionError("the generation lived on")
+    with pytest.raises(EngineDied):
+        await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(EngineDied):
+        await engine.load(old.version(2))
+    await engine.close()
+
+
+async def test_closing_ends_what_is_in_progress(old: Model) -> None:
+    engine = await start_inprocess(old)
+    task = asyncio.ensure_future(engine.generate(PROMPT, LONG, seed=0))
+    await engine.generate(PROMPT, SHORT, seed=1)
+    await engine.close()
+    with pytest.raises(EngineDied, match="closed"):
+        await task
+    await engine.close()
