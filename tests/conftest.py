@@ -24,7 +24,7 @@ BusFactory = Callable[..., Awaitable[Bus]]
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A real server for the whole session: its token and url are ``.token`` and ``.url``. Tests share it by run name."""
+    """A real server for the whole session; tests share it under different run names."""
     with EmbeddedServer(tmp_path_factory.mktemp("nats"), max_message_bytes=MAX_MESSAGE_BYTES) as server:
         yield server
 
@@ -52,7 +52,9 @@ async def connect() -> AsyncIterator[Callable[..., Awaitable[JetStreamBus]]]:
 
 @pytest.fixture(params=["memory", "jetstream"])
 async def bus_factory(
-    request: pytest.FixtureRequest, connect: Callable[..., Awaitable[JetStreamBus]]
+    request: pytest.FixtureRequest,
+    nats_server: EmbeddedServer,
+    connect: Callable[..., Awaitable[JetStreamBus]],
 ) -> AsyncIterator[BusFactory]:
     """``await bus_factory(ack_seconds=...)``: one more connection to the same run. Sizes count at the first call."""
     if request.param == "memory":
@@ -65,11 +67,10 @@ async def bus_factory(
 
         yield open_memory
     else:
-        server = request.getfixturevalue("nats_server")
         run = uuid.uuid4().hex[:8]
 
         async def open_jetstream(**sizes: Any) -> Bus:
-            return await connect(server, run=run, **sizes)
+            return await connect(nats_server, run=run, **sizes)
 
         yield open_jetstream
 

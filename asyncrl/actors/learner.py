@@ -34,6 +34,7 @@ from asyncrl.policies import batch as batches
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch, Metric
 from asyncrl.policies.buffer import Buffer, Held
+from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, WEIGHTS
@@ -114,6 +115,7 @@ class Learner(Actor):
         self._last_end = time.monotonic()
 
     async def run(self) -> None:
+        await self._check_log()
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read(), name=f"{self.name}.read")
             exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
@@ -150,6 +152,13 @@ class Learner(Actor):
         return f"{self._trained} groups trained, {self._dropped} dropped (stale), {self._buried} buried (failed)"
 
     # -- log -> buffer -------------------------------------------------------------------------------------------------
+
+    async def _check_log(self) -> None:
+        """A bus made anew counts from 1 again: the checkpoint's cursor means another log. Group ids still hold."""
+        if await self.bus.last_sequence(TRAJECTORIES) < self._cursor:
+            self.log.warning("the trajectory log is shorter than the checkpoint's cursor: a new bus; reading it whole")
+            self._buffer.consumed = Ledger(watermark=1)
+            self._cursor = 0
 
     async def _read(self) -> None:
         async with self.bus.read(TRAJECTORIES, after=self._cursor) as records:
@@ -231,8 +240,9 @@ class Learner(Actor):
     def _holds_for_stragglers(self) -> bool:
         if not self._settings.wait_for_stragglers:
             return False
-        self._prompts.state()
-        missing = [v for group_id, v in self._prompts.admitted.items() if group_id not in self._buffer.held]
+        starts = self._prompts.oldest_start.items()
+        done = (self._buffer.held, self._buffer.groups)
+        missing = [start for group_id, start in starts if not any(group_id in known for known in done)]
         return self._buffer.must_wait(self.policy_version, missing)
 
     async def _evict(self) -> None:

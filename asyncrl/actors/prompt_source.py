@@ -77,15 +77,15 @@ class PromptSource(Actor):
         self._groups = groups  # the learner's ledger of groups disposed of; read only here
         self._next, self._position, self.overlong = state.next_group_id, state.position, state.overlong
         self._outstanding = dict(state.outstanding)
-        self.admitted: dict[int, int] = {}
-        """group id -> policy version when it was published, of groups published by this process."""
+        self.oldest_start: dict[int, int] = {}
+        """group id -> oldest policy version that may sample it, of outstanding groups published by this process."""
         self.exhausted = asyncio.Event()
         """Set when the data has ended: no group will be published any more."""
 
     def state(self) -> PromptState:
         """For the checkpoint: consistent with the ledger at this instant."""
         self._outstanding = {i: position for i, position in self._outstanding.items() if i not in self._groups}
-        self.admitted = {i: version for i, version in self.admitted.items() if i not in self._groups}
+        self.oldest_start = {i: version for i, version in self.oldest_start.items() if i not in self._groups}
         return PromptState(
             next_group_id=self._next,
             position=self._position,
@@ -129,10 +129,9 @@ class PromptSource(Actor):
             if numbered is None:
                 self.exhausted.set()
                 return
-            self.admitted[numbered.group_id] = progress.policy_version
-            await self._publish(
-                numbered, min_policy_version=self._admission.min_policy_version(progress.policy_version)
-            )
+            oldest_start = self._admission.min_policy_version(progress.policy_version)
+            self.oldest_start[numbered.group_id] = oldest_start
+            await self._publish(numbered, min_policy_version=oldest_start)
 
     def _read(self) -> _Numbered | None:
         """The next row that is short enough, and its group id. None when the data has ended."""

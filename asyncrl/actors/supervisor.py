@@ -48,11 +48,18 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0) ->
             loop.remove_signal_handler(number)
 
 
-def _only(error: BaseException) -> BaseException:
-    """The one exception inside nested groups of one; the group itself when there are several."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
+def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of the exceptions in ``error`` when all are of one type, as when one engine fails many groups."""
+    leaves = list(_leaves(error))
+    return leaves[0] if len({type(leaf) for leaf in leaves}) == 1 else error
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 @contextlib.contextmanager

@@ -99,7 +99,7 @@ def _refuse_extras(folder: Path, architecture: str, config: Any) -> None:
 
 
 def _head_size(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _rope_frequencies(folder: Path, config: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _rope_frequencies(folder: Path, config: Any) -> torch.Tensor:
         raise ConfigError(f"model.path: {folder}: rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
     if kind == "default":
         size = _head_size(config)
-        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+        return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if factor != 1.0:
         raise ConfigError(f"model.path: {folder}: rope type {kind!r} scales attention by {factor}; not supported")
@@ -224,5 +224,5 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
     whole = torch.cat(list(shards))
     queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
     grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
-    parts = grouped.split([queries, shape.head_size, shape.head_size], dim=1)
+    parts = torch.split(grouped, [queries, shape.head_size, shape.head_size], dim=1)
     return [part.flatten(0, 1) for part in parts]

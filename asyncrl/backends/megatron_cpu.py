@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import logging
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,41 +21,31 @@ _CPU = torch.device("cpu")
 
 
 @contextmanager
-def megatron_imports() -> Iterator[None]:
-    """Everything of Megatron is imported inside this: patched for the CPU before and after, and quiet."""
-    with warnings.catch_warnings():
-        # "Transformer Engine and Apex are not installed. Falling back to ...": they are not, on purpose.
-        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|absl).*")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_no_deprecation_of_gpt_model)
-        if torch.cuda.is_available():
-            yield
-            return
-        _answer_cpu_for_the_current_device()
-        _use_the_cpu_generator()
-        _build_cuda_tensors_on_the_cpu()
-        _name_types_as_megatron_expects()
-        _make_streams_do_nothing()
-        _stand_in_for_triton_kernels()
-        with _without_compilation():
-            yield
-        _use_the_cpu_generator_in_megatron()
-
-
-def _is_no_deprecation_of_gpt_model(record: logging.LogRecord) -> bool:
-    """0.19 says at every GPTModel that HybridModel will replace it; 0.16 has none."""
-    return "DEPRECATED" not in record.getMessage()
+def cpu_imports() -> Iterator[None]:
+    """Everything of Megatron is imported inside this: torch is patched before, Megatron after."""
+    if torch.cuda.is_available():
+        yield
+        return
+    _answer_cpu_for_the_current_device()
+    _use_the_cpu_generator()
+    _build_cuda_tensors_on_the_cpu()
+    _name_types_as_megatron_expects()
+    _make_streams_do_nothing()
+    _stand_in_for_triton_kernels()
+    with _without_compilation():
+        yield
+    _use_the_cpu_generator_in_megatron()
 
 
 def _answer_cpu_for_the_current_device() -> None:
-    """distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate on it."""
+    """Asked by distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py."""
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
 
 
 def _use_the_cpu_generator() -> None:
     """tensor_parallel/random.py keeps a state per region and swaps it around recomputation."""
     torch.cuda.manual_seed = _seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[assignment, misc]
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
 
 
@@ -67,10 +55,8 @@ def _seed(seed: int) -> None:
 
 def _use_the_cpu_generator_in_megatron() -> None:
     """The setter of tensor_parallel/random.py reaches past torch.cuda into torch._C."""
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # "CPU RNG state changed within GPU RNG context": here the two are one.
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def _build_cuda_tensors_on_the_cpu() -> None:

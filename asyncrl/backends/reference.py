@@ -1,4 +1,4 @@
-"""The backend that is easy to believe: one process, plain PyTorch, a Hugging Face model. What others are tested against.
+"""The backend that is easy to believe: one process, plain PyTorch, a Hugging Face model. Others are tested against it.
 
 A step: logprobs of the response tokens, ``algorithm.objective`` per micro-batch, gradients summed over micro-batches in
 float32, clipped by their global norm, AdamW on float32 weights, and those rounded to the model's dtype.
@@ -63,6 +63,7 @@ class ReferenceBackend:
             self._model = AutoModelForCausalLM.from_pretrained(self._path, dtype=self._dtype).to(self._device)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: transformers cannot load {self._path}: {error}") from None
+        self._model.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
         self._model.eval()  # no dropout: trainer logprobs must be the policy's
         self._parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         # What AdamW updates. In float32 these are the parameters; bfloat16 would round small steps away.

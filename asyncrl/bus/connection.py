@@ -80,6 +80,7 @@ class Connection:
         self._online = asyncio.Event()
         self._is_over = False
         self._is_starting = True
+        self._nobody_seconds = 0.0
         self._said = ""
         self._inbox = ""
         self._numbers = itertools.count(1)
@@ -121,30 +122,26 @@ class Connection:
         if (version.major, version.minor) < _OLDEST:
             raise ConfigError(f"bus.url {self.name}: nats-server {version} is too old; asyncrl needs 2.10")
         try:
-            await self.api("INFO", nobody_seconds=0.0)
+            await self.api("INFO")
         except BusError as error:
             raise ConfigError(
                 f"bus.url {self.name}: JetStream is off there ({error}); start the server as `nats-server -js`"
             ) from None
+        self._nobody_seconds = _NOBODY_SECONDS
 
     @property
     def max_payload(self) -> int:
         return int(self._client.max_payload)
 
     async def close(self) -> None:
+        if not self._client.servers:
+            return  # the url was none: nothing was ever opened
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.close())
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    async def request(
-        self,
-        subject: str,
-        data: bytes = b"",
-        *,
-        headers: Mapping[str, str] | None = None,
-        nobody_seconds: float = _NOBODY_SECONDS,
-    ) -> Answer:
+    async def request(self, subject: str, data: bytes = b"", *, headers: Mapping[str, str] | None = None) -> Answer:
         """The answer, asked again for as long as it takes the server to come back. Raises BusError."""
         pause, asked = 0.05, 0
         generation, since = self.generation, time.monotonic()
@@ -158,18 +155,16 @@ class Connection:
             if message is not None and not is_nobody:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
-            if not self._is_over and waited >= (nobody_seconds if is_nobody else _PATIENCE_SECONDS):
+            if not self._is_over and waited >= (self._nobody_seconds if is_nobody else _PATIENCE_SECONDS):
                 what = "has nothing" if is_nobody else f"did not answer for {waited:.0f} s"
                 raise BusError(f"bus {self.name}: the server {what} at {subject}; was its store removed?")
             await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
             pause = min(2 * pause, 2.0)
 
-    async def api(
-        self, verb: str, body: Mapping[str, Any] | None = None, *, nobody_seconds: float = _NOBODY_SECONDS
-    ) -> dict[str, Any]:
+    async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request of the JetStream API. Raises Refused."""
         data = json.dumps(body).encode() if body else b""
-        answer = await self.request(f"$JS.API.{verb}", data, nobody_seconds=nobody_seconds)
+        answer = await self.request(f"$JS.API.{verb}", data)
         found: dict[str, Any] = json.loads(answer.data)
         if "error" in found:
             raise Refused(verb, found["error"])

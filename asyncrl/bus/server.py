@@ -3,20 +3,24 @@
 1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
 2. Two servers never share a store: a lock that the server process itself holds, so that it outlives a killed launcher
    (test_two_servers_never_share_a_store).
-3. A server that was stopped starts again on the same port and store (test_a_restarted_server_is_transparent).
+3. It ends with the thread that started it, however that ends (test_a_server_ends_with_its_launcher; Linux only).
+4. A server that was stopped starts again on the same port and store (test_a_restarted_server_is_transparent).
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +30,7 @@ from asyncrl.bus.layout import HEADER_BYTES
 from asyncrl.errors import BusError, ConfigError
 
 _HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
 _MAX_PENDING_BYTES = 256 * 2**20
@@ -33,7 +38,7 @@ _MAX_PENDING_BYTES = 256 * 2**20
 
 
 class EmbeddedServer:
-    """A nats-server process. ``start`` and ``stop`` block, for a moment; from a coroutine use ``asyncio.to_thread``.
+    """A nats-server process. ``start`` and ``stop`` block for a moment: call them before and after the event loop runs.
 
     directory           gets nats-server.conf (0600), nats-server.log and the JetStream store
     port                0 takes a free one, once: a restarted server keeps it
@@ -79,6 +84,7 @@ class EmbeddedServer:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[lock.fileno()],  # the lock is the server's from here on
                 start_new_session=True,  # Ctrl-C is for the actors, which still need the bus to drain
+                preexec_fn=_end_with_parent(),
             )
             lock.seek(0)
             lock.truncate()
@@ -181,6 +187,14 @@ def find_binary() -> str:
             "or set bus.url to a server that runs"
         )
     return found
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """What the child calls first, so that the kernel ends it with the thread that started it."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up here: the child of a fork should do as little as it can
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _is_taken(port: int) -> bool:

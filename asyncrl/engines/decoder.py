@@ -81,17 +81,18 @@ class Decoder:
             name for name, parameter in self._parameters.items() if first.setdefault(id(parameter), name) != name
         )
 
+    @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor], version: Version) -> None:
         """Take new weights, already checked against ``shapes``. Answers in progress go on with them."""
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._parameters[name].copy_(tensor)
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
         self.version = version
         for answer in self.answers:
             answer.spans.mark(len(answer.tokens), version)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def admit(self, answers: Sequence[Answer]) -> None:
         """Prefill new answers and sample the first token of each. Equal prompts are computed once."""
         prompts: dict[bytes, int] = {}
@@ -115,6 +116,7 @@ class Decoder:
         rows = torch.tensor(chosen, device=self._device)
         self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature for a in answers]))
 
+    @torch.inference_mode()
     def step(self) -> None:
         """Sample the next token of every answer."""
         if self._rows_changed:
@@ -130,6 +132,7 @@ class Decoder:
         self._lengths = self._lengths + 1
         self._sample(self.answers, logits[:, 0], self._temperatures)
 
+    @torch.inference_mode()
     def remove(self, leaving: Collection[Answer]) -> None:
         """Free the rows of these answers; the last rows move into the gaps."""
         if not leaving:
@@ -146,7 +149,6 @@ class Decoder:
 
     # -- one pass ------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, *, keep: int | torch.Tensor
     ) -> torch.Tensor:
@@ -160,7 +162,6 @@ class Decoder:
         ).logits
         return result
 
-    @torch.inference_mode()
     def _sample(self, answers: Sequence[Answer], logits: torch.Tensor, temperatures: torch.Tensor) -> None:
         """Append to each answer a token drawn from softmax(logits / temperature): the inverse of its cumulative sum."""
         logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)

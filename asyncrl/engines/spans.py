@@ -12,7 +12,7 @@ Version = tuple[int, int]
 
 @dataclass(slots=True)
 class SpanRecorder:
-    """Grows with an answer: ``mark`` says which version samples from token ``start`` on; the last one at a place wins."""
+    """Grows with an answer: ``mark`` says which version samples from token ``start`` on; the last one there wins."""
 
     marks: list[tuple[int, Version]] = field(default_factory=list)
 

@@ -1,11 +1,11 @@
-"""Runs a command and lets no process of it outlive its owner. Started as a script, with nothing but the standard library.
+"""Runs a command and lets no process of it outlive its owner. Started as a script that needs the standard library only.
 
     python warden.py COMMAND...
 
-The owner holds the other end of our standard input. It is closed when the owner closes the engine, and by the kernel when
-the owner dies in whatever way, SIGKILL included. Then, or when the command ends by itself, every descendant is killed:
-as their subreaper we inherit those whose parents are gone, also out of sessions of their own. Our exit status is the
-command's.
+The owner holds the other end of our standard input. It is closed when the owner closes the engine, and by the kernel
+when the owner dies in whatever way, SIGKILL included. Then, or when the command ends by itself, every descendant is
+killed: as their subreaper we inherit those whose parents are gone, also out of sessions of their own. Our exit status
+is the command's.
 """
 
 from __future__ import annotations

@@ -20,12 +20,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The rule of one run. ``total_groups`` is what the whole run trains: no group is generated for nothing."""
+    """The rule of one run.
+
+    total_groups  what the whole run trains: no group is generated for nothing
+    fresh_starts  groups start on the newest weights, so that their age is known before they arrive (eviction "wait")
+    """
 
     mode: str
     groups_per_batch: int
     max_staleness: int
     total_groups: int
+    fresh_starts: bool = False
 
     def may_publish(self, *, published: int, lost: int, batches_taken: int, steps_done: int) -> int:
         """Groups that may be published now, >= 0."""
@@ -36,5 +41,5 @@ class Admission:
 
     def min_policy_version(self, policy_version: int) -> int:
         """The oldest weights worth starting a group on that is published while ``policy_version`` is the newest."""
-        slack = self.max_staleness if self.mode == "async" else 0
+        slack = self.max_staleness if self.mode == "async" and not self.fresh_starts else 0
         return max(0, policy_version - slack)

@@ -83,13 +83,12 @@ class Buffer:
         del self.held[held.group.group_id]
         self._dispose(held.sequence, held.group.group_id)
 
-    def must_wait(self, policy_version: int, admitted: Iterable[int]) -> bool:
+    def must_wait(self, policy_version: int, oldest_starts: Iterable[int]) -> bool:
         """With eviction "wait": would the next step make a group that is still being generated too old to train?
 
-        ``admitted`` are the policy versions at which the groups that have not arrived were admitted, a lower bound of
-        the versions that sample them.
+        ``oldest_starts``: of each group that has not arrived, the oldest version that may sample it.
         """
-        return any(policy_version + 1 - version > self.max_staleness for version in admitted)
+        return any(policy_version + 1 - version > self.max_staleness for version in oldest_starts)
 
     @property
     def num_tokens(self) -> int:

