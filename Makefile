@@ -11,6 +11,6 @@ lint:
 types:
 	$(PYTHON) -m mypy
 imports:
-	$(PYTHON) -m importlinter.cli lint 2>/dev/null || $(dir $(PYTHON))lint-imports
+	$(dir $(PYTHON))lint-imports
 quick:
 	$(PYTHON) -m pytest -q -m "not slow and not sglang and not gpu"

@@ -25,9 +25,12 @@ _DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"}
 
 
 def encode(message: object) -> bytes:
-    """The message with its type's name and schema in front."""
+    """The message with its type's name and schema in front. Raises MessageError for values that cannot be sent."""
     head = (type(message).__name__, SCHEMA, _plain(message))
-    return cast(bytes, msgpack.packb(head, default=_pack_array))
+    try:
+        return cast(bytes, msgpack.packb(head, default=_pack_array))
+    except (ValueError, OverflowError) as error:  # half a surrogate pair, nested too deep, too long
+        raise error if isinstance(error, MessageError) else MessageError(f"cannot send this: {error}") from error
 
 
 def decode(data: bytes, message_type: type[M]) -> M:
@@ -56,6 +59,8 @@ def _plain(value: Any) -> Any:
 def _pack_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+        if little.dtype.str not in _DTYPES:
+            raise MessageError(f"cannot send an array of {value.dtype}")
         head = msgpack.packb((little.dtype.str, list(little.shape)))
         return msgpack.ExtType(_ARRAY, head + little.tobytes())
     if isinstance(value, np.generic):
@@ -71,6 +76,8 @@ def _unpack_array(code: int, data: bytes) -> Any:
     dtype, shape = head.unpack()
     if dtype not in _DTYPES:
         raise ValueError(f"arrays of {dtype!r} are not accepted")
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"arrays of shape {shape!r} are not accepted")
     return np.frombuffer(data, dtype, offset=head.tell()).reshape(shape)
 
 

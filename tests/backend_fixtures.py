@@ -34,11 +34,16 @@ def num_ranks(kind: str) -> int:
 
 
 def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
-    """Weights large enough that logits are far from uniform, and biases and norms that are not 0 and 1."""
+    """Logits far from uniform, biases and norms that are not 0 and 1, and a pad token with an embedding.
+
+    transformers starts that at 0, where the gradient of RMSNorm is 1 / sqrt(eps): a thousand times everybody else's.
+    """
     make_tiny_model(folder, architecture=architecture, initializer_range=0.15, tie_word_embeddings=tied)  # type: ignore[arg-type]
     model = hugging_face(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding[0] = 0.15 * torch.randn(embedding.shape[1], generator=generator)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
@@ -118,4 +123,4 @@ def weights(backend: Backend) -> dict[str, torch.Tensor]:
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """Largest difference of any weight; the two must name the same ones."""
     assert first.keys() == second.keys()
-    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
+    return max(float((first[name].detach().float() - second[name].detach().float()).abs().max()) for name in first)

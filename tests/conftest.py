@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import blockbuster
+import hypothesis
 import pytest
 
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.protocols import Bus
+
+# A shared machine is slow at times, and a test run leaves no files behind.
+hypothesis.settings.register_profile("asyncrl", deadline=None, database=None, max_examples=100)
+hypothesis.settings.load_profile("asyncrl")
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20

@@ -80,6 +80,7 @@ class Connection:
         self._online = asyncio.Event()
         self._is_over = False
         self._is_starting = True
+        self._is_closing = False
         self._nobody_seconds = 0.0
         self._said = ""
         self._inbox = ""
@@ -136,6 +137,7 @@ class Connection:
     async def close(self) -> None:
         if not self._client.servers:
             return  # the url was none: nothing was ever opened
+        self._is_closing = True
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.close())
 
@@ -156,8 +158,12 @@ class Connection:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
             if not self._is_over and waited >= (self._nobody_seconds if is_nobody else _PATIENCE_SECONDS):
-                what = "has nothing" if is_nobody else f"did not answer for {waited:.0f} s"
-                raise BusError(f"bus {self.name}: the server {what} at {subject}; was its store removed?")
+                raise BusError(
+                    f"bus {self.name}: nothing takes {subject} there; was the server's store removed?"
+                    if is_nobody
+                    else f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
+                    f"is the server's disk full? Its log says"  # it answers nothing then
+                )
             await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
             pause = min(2 * pause, 2.0)
 
@@ -236,7 +242,7 @@ class Connection:
         for future in self._answers.values():
             if not future.done():
                 future.set_result(None)  # its answer cannot come any more
-        if not self._is_starting:
+        if not self._is_starting and not self._is_closing:
             logger.warning("bus %s: connection lost; everybody waits until it is back", self.name)
 
     async def _on_reconnect(self) -> None:

@@ -86,7 +86,7 @@ def make_tiny_model(
 def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:
     """A tokenizer with one token an (ASCII) character, <eos>, <pad>, and a chat template.
 
-    It is byte-level BPE without merges, because transformers rebuilds that for model type qwen2 whatever the folder says.
+    Byte-level BPE without merges, because transformers builds that for model type qwen2 whatever the folder says.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = [letter for character in characters for letter in byte_level.pre_tokenize_str(character)[0][0]]

@@ -1,0 +1,131 @@
+"""A Hugging Face model folder from a GGUF file: what `asyncrl import-model SOURCE FOLDER` does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl.data.model_folder import check_model
+from asyncrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PROBE = "The capital of France is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportedModel:
+    """The folder, and what its model says: ``continuation`` of PROBE, greedy; ``loss`` of both, nats a token."""
+
+    folder: Path
+    architecture: str
+    num_parameters: int
+    continuation: str
+    loss: float
+    is_sensible: bool
+    """The loss is below half that of a model that knows nothing."""
+
+
+def find_source(source: Path | str) -> Path:
+    """The GGUF file that ``source`` names: a path, or "package:NAME" for the one inside an installed Python package.
+
+    The package is not imported. Raises ConfigError.
+    """
+    text = str(source)
+    if not text.startswith("package:"):
+        path = Path(source)
+        if path.is_file():
+            return path
+        what = "is a folder; import-model reads a .gguf file" if path.is_dir() else "no such GGUF file"
+        raise ConfigError(f"{path}: {what}")
+    name = text.removeprefix("package:")
+    try:
+        files = importlib.metadata.files(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{text}: the package is not installed; pip install {name}") from None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise ConfigError(f"{text}: has {len(found)} .gguf files, import-model needs one; give its path")
+    return found[0]
+
+
+def import_model(
+    source: Path | str, destination: Path, *, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> ImportedModel:
+    """Write config, weights, tokenizer and generation config to ``destination``, whole or not at all.
+
+    The weights are dequantised: the file grows, and is as good as the quantised model, not the original.
+    Raises ConfigError when the source is no model that asyncrl trains, or the destination is there already.
+    """
+    path = find_source(source)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise ConfigError(f"{destination}: is there already; remove it or choose another folder")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
+    try:
+        logger.info("reading %s", path)
+        num_parameters = _write(path, temporary, dtype)
+        result = _probe(temporary, destination, num_parameters)
+        temporary.chmod(0o755)
+        temporary.replace(destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    logger.info("%s: %s ... %s", destination, PROBE, result.continuation.strip())
+    if not result.is_sensible:
+        logger.warning("%s: loss %.1f on %r: the import may be wrong", destination, result.loss, PROBE)
+    return result
+
+
+def _write(path: Path, folder: Path, dtype: str) -> int:
+    """The model folder; returns the number of parameters."""
+    try:
+        from asyncrl.data.gguf_file import GGUFFile
+    except ImportError as error:
+        if error.name != "gguf":
+            raise
+        raise ConfigError("import-model needs the gguf package: pip install 'asyncrl[gguf]'") from None
+    import safetensors.torch
+    import torch
+    import transformers
+    from tqdm import tqdm
+
+    file = GGUFFile(path)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    file.config(dtype=kind).save_pretrained(folder)
+    transformers.GenerationConfig(**file.token_ids()).save_pretrained(folder)
+    file.tokenizer().save_pretrained(folder)
+    progress = tqdm(file.tensors(), total=file.num_tensors, desc="weights", unit="tensor", disable=None)
+    weights = {name: torch.tensor(values, dtype=kind) for name, values in progress}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def _probe(folder: Path, destination: Path, num_parameters: int) -> ImportedModel:
+    """Load what was written and let it speak."""
+    import torch
+    import transformers
+
+    checked = check_model(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokens = tokenizer(PROBE, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        whole = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=16, do_sample=False, use_cache=True
+        )
+        loss = float(model(whole, labels=whole).loss)
+    return ImportedModel(
+        folder=destination,
+        architecture=checked.architecture,
+        num_parameters=num_parameters,
+        continuation=tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True),
+        loss=loss,
+        is_sensible=loss < 0.5 * math.log(checked.vocab_size),
+    )

@@ -1,0 +1,125 @@
+"""Whether a folder holds a model asyncrl can train, found out in milliseconds: no torch, no weights read."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+SUPPORTED_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 * 2**20
+"""Largest header the safetensors format allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """What ``check_model`` saw. weight_bytes is the size of all safetensors files."""
+
+    path: Path
+    architecture: str
+    vocab_size: int
+    weight_files: tuple[Path, ...]
+    weight_bytes: int
+
+
+def check_model(path: Path) -> ModelFolder:
+    """A look at the model folder ``path``. Raises ConfigError when something a run needs is missing or torn."""
+    if not path.is_dir():
+        hint = "; `asyncrl import-model` makes one from a GGUF file" if path.suffix == ".gguf" else ""
+        problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
+        raise ConfigError(f"{path}: {problem}{hint}")
+    config = _read_config(path)
+    architecture = _architecture(path, config)
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
+    weight_files = _weight_files(path)
+    for file in weight_files:
+        _check_safetensors(file)
+    find_tokenizer(path)
+    return ModelFolder(
+        path=path,
+        architecture=architecture,
+        vocab_size=vocab_size,
+        weight_files=weight_files,
+        weight_bytes=sum(file.stat().st_size for file in weight_files),
+    )
+
+
+def find_tokenizer(path: Path) -> Path:
+    """The file with the tokenizer's vocabulary. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such model folder")
+    for name in _TOKENIZER_FILES:
+        if (path / name).is_file():
+            return path / name
+    raise ConfigError(f"{path}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's own files there")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+        raise ConfigError(f"{path}: no config.json, so not a Hugging Face model folder; there is {there}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: must be a JSON object, is {type(config).__name__}")
+    return config
+
+
+def _architecture(path: Path, config: dict[str, Any]) -> str:
+    names = config.get("architectures") or []
+    supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    if not isinstance(names, list) or not names:
+        raise ConfigError(f"{path / 'config.json'}: names no architecture; asyncrl trains {supported}")
+    name = str(names[0])
+    if name not in SUPPORTED_ARCHITECTURES:
+        near = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, cutoff=0.8)
+        hint = f" ({near[0]} is near, but its weights have other names and shapes)" if near else ""
+        raise ConfigError(f"{path / 'config.json'}: asyncrl trains {supported}, this is {name}{hint}")
+    return name
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    if (path / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((path / _INDEX).read_bytes())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{path / _INDEX}: {type(error).__name__}: {error}") from None
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise ConfigError(f"{path}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]}")
+        return tuple(path / name for name in names)
+    if (path / "model.safetensors").is_file():
+        return (path / "model.safetensors",)
+    other = [p.name for pattern in ("*.bin", "*.pt", "*.gguf", "*.safetensors") for p in sorted(path.glob(pattern))]
+    there = f"; {other[0]} is not read: save the model again with save_pretrained" if other else ""
+    raise ConfigError(f"{path}: no weights (model.safetensors or {_INDEX}){there}")
+
+
+def _check_safetensors(file: Path) -> None:
+    """The header parses and the file is as long as the header says: catches torn downloads and Git LFS pointers."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
+                raise ConfigError(f"{file}: not a safetensors file ({size} bytes); a Git LFS pointer or a torn download?")
+            header = json.loads(stream.read(length))
+        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file}: not a safetensors file: {type(error).__name__}: {error}") from None
+    if size != 8 + length + end:
+        raise ConfigError(f"{file}: has {size} bytes and should have {8 + length + end}; download or copy it again")

@@ -1,0 +1,346 @@
+"""Stand-ins for the model's side of the loop: engines and a trainer that take time and compute nothing.
+
+A decode step takes ``a + b x running`` seconds and gives every running sequence one token (continuous batching); an
+optimizer step takes ``tokens / rate`` seconds and a constant; lengths come from a table by the sample's own seed, so
+that every mode and split meets the same ones. Everything else of a run (bus, actors, policies) is the real thing.
+
+``Lengths``, ``Timing`` and ``Decoding`` are pure: time is an argument. ``ideal.py`` runs them on a clock of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Sampling, VersionSpan, WeightVersion
+from asyncrl.policies.packing import MicroBatch
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+
+LengthKind = Literal["lognormal", "pareto", "constant"]
+LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")
+
+_QUANTILES: Final = 4096
+_SEED_BITS: Final = 63  # of rollout_worker.sample_seed
+_TICK_SECONDS: Final = 0.002
+"""Answers that end within a tick are handed over together. Decoding itself is accounted to the exact instant."""
+
+
+# -- how long an answer is ---------------------------------------------------------------------------------------------
+
+
+class Lengths:
+    """Answer lengths: lognormal (sigma 1), Pareto (1.6) or constant, cut at ``maximum``, all of the same mean.
+
+    An answer's length is the quantile that its seed stands for: no state, no order.
+    """
+
+    def __init__(self, kind: LengthKind, *, mean: int, maximum: int) -> None:
+        if not mean <= maximum:
+            raise ValueError(f"the mean length {mean} must not be over the maximum {maximum}")
+        shape = _shape(kind)
+        low, high = 0.0, float(maximum)  # bisection for the scale: cutting at the maximum lowers the mean
+        for _ in range(60):
+            scale = (low + high) / 2
+            low, high = (scale, high) if _cut(shape * scale, maximum).mean() < mean else (low, scale)
+        self._table = _cut(shape * high, maximum)
+
+    def of(self, seed: int) -> int:
+        return int(self._table[(seed * _QUANTILES) >> _SEED_BITS])
+
+    @property
+    def mean(self) -> float:
+        return float(self._table.mean())
+
+
+def _shape(kind: LengthKind) -> NDArray[np.float64]:
+    """f64[_QUANTILES]: the distribution's quantiles up to a factor."""
+    at = [(index + 0.5) / _QUANTILES for index in range(_QUANTILES)]
+    if kind == "lognormal":
+        return np.array([math.exp(NormalDist().inv_cdf(p)) for p in at])
+    if kind == "pareto":
+        return np.array([(1 - p) ** (-1 / 1.6) for p in at])
+    return np.ones(_QUANTILES)
+
+
+def _cut(values: NDArray[np.float64], maximum: int) -> NDArray[np.int64]:
+    return np.clip(np.rint(values), 1, maximum).astype(np.int64)
+
+
+# -- how long decoding takes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What one machine takes.
+
+    seconds_per_token     a: reading the weights, once a decode step however many sequences run
+    seconds_per_sequence  b: each running sequence's own part of a decode step
+    capacity              sequences that run at once; more of them queue
+    load_seconds          decoding stands still while new weights are loaded
+    train_tokens_per_second, train_seconds   an optimizer step of T tokens on m machines: T / (m x rate) + constant
+    """
+
+    seconds_per_token: float
+    seconds_per_sequence: float
+    capacity: int
+    load_seconds: float
+    train_tokens_per_second: float
+    train_seconds: float
+
+    def decode_step(self, running: int) -> float:
+        return self.seconds_per_token + self.seconds_per_sequence * running
+
+    def train_step(self, tokens: int, *, machines: int) -> float:
+        return tokens / (machines * self.train_tokens_per_second) + self.train_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """``entered``: the engine's position (tokens given to every running sequence so far) when it began."""
+
+    number: int
+    entered: float
+    length: int
+
+
+@dataclass(slots=True)
+class Decoding:
+    """One engine's continuous batch, advanced from event to event: between two, all running sequences go equally fast.
+
+    ``position`` counts decode steps. A sequence that enters at position p with length n is finished at p + n.
+    """
+
+    timing: Timing
+    now: float = 0.0
+    position: float = 0.0
+    busy_seconds: float = 0.0
+    is_paused: bool = False
+    _running: list[tuple[float, int, float, int]] = field(default_factory=list)  # (finish, number, entered, length)
+    _waiting: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def add(self, number: int, length: int) -> None:
+        """A sequence of ``length`` tokens, from ``now`` on: runs if there is a place, else waits for one."""
+        if len(self._running) < self.timing.capacity:
+            heapq.heappush(self._running, (self.position + length, number, self.position, length))
+        else:
+            self._waiting.append((number, length))
+
+    def next_finish(self) -> float:
+        """When the next sequence ends if nothing is added; infinity when none runs or decoding is paused."""
+        if not self._running or self.is_paused:
+            return math.inf
+        left = max(0.0, self._running[0][0] - self.position)
+        return self.now + left * self.timing.decode_step(len(self._running))
+
+    def advance(self, now: float) -> list[Finished]:
+        """Decode until ``now``; what ended meanwhile, in order. A place that comes free is taken at that instant."""
+        ended: list[Finished] = []
+        while (finish := self.next_finish()) <= now:
+            self.busy_seconds += finish - self.now
+            self.now, self.position = finish, max(self.position, self._running[0][0])
+            _, number, entered, length = heapq.heappop(self._running)
+            ended.append(Finished(number, entered, length))
+            if self._waiting:
+                self.add(*self._waiting.popleft())
+        if self._running:
+            self.busy_seconds += now - self.now
+            if not self.is_paused:
+                self.position += (now - self.now) / self.timing.decode_step(len(self._running))
+        self.now = now
+        return ended
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._waiting)
+
+
+def version_spans(
+    changes: Sequence[tuple[float, tuple[int, int]]], *, entered: float, length: int
+) -> tuple[VersionSpan, ...]:
+    """Which version sampled which token: ``changes`` are (position, version), rising, the first before ``entered``."""
+    first = bisect_right(changes, entered, key=lambda change: change[0]) - 1
+    starts: dict[int, tuple[int, int]] = {}
+    for position, version in itertools.islice(changes, first, None):
+        start = max(0, math.ceil(position - entered))
+        if start >= length:
+            break
+        starts[start] = version
+    return tuple(VersionSpan(start=s, run_epoch=v[0], policy_version=v[1]) for s, v in starts.items())
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class SimulatedEngine:
+    """An Engine on the wall clock. It needs no task: the event loop's timer fires when the next answer ends."""
+
+    def __init__(self, timing: Timing, lengths: Lengths) -> None:
+        self._timing, self._lengths = timing, lengths
+        self._decoding = Decoding(timing, now=time.monotonic())
+        self._changes: list[tuple[float, tuple[int, int]]] = [(-1.0, (0, 0))]
+        self._futures: dict[int, asyncio.Future[Finished]] = {}
+        self._numbers = itertools.count()
+        self._timer: asyncio.Handle | None = None
+        self._generated = 0
+
+    async def start(self) -> None:
+        self._decoding.now = time.monotonic()
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        number, length = next(self._numbers), min(self._lengths.of(seed), sampling.max_new_tokens)
+        self._futures[number] = future
+        self._advance()
+        self._decoding.add(number, length)
+        self._schedule()
+        ended = await future
+        return Generation(
+            tokens=np.full(length, 7, np.int32),
+            logprobs=np.full(length, -1, np.float32),
+            version_spans=version_spans(self._changes, entered=ended.entered, length=length),
+            finish_reason="length" if length == sampling.max_new_tokens else "stop",
+        )
+
+    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+        self._advance()
+        self._decoding.is_paused = True
+        await asyncio.sleep(self._timing.load_seconds)
+        self._advance()
+        self._decoding.is_paused = False
+        self._changes.append((self._decoding.position, weights.order))
+        self._schedule()
+        return LoadReport(pause_seconds=self._timing.load_seconds, load_seconds=self._timing.load_seconds)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._changes[-1][1]
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long at least one sequence was running, since the start."""
+        self._advance()
+        return self._decoding.busy_seconds
+
+    def stats(self) -> EngineStats:
+        decoding = self._decoding
+        return EngineStats(running=decoding.running, queued=decoding.queued, tokens_generated=self._generated)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _advance(self) -> None:
+        for ended in self._decoding.advance(time.monotonic()):
+            self._generated += ended.length
+            future = self._futures.pop(ended.number)
+            if not future.done():
+                future.set_result(ended)
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        finish = self._decoding.next_finish()
+        if finish < math.inf:
+            delay = max(finish - time.monotonic(), _TICK_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._advance()
+        self._schedule()
+
+
+class TimedBackend:
+    """A Backend that sleeps. ``steps`` has (response tokens, seconds) of every step."""
+
+    def __init__(self, timing: Timing, *, machines: int) -> None:
+        self._timing, self._machines = timing, machines
+        self.steps: list[tuple[int, float]] = []
+
+    def start(self) -> None:
+        pass
+
+    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+        started = time.monotonic()
+        batches = [micro_batch for share in shares for micro_batch in share]
+        seconds = self._timing.train_step(sum(batch.num_tokens for batch in batches), machines=self._machines)
+        time.sleep(max(0.0, started + seconds - time.monotonic()))
+        self.steps.append((sum(int(batch.response_mask.sum()) for batch in batches), time.monotonic() - started))
+        return StepResult(metrics={"loss": 0.0})
+
+    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+        return np.zeros(micro_batch.num_tokens, np.float32)
+
+    def export(self) -> Iterable[tuple[str, Any]]:
+        return ()
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    def restore(self, folder: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NullChannel:
+    """A WeightChannel without weights; what a load costs is the engine's ``load_seconds``."""
+
+    def publish(self, tensors: Iterable[tuple[str, Any]], *, run_epoch: int, policy_version: int) -> WeightVersion:
+        return WeightVersion(run_epoch=run_epoch, policy_version=policy_version, uri="", sha256="", num_bytes=0)
+
+    def verify(self, weights: WeightVersion) -> Path:
+        return Path()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt of PROMPT_TOKENS tokens."""
+
+    tokens: NDArray[np.int32]
+    prompt: str = ""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+
+PROMPT_TOKENS: Final = 16
+
+
+class PromptRows:
+    """Endless prompts, in memory."""
+
+    def __init__(self) -> None:
+        self._row = PromptRow(np.arange(PROMPT_TOKENS, dtype=np.int32))
+
+    def at(self, position: int) -> PromptRow:
+        return self._row
+
+
+class NoText:
+    """A tokenizer for rewards that read no text."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+async def even_length(samples: Sequence[Sample]) -> list[Reward]:
+    """A RewardFn: 1 for an even number of tokens."""
+    return [Reward(value=float(len(sample.trajectory.tokens) % 2 == 0)) for sample in samples]
