@@ -46,7 +46,7 @@ BYTES_PER_TOKEN = 9
 GROUP_SIZE = 8
 END = "end"
 GOAL_MILLISECONDS = 20.0
-LOG_BYTES = 4 * 2**30
+LOG_BYTES = 2 * 2**30
 
 Storage = Literal["file", "memory"]
 
@@ -98,7 +98,9 @@ def make_group(num_bytes: int) -> TrajectoryGroup:
             )
             for _ in range(count)
         )
-        return TrajectoryGroup(group_id=0, prompt_tokens=[1, 2, 3], trajectories=trajectories, worker="w")
+        return TrajectoryGroup(
+            group_id=0, prompt_tokens=np.array([1, 2, 3], np.int32), trajectories=trajectories, worker="w"
+        )
 
     overhead = len(encode(made(1))) - count * BYTES_PER_TOKEN
     return made(max(1, (num_bytes - overhead) // (count * BYTES_PER_TOKEN)))
@@ -200,7 +202,7 @@ async def measure(
         await publish_at_rate(buses, group, seconds=seconds, numbers=numbers, rate=rate)
     else:
         await publish_at_peak(buses, group, seconds=seconds, numbers=numbers)
-    end = TrajectoryGroup(group_id=0, prompt_tokens=[1], trajectories=(), error=END)
+    end = TrajectoryGroup(group_id=0, prompt_tokens=group.prompt_tokens, trajectories=(), error=END)
     await buses[0].publish(TRAJECTORIES, end, key=f"{END}-{next(numbers)}")
     latencies, num_bytes, took = await loop.run_in_executor(None, pipe.recv)
     await buses[0].trim(TRAJECTORIES, through=await buses[0].last_sequence(TRAJECTORIES))
@@ -216,11 +218,17 @@ async def measure(
 
 
 async def measure_row(
-    server: EmbeddedServer, pipe: Connection, *, storage: Storage, num_bytes: int, publishers: int, seconds: float
+    server: EmbeddedServer,
+    pipe: Connection,
+    *,
+    storage: Storage,
+    num_bytes: int,
+    publishers: int,
+    seconds: float,
+    numbers: Iterator[int],
 ) -> dict[str, Any]:
-    run = f"bench-{storage}-{num_bytes}-{publishers}"
-    address = {"url": server.url, "token": server.token, "run": run, "storage": storage}
-    group, numbers = make_group(num_bytes), itertools.count()
+    address: dict[str, Any] = {"url": server.url, "token": server.token, "run": f"bench-{storage}", "storage": storage}
+    group = make_group(num_bytes)
     async with contextlib.AsyncExitStack() as stack:
         buses = [await open_bus(**address) for _ in range(publishers)]
         for bus in buses:
@@ -239,14 +247,14 @@ async def measure_row(
 
 
 async def measure_share(server: EmbeddedServer, *, groups: int, step_seconds: float, repeats: int) -> Share:
-    address = {"url": server.url, "token": server.token, "run": "bench-share", "storage": "file"}
-    bus, group, numbers = await open_bus(**address), make_group(SIZES["300 kB"]), itertools.count()
+    address: dict[str, Any] = {"url": server.url, "token": server.token, "run": "bench-file", "storage": "file"}
+    bus, group = await open_bus(**address), make_group(SIZES["300 kB"])
     publish_seconds, read_seconds = [], []
-    for _ in range(repeats):
+    for repeat in range(repeats):
         after = await bus.last_sequence(TRAJECTORIES)
         started = time.perf_counter()
-        for number in itertools.islice(numbers, groups):
-            await bus.publish(TRAJECTORIES, stamped(group, number, 0.0), key=str(number))
+        for number in range(repeat * groups, (repeat + 1) * groups):
+            await bus.publish(TRAJECTORIES, stamped(group, number, 0.0), key=f"share-{number}")
         publish_seconds.append(time.perf_counter() - started)
         started = time.perf_counter()
         async with bus.read(TRAJECTORIES, after=after) as records:
@@ -305,6 +313,7 @@ def main() -> None:
     counts = [1, 4] if options.quick else [1, 4, 16]
     seconds = min(options.seconds, 1.5) if options.quick else options.seconds
 
+    numbers = itertools.count()  # keys: none is published twice
     rows: list[dict[str, Any]] = [{"machine": machine()}]
     print(rows[0]["machine"])
     print(f"{'':21}   {'peak':>17} {'':>17}   {'half of peak':>17}")
@@ -316,7 +325,13 @@ def main() -> None:
         for storage, name, publishers in itertools.product(storages, sizes, counts):
             row = uvloop.run(
                 measure_row(
-                    server, ours, storage=storage, num_bytes=SIZES[name], publishers=publishers, seconds=seconds
+                    server,
+                    ours,
+                    storage=storage,
+                    num_bytes=SIZES[name],
+                    publishers=publishers,
+                    seconds=seconds,
+                    numbers=numbers,
                 )
             )
             rows.append(row)

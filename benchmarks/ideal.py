@@ -6,8 +6,10 @@ Discrete events over the pure parts of the real thing (Admission, Buffer's order
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncrl.actors.rollout_worker import sample_seed
@@ -17,7 +19,7 @@ from benchmarks.simulated import PROMPT_TOKENS, Decoding, Lengths, Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One run to simulate. ``slots``: groups one worker holds at once."""
+    """One run to simulate: ``steps`` optimizer steps, the first ``warmup`` of them not counted."""
 
     mode: str
     workers: int
@@ -28,6 +30,7 @@ class Plan:
     steps: int
     warmup: int
     seed: int
+    is_colocated: bool = False
 
     @property
     def bound(self) -> int:
@@ -47,6 +50,19 @@ class Plan:
             max_staleness=self.bound,
             total_groups=10**9,
         )
+
+
+GroupLengths = Callable[[int], list[int]]
+"""Group id to the lengths of its answers."""
+
+
+def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengths:
+    """What the real workers will draw, remembered."""
+
+    def of(group_id: int) -> list[int]:
+        return [lengths.of(sample_seed(seed, group_id, index, 0)) for index in range(group_size)]
+
+    return functools.cache(of)
 
 
 @dataclass(slots=True)
@@ -70,7 +86,7 @@ class Ideal:
 
     plan: Plan
     timing: Timing
-    lengths: Lengths
+    lengths: GroupLengths
     now: float = 0.0
     published: int = 0
     lost: int = 0
@@ -166,8 +182,7 @@ class Ideal:
         return False
 
     def _start(self, engine: _Engine, group_id: int) -> None:
-        size = self.plan.group_size
-        lengths = [self.lengths.of(sample_seed(self.plan.seed, group_id, index, 0)) for index in range(size)]
+        size, lengths = self.plan.group_size, self.lengths(group_id)
         self.groups[group_id] = _Group(engine.version, size, sum(lengths))
         for index, length in enumerate(lengths):
             engine.decoding.add(group_id * size + index, length)

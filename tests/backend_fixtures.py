@@ -20,7 +20,6 @@ from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend
 
 KINDS = ("reference", "megatron-1", "megatron-2")
-MEGATRON_KINDS = KINDS[1:]
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 

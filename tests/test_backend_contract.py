@@ -17,7 +17,6 @@ from asyncrl.policies.packing import empty, pack, pack_for_ranks
 from tests.backend_fixtures import (
     KINDS,
     LEARNING_RATE,
-    MEGATRON_KINDS,
     SETTINGS,
     distance,
     documents,
@@ -30,6 +29,8 @@ from tests.backend_fixtures import (
     weights,
 )
 
+# The fork server of the second rank imports for ten seconds.
+PARAMETERS = [pytest.param(kind, marks=pytest.mark.slow if num_ranks(kind) > 1 else ()) for kind in KINDS]
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
 
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=PARAMETERS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -91,7 +92,7 @@ def test_a_step_is_adamw_on_the_clipped_sum_of_policy_gradients(folder: Path) ->
     assert metrics["grad_norm"] > SETTINGS.max_grad_norm  # the clip was at work
 
 
-@pytest.mark.parametrize("megatron", MEGATRON_KINDS)
+@pytest.mark.parametrize("megatron", PARAMETERS[1:])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_three_steps_make_the_weights_and_metrics_of_the_reference(
@@ -209,6 +210,7 @@ def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: 
     assert max(moved.values()) <= 4.1e-4 * max(float(tensor.abs().max()) for tensor in before.values())
 
 
+@pytest.mark.slow
 def test_a_rank_without_documents_does_not_matter(folder: Path) -> None:
     (item,) = documents(lengths=(20,))
     with started("reference", folder) as backend:

@@ -235,6 +235,29 @@ async def test_a_silent_consumer_loses_its_messages(bus_factory: Any) -> None:
         await delivery.ack()
 
 
+async def test_a_consumer_that_was_too_slow_takes_nothing_from_the_next_one(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with other.consume(PROMPTS) as others:
+        async with taken(bus, 1) as (slow,):
+            delivery = await anext(others)
+            assert delivery.attempt == 2
+            await slow.retry()
+        with pytest.raises(TimeoutError):  # neither its retry nor its leaving counts any more
+            async with asyncio.timeout(SHORT / 3):
+                await anext(others)
+        await delivery.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_what_a_slow_consumer_finished_is_finished(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (slow,), taken(other, 1):
+        await slow.ack()
+        assert await bus.depth(PROMPTS) == 0
+
+
 async def test_keep_postpones_redelivery(bus_factory: Any) -> None:
     bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
     await publish_prompts(bus, 1)

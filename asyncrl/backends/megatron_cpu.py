@@ -1,16 +1,14 @@
-"""Lets megatron-core 0.16 to 0.19 train on a machine without CUDA. With CUDA nothing is patched.
+"""Lets megatron-core 0.16 to 0.19 train on a machine without CUDA. With CUDA nothing is replaced.
 
-No maths is replaced: the pieces below answer "which device?" with the CPU, or make bookkeeping calls do nothing. They
-change torch for the whole process, which is a learner's or a rank's. Each says what in megatron/core asks for it.
+No maths is touched, and torch stays as it is for everybody else: Megatron's own modules get a ``torch`` whose few names
+below answer "which device?" with the CPU. Each says what in megatron/core asks for it.
+Tests: test_the_shim_leaves_torch_alone, test_the_shim_answers_megatron_with_the_cpu.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,47 +20,48 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def cpu_imports() -> Iterator[None]:
-    """Everything of Megatron is imported inside this: torch is patched before, Megatron after."""
+    """Everything of Megatron is imported inside this."""
     if torch.cuda.is_available():
         yield
         return
-    _answer_cpu_for_the_current_device()
-    _use_the_cpu_generator()
-    _build_cuda_tensors_on_the_cpu()
-    _name_types_as_megatron_expects()
-    _make_streams_do_nothing()
-    _stand_in_for_triton_kernels()
     with _without_compilation():
         yield
-    _use_the_cpu_generator_in_megatron()
-
-
-def _answer_cpu_for_the_current_device() -> None:
-    """Asked by distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py."""
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
-
-
-def _use_the_cpu_generator() -> None:
-    """tensor_parallel/random.py keeps a state per region and swaps it around recomputation."""
-    torch.cuda.manual_seed = _seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _use_the_cpu_generator_in_megatron() -> None:
-    """The setter of tensor_parallel/random.py reaches past torch.cuda into torch._C."""
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    replacement = _torch_without_cuda()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = replacement  # type: ignore[attr-defined]
+    # Used by recomputation; it queues every state for the day that CUDA starts, which is a leak.
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _build_cuda_tensors_on_the_cpu() -> None:
-    """optimizer/{clip_grads,optimizer,grad_scaler}.py write device="cuda" for their one-element tensors."""
-    for name in ("zeros", "ones", "empty", "full", "tensor"):
-        setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+class _Namespace:
+    """A module, but for the names given."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _torch_without_cuda() -> _Namespace:
+    cuda = _Namespace(
+        torch.cuda,
+        # distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py, tensor_parallel/layers.py allocate on it
+        current_device=lambda: _CPU,
+        # tensor_parallel/random.py keeps a generator state per region and swaps it around recomputation
+        manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),
+        get_rng_state=_random_state,
+        random=_Namespace(torch.cuda.random, get_rng_state=_random_state),
+        # distributed/param_and_grad_buffer.py of 0.19 makes streams, whether or not it overlaps anything
+        Stream=_Stream,
+        current_stream=_Stream,
+    )
+    # optimizer/{clip_grads,optimizer,grad_scaler}.py write device="cuda" for their one-element tensors
+    factories = {name: _on_the_cpu(getattr(torch, name)) for name in ("zeros", "ones", "empty", "full", "tensor")}
+    return _Namespace(torch, cuda=cuda, **factories)
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -75,8 +74,29 @@ def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return make
 
 
-def _name_types_as_megatron_expects() -> None:
-    """optimizer/*.py sort parameters by names such as "torch.cuda.FloatTensor"; only they get that answer."""
+def _random_state(device: object = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+class _Stream:
+    """Does nothing."""
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, _other: Any) -> None:
+        pass
+
+
+@contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Around the making of an optimizer: optimizer/*.py sort parameters by names such as "torch.cuda.FloatTensor".
+
+    Tensor.type is everybody's for that moment; only they get that answer.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -88,36 +108,15 @@ def _name_types_as_megatron_expects() -> None:
         return answer
 
     torch.Tensor.type = name_or_cast  # type: ignore[assignment]
-
-
-class _Stream:
-    """distributed/param_and_grad_buffer.py of 0.19 makes one, whether or not it overlaps anything."""
-
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self.device = _CPU
-
-    def wait_stream(self, _other: Any) -> None:
-        pass
-
-
-def _make_streams_do_nothing() -> None:
-    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
-
-
-def _stand_in_for_triton_kernels() -> None:
-    """transformer/moe/ops/paged_stash.py of 0.19 imports triton unguarded; we train no experts."""
-    if importlib.util.find_spec("triton") is None:
-        name = "megatron.core.transformer.moe.ops.paged_stash"
-        module: Any = types.ModuleType(name)
-        module.GLOBAL_BLOCK_SIZE = 1024
-        module.paged_stash_copy_kernel = module.paged_stash_pop_kernel = None
-        sys.modules.setdefault(name, module)
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
 
 
 @contextmanager
 def _without_compilation() -> Iterator[None]:
-    """jit.py decorates with torch.compile, whose import takes two seconds and whose kernels need a compiler."""
+    """jit.py decorates with torch.compile, which imports for two seconds and needs a compiler; we call none of it."""
     original = torch.compile
     torch.compile = lambda model=None, **_options: model or (lambda function: function)  # type: ignore[assignment]
     try:

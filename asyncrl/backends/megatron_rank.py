@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from asyncrl.backends import huggingface, micro_batches, optimizer_state
 from asyncrl.backends.followers import Command, Job, Place
-from asyncrl.backends.megatron_cpu import cpu_imports
+from asyncrl.backends.megatron_cpu import cpu_imports, cuda_type_names
 from asyncrl.backends.megatron_noise import quiet, quiet_logs
 from asyncrl.backends.optimizer_settings import is_trainable, step_metrics
 from asyncrl.backends.packed_attention import PackedAttention, PackedDocuments
@@ -41,7 +41,6 @@ with quiet(), cpu_imports():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
 
@@ -98,17 +97,24 @@ class MegatronRank:
         self._dtype: torch.dtype = getattr(torch, job.dtype)
         self._device = _device(job.device, place)
         _join(place, self._device, store)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self) -> None:
+        """The model with the folder's weights, Megatron's gradient buffers, its optimizer."""
+        job = self._job
         self._shape = huggingface.read_shape(job.model_path)
         model = PackedGPT(_transformer_config(job, self._shape, self._dtype), self._shape, self._device)
         model.to(self._device, self._dtype)
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._load_weights()
-        is_sharded = job.is_distributed_optimizer
-        self._model = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded),
-            model,
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=job.is_distributed_optimizer
         )
+        self._model = DistributedDataParallel(model.config, config, model)
         self._optimizer = _optimizer(job, self._model, self._dtype)
 
     @torch.no_grad()
@@ -182,7 +188,9 @@ class MegatronRank:
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         settings = self._job.optimizer
-        clip_grad_by_total_norm_fp32(self._optimizer.get_parameters(), settings.max_grad_norm, grad_norm)
+        if grad_norm > settings.max_grad_norm:
+            gradients = [weight.grad for weight in self._optimizer.get_parameters() if weight.grad is not None]
+            torch._foreach_mul_(gradients, settings.max_grad_norm / (grad_norm + 1e-6))
         for group in self._optimizer.optimizer.param_groups:
             group["lr"] = learning_rate
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron leaves this to its scheduler
@@ -319,5 +327,6 @@ def _optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype) -> 
         params_dtype=dtype,
         use_distributed_optimizer=job.is_distributed_optimizer,
     )
-    chained = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    with cuda_type_names():
+        chained = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     return chained.chained_optimizers[0]  # a second one would hold experts

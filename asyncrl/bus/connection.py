@@ -38,6 +38,15 @@ _NOBODY_SECONDS: Final = 10.0
 """How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
 _LEAVE_SECONDS: Final = 5.0
 _OLDEST: Final = (2, 10)
+_PASSING: Final = (
+    TimeoutError,
+    OSError,
+    nats.errors.ConnectionClosedError,  # for good, as the next look at the connection will say
+    nats.errors.ConnectionDrainingError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+)
 
 
 async def guarded(call: Awaitable[T]) -> T:
@@ -190,8 +199,10 @@ class Connection:
             await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
             async with asyncio.timeout(_ANSWER_SECONDS):
                 return await future
-        except (TimeoutError, nats.errors.Error, OSError):
+        except _PASSING:
             return None
+        except nats.errors.Error as error:  # too large for a server that was changed, say: no repetition helps
+            raise BusError(f"bus {self.name}: {subject}: {error}") from error
         finally:
             del self._answers[number]
 
@@ -234,7 +245,8 @@ class Connection:
                 f"bus.url {self.name}: the server refuses the token; set bus.token or ASYNCRL_BUS_TOKEN to its own"
             )
         if text != self._said and not self._is_starting:
-            logger.warning("bus %s: %s", self.name, text)
+            is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # "connection lost" said it
+            logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)
         self._said = text
 
     async def _on_disconnect(self) -> None:

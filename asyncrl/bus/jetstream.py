@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, Literal, TypeVar
@@ -95,19 +96,23 @@ class JetStreamBus:
         pull = Pull(
             self._connection, stream=await self._stream(topic), create=lambda last: self._layout.workers(), batch=1
         )
-        held: dict[str, _Delivery[M]] = {}
+        held: list[_Delivery[M]] = []
 
         async def take() -> Delivery[M]:
-            item = await pull.take()
-            held[item.reply] = delivery = _Delivery(self._connection, item, topic, self._layout, held)
-            return delivery
+            held[:] = [delivery for delivery in held if delivery.is_ours()]
+            while True:
+                delivery = _Delivery(self._connection, await pull.take(), topic, self._layout)
+                if delivery.is_ours():  # not if it lay here so long that somebody else has it now
+                    held.append(delivery)
+                    return delivery
 
         try:
             await pull.start()
             yield Each(take)
         finally:
-            for reply in [*held, *(item.reply for item in await pull.stop())]:
-                await self._connection.send(reply, b"-NAK", reply="")
+            held += [_Delivery(self._connection, item, topic, self._layout) for item in await pull.stop()]
+            for delivery in held:
+                await delivery.give_back()
 
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
@@ -270,10 +275,12 @@ class JetStreamBus:
 
 
 class _Delivery(Generic[M]):
-    def __init__(
-        self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout, held: dict[str, _Delivery[M]]
-    ) -> None:
-        self._connection, self._item, self._held = connection, item, held
+    """A late nak would take the message from whoever has it by then: the server does not tell them apart."""
+
+    def __init__(self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout) -> None:
+        self._connection, self._reply = connection, item.reply
+        self._ack_seconds = layout.ack_seconds
+        self._until = item.time + layout.ack_seconds
         self._content = opened(item.data, topic)
         self.key = layout.key(topic, item.subject)
         self.attempt = item.attempt
@@ -286,16 +293,30 @@ class _Delivery(Generic[M]):
     def problem(self) -> str:
         return self._content.problem
 
+    def is_ours(self) -> bool:
+        return time.monotonic() < self._until
+
     async def ack(self) -> None:
-        await self._connection.request(self._item.reply, b"+ACK")
-        self._held.pop(self._item.reply, None)
+        """Also when somebody else holds it by now: it was done."""
+        await self._connection.request(self._reply, b"+ACK")
+        self._until = 0.0
 
     async def retry(self, *, delay: float = 0.0) -> None:
-        await self._connection.request(self._item.reply, b'-NAK {"delay": %d}' % int(delay * 1e9))
-        self._held.pop(self._item.reply, None)
+        if self.is_ours():
+            await self._connection.request(self._reply, b'-NAK {"delay": %d}' % int(delay * 1e9))
+            self._until = 0.0
 
     async def keep(self) -> None:
-        await self._connection.request(self._item.reply, b"+WPI")
+        if self.is_ours():
+            kept = time.monotonic()
+            await self._connection.request(self._reply, b"+WPI")
+            self._until = kept + self._ack_seconds
+
+    async def give_back(self) -> None:
+        """At once and without an answer: who leaves waits for nobody. Lost, it comes again after ack_seconds."""
+        if self.is_ours():
+            self._until = 0.0
+            await self._connection.send(self._reply, b"-NAK", reply="")
 
 
 def _fresh(role: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One message. ``reply`` is where to ack it."""
+    """One message. ``reply`` is where to ack it; ``time`` is when it came, on the monotonic clock."""
 
     subject: str
     data: bytes
@@ -70,6 +71,7 @@ class Arrival:
     attempt: int
     sequence: int
     consumer_sequence: int
+    time: float
 
 
 def arrival(message: Any) -> Arrival:
@@ -85,6 +87,7 @@ def arrival(message: Any) -> Arrival:
         attempt=int(attempt),
         sequence=int(sequence),
         consumer_sequence=int(consumer_sequence),
+        time=time.monotonic(),
     )
 
 

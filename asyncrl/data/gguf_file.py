@@ -138,9 +138,7 @@ class GGUFFile:
             )
         if kind in _SPLITS:
             split = pre_tokenizers.Split(Regex(_SPLITS[kind]), behavior="isolated")
-            return pre_tokenizers.Sequence(
-                [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-            )
+            return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         raise ConfigError(f"{self.path}: can import {self._known_tokenizers()}; this one is {self._tokenizer_kind()}")
 
     def _known_tokenizers(self) -> str:

@@ -114,7 +114,9 @@ def _check_safetensors(file: Path) -> None:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-                raise ConfigError(f"{file}: not a safetensors file ({size} bytes); a Git LFS pointer or a torn download?")
+                raise ConfigError(
+                    f"{file}: not a safetensors file ({size} bytes); a Git LFS pointer or a torn download?"
+                )
             header = json.loads(stream.read(length))
         end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:

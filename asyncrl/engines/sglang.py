@@ -9,6 +9,7 @@ Only one engine may load weights into a server; others attached to it may sample
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 16 * 2**20
 """Longest line of a streamed reply."""
+_ABORT_SECONDS = 5.0
 _FIRST_SAFE_RETRACT = (0, 5, 23)
 """Older servers die when their cache is flushed while requests are retracted."""
 
@@ -100,6 +102,13 @@ class SGLangEngine:
 
     async def start(self) -> None:
         """Raises ConfigError, or EngineDied with the end of the server's log."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._reader, self._read_model_folder)
         self._http = aiohttp.ClientSession(
@@ -115,6 +124,7 @@ class SGLangEngine:
 
     async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
         """``seed`` is not honoured: what SGLang samples depends on what else it batches."""
+        self._session()
         check_sampling(sampling)
         check_prompt(
             prompt_tokens,
@@ -129,6 +139,7 @@ class SGLangEngine:
 
     async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
         """``keep_running=False`` lets answers in progress end on the old weights first and holds new ones back."""
+        self._session()
         asked = time.monotonic()
         async with self._loading:
             folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
@@ -193,26 +204,31 @@ class SGLangEngine:
 
     async def _wait_until_healthy(self) -> None:
         """Asks twice a second, since nobody would tell us; wakes at once when a launched server dies."""
-        began = time.monotonic()
-        reported = 0.0
-        while (seconds := time.monotonic() - began) < self._options.start_seconds:
-            try:
-                await self._get("/health")
-                log.info("SGLang at %s is up after %.0f s", self.url, seconds)
-                return
-            except EngineError as error:
-                if self._server and not self._server.is_alive:
-                    raise EngineDied(f"SGLang ended while it started; {self._server.log_tail()}") from error
-            if seconds - reported > 15:
-                reported = seconds
-                log.info("waiting for SGLang at %s since %.0f s", self.url, seconds)
-            try:
-                async with asyncio.timeout(0.5):
-                    await (self._server.wait() if self._server else asyncio.Event().wait())
-            except TimeoutError:
-                continue
-        where = self._server.log_tail() if self._server else "is it running?"
-        raise EngineDied(f"no answer from SGLang at {self.url} for {self._options.start_seconds:g} s; {where}")
+        began = reported = time.monotonic()
+        try:
+            async with asyncio.timeout(self._options.start_seconds):
+                while not await self._is_healthy():
+                    if time.monotonic() - reported > 15:
+                        reported = time.monotonic()
+                        log.info("waiting for SGLang at %s since %.0f s", self.url, reported - began)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.5):
+                            await (self._server.wait() if self._server else asyncio.Event().wait())
+        except TimeoutError as error:
+            where = self._server.log_tail() if self._server else "is it running?"
+            raise EngineDied(
+                f"no answer from SGLang at {self.url} for {self._options.start_seconds:g} s; {where}"
+            ) from error
+        log.info("SGLang at %s is up after %.0f s", self.url, time.monotonic() - began)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            await self._get("/health")
+        except EngineError as error:
+            if self._server and not self._server.is_alive:
+                raise EngineDied(f"SGLang ended while it started; {self._server.log_tail()}") from error
+            return False
+        return True
 
     async def _ask_server(self) -> None:
         """What kind of server this is: its version, its scheduler, and how it tells versions."""
@@ -283,8 +299,9 @@ class SGLangEngine:
                         self._tokens_generated += len(reply) - before
         except asyncio.CancelledError:
             # The server would notice the closed connection only seconds later.
-            async with self._post("/abort_request", {"rid": request["rid"]}):
-                pass
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_ABORT_SECONDS), self._post("/abort_request", {"rid": request["rid"]}):
+                    pass
             raise
 
     # -- load ----------------------------------------------------------------------------------------------------------
@@ -296,16 +313,16 @@ class SGLangEngine:
         """Seconds during which no token was decoded. However it ends, the server goes on."""
         is_retracted = self._options.pause == "retract"
         began = time.monotonic()
-        async with self._post("/pause_generation", {"mode": self._options.pause}):
-            pass
+        self._num_loads += 1  # now: should the update succeed and its answer get lost, no old key is found
+        update = {
+            "model_path": str(folder),
+            "weight_version": format_version(weights.order),
+            # Keys of requests in place cannot be flushed; those of retracted ones must be.
+            "flush_cache": is_retracted,
+        }
         try:
-            self._num_loads += 1  # before: should the update succeed and its answer get lost, no old key is found
-            update = {
-                "model_path": str(folder),
-                "weight_version": format_version(weights.order),
-                # Keys of requests in place cannot be flushed; those of retracted ones must be.
-                "flush_cache": is_retracted,
-            }
+            async with self._post("/pause_generation", {"mode": self._options.pause}):
+                pass
             async with self._post("/update_weights_from_disk", update) as response:
                 answer = await response.json()
         except EngineDied:
@@ -313,13 +330,24 @@ class SGLangEngine:
         except EngineError as error:
             raise WeightsError(f"weights {format_version(weights.order)} at {folder}: {error}") from error
         finally:
-            async with self._post("/continue_generation", {}):
-                pass
+            await self._continue()
         if not answer.get("success"):
             raise WeightsError(f"weights {format_version(weights.order)} at {folder}: {answer.get('message')}")
         return time.monotonic() - began
 
+    async def _continue(self) -> None:
+        try:
+            async with self._post("/continue_generation", {}):
+                pass
+        except EngineError as error:
+            raise EngineDied(f"SGLang at {self.url} stays paused: {error}") from error
+
     # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None or self._http.closed:
+            raise EngineDied("the SGLang engine is not running: start() it first, or it was closed")
+        return self._http
 
     async def _get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
@@ -334,10 +362,8 @@ class SGLangEngine:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises EngineError when the server refuses or is too slow, EngineDied when it is gone."""
-        if self._http is None or self._http.closed:
-            raise EngineDied("the SGLang engine is not running: start() it first, or it was closed")
         try:
-            async with self._http.request(method, self.url + path, json=body) as response:
+            async with self._session().request(method, self.url + path, json=body) as response:
                 if response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
                 yield response

@@ -1,7 +1,7 @@
 """An SGLang server as a child process: its command line, its environment, its log, and its end.
 
 The server runs under ``warden.py``: no process of its tree outlives us, even when we are killed by SIGKILL
-(tests/test_sglang.py: test_the_server_goes_with_its_owner).
+(tests/test_sglang_server.py: test_the_server_goes_with_its_owner).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ServerProcess:
         return await self._process.wait()
 
     async def close(self) -> None:
-        """Kill the server and all its children. It keeps nothing that would need a farewell."""
+        """Kill the server and all its children. What they leave in /dev/shm (16 KiB) the next start sweeps up."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await self._process.wait()

@@ -1,0 +1,65 @@
+"""The demo's task: count on in octal. The prompt starts a count, such as "567"; a good answer is "0123", then stop.
+
+A model with random weights gets about 0.1 of the reward, one that has learned the task 1.0, and every character counts
+by itself, so learning starts from luck. ``python -m asyncrl.data.demo_task FOLDER`` writes the model and the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from asyncrl.protocols import Reward, Sample
+
+DIGITS = "01234567"
+ANSWER_LENGTH = 4
+LONGEST_PROMPT = 4
+
+
+def reward(sample: Sample) -> Reward:
+    """The share of the answer's characters that are one more than the character before them, in [0, 1].
+
+    An answer shorter than the label is measured as if it had the label's length, so that both saying too little and
+    not stopping cost reward.
+    """
+    counted = 0
+    previous = sample.prompt[-1:]
+    for character in sample.completion:
+        counted += character == following(previous)
+        previous = character
+    length = len(sample.completion)
+    return Reward(
+        value=counted / max(length, len(sample.label)),
+        parts={"counted": float(counted), "right_length": float(length == len(sample.label))},
+    )
+
+
+def following(digit: str) -> str:
+    """The octal digit after ``digit``, without carry: after 7 comes 0."""
+    return DIGITS[(DIGITS.index(digit) + 1) % len(DIGITS)] if digit and digit in DIGITS else ""
+
+
+def prompts() -> list[dict[str, str]]:
+    """Every start of a count of up to LONGEST_PROMPT digits, and how it goes on."""
+    rows = []
+    for length in range(1, LONGEST_PROMPT + 1):
+        for first in range(len(DIGITS)):
+            count = "".join(DIGITS[(first + i) % len(DIGITS)] for i in range(length + ANSWER_LENGTH))
+            rows.append({"prompt": count[:length], "label": count[length:]})
+    return rows
+
+
+def write(folder: Path, *, seed: int = 0) -> None:
+    """``folder``/model, a tiny Qwen3 with random weights, and ``folder``/prompts.jsonl."""
+    from asyncrl.data.tiny_model import make_tiny_model  # torch: workers import this file for ``reward`` alone
+
+    make_tiny_model(folder / "model", seed=seed, characters=DIGITS, max_positions=64, initializer_range=0.05)
+    lines = [json.dumps(row) + "\n" for row in prompts()]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m asyncrl.data.demo_task FOLDER")
+    write(Path(sys.argv[1]))

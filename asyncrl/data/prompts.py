@@ -1,0 +1,205 @@
+"""The endless, shuffled sequence of prompts that a run draws from.
+
+A *position* counts rows of that sequence from 0, over-long ones too, and depends on the data file and the seed alone:
+position p is row p mod n of epoch p // n. A resumed run that stored its position goes on with the very next prompt and
+tokenises nothing again. Kept by tests/test_data.py::test_a_resumed_run_continues_exactly.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl import config
+from asyncrl.data.rows import Rows, open_rows
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRow:
+    """One prompt.
+
+    prompt  the text that was tokenised, chat template included
+    tokens  i32[T]; empty when it is over max_prompt_tokens
+    """
+
+    epoch: int
+    prompt: str
+    tokens: NDArray[np.int32]
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class PromptDataset:
+    """Prompts by position. One caller at a time: one actor owns it."""
+
+    def __init__(self, rows: Rows, data: config.Data, *, tokenizer: Any, seed: int) -> None:
+        self._rows = rows
+        self._data = data
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._too_long: set[int] = set()
+        self._order_epoch = -1
+        self._order: NDArray[np.int64] = np.arange(len(rows))
+
+    @classmethod
+    def open(cls, data: config.Data, *, tokenizer: Any, seed: int) -> PromptDataset:
+        """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt."""
+        if data.chat_template and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("data.chat_template is true but the model's tokenizer has no chat template; set it false")
+        rows = open_rows(Path(data.path), check=_RowCheck(data))
+        return cls(rows, data, tokenizer=tokenizer, seed=seed)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the file, and so positions of one epoch."""
+        return len(self._rows)
+
+    @property
+    def dropped(self) -> int:
+        """Rows found longer than max_prompt_tokens so far."""
+        return len(self._too_long)
+
+    def at(self, position: int) -> PromptRow | None:
+        """The row at ``position``; its tokens are empty when it is too long. None when the epochs are over.
+
+        Raises ConfigError for a row that cannot be tokenised, and when every row has been found too long.
+        """
+        epoch, place = divmod(position, self.num_rows)
+        if self._data.epochs and epoch >= self._data.epochs:
+            return None
+        index = self._row_index(epoch, place)
+        row = self._read(index, epoch=epoch)
+        if self.dropped == self.num_rows:
+            raise ConfigError(
+                f"{self._data.path}: all {self.num_rows} prompts have more than data.max_prompt_tokens = "
+                f"{self._data.max_prompt_tokens} tokens"
+            )
+        return row
+
+    def _row_index(self, epoch: int, place: int) -> int:
+        if self._data.shuffle and epoch != self._order_epoch:
+            self._order = shuffled(self.num_rows, seed=self._seed, epoch=epoch)
+            self._order_epoch = epoch
+        return int(self._order[place])
+
+    def _read(self, index: int, *, epoch: int) -> PromptRow:
+        if index in self._too_long:
+            return PromptRow(epoch=epoch, prompt="", tokens=_NO_TOKENS)
+        row, where = self._rows.row(index), self._rows.where(index)
+        text, has_template = self._text(row[self._data.prompt_key], where)
+        tokens = self._tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
+        if not tokens:
+            raise ConfigError(f"{where}: the prompt {_short(text)} has no tokens")
+        if len(tokens) > self._data.max_prompt_tokens:
+            self._too_long.add(index)
+            return PromptRow(epoch=epoch, prompt=text, tokens=_NO_TOKENS)
+        label, metadata = row.get(self._data.label_key), row.get(self._data.metadata_key)
+        return PromptRow(
+            epoch=epoch,
+            prompt=text,
+            tokens=np.asarray(tokens, dtype=np.int32),
+            label=_plain(label, where, self._data.label_key),
+            metadata=_plain(metadata or {}, where, self._data.metadata_key),
+        )
+
+    def _text(self, prompt: str | list[dict[str, Any]], where: str) -> tuple[str, bool]:
+        """The text to tokenise, and whether the chat template made it (and put the special tokens in)."""
+        if not self._data.chat_template:
+            assert isinstance(prompt, str)  # _RowCheck saw to it
+            return prompt, False
+        import jinja2  # comes with transformers, which rendering needs anyway
+
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from None
+        return str(text), True
+
+
+def shuffled(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of one epoch, a permutation i64[num_rows] that is the same on every machine and numpy version.
+
+    numpy promises the raw stream of PCG64, but not what Generator.permutation makes of it: so we sort the raw numbers.
+    """
+    numbers = np.random.PCG64(np.random.SeedSequence([seed & 0xFFFFFFFFFFFFFFFF, epoch])).random_raw(num_rows)
+    return np.argsort(numbers, kind="stable")
+
+
+class _RowCheck:
+    """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
+
+    def __init__(self, data: config.Data) -> None:
+        self._data = data
+        self._seen_first = False
+
+    def __call__(self, row: dict[str, Any], where: str) -> None:
+        data = self._data
+        if data.prompt_key not in row:
+            raise _missing(row, data.prompt_key, "prompt_key", where)
+        if not self._seen_first:
+            default = config.Data(path="")
+            for name in ("label_key", "metadata_key"):
+                key = getattr(data, name)
+                if key != getattr(default, name) and key not in row:  # written in the run file, so meant
+                    raise _missing(row, key, name, where)
+            self._seen_first = True
+        self._check_prompt(row[data.prompt_key], where)
+        metadata = row.get(data.metadata_key)
+        if metadata is not None and not isinstance(metadata, dict):
+            raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {_short(metadata)}")
+
+    def _check_prompt(self, prompt: Any, where: str) -> None:
+        key = self._data.prompt_key
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ConfigError(f"{where}: {key!r} is empty")
+            return
+        if not isinstance(prompt, list):
+            raise ConfigError(f"{where}: {key!r} must be text or a list of chat messages, got {_short(prompt)}")
+        if not self._data.chat_template:
+            raise ConfigError(
+                f"{where}: {key!r} is a list of chat messages, which only a chat template turns into text; "
+                "set data.chat_template = true"
+            )
+        if not prompt:
+            raise ConfigError(f"{where}: {key!r} is an empty list of messages")
+        for message in prompt:
+            if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ConfigError(
+                    f"{where}: a chat message is an object with text role and content, got {_short(message)}"
+                )
+
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+def _plain(value: Any, where: str, key: str) -> Any:
+    """``value`` if a message can carry it. Parquet has dates and decimals, which it cannot."""
+    if isinstance(value, list):
+        return [_plain(item, where, key) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(item, where, key) for name, item in value.items()}
+    if not isinstance(value, _PLAIN):
+        raise ConfigError(f"{where}: {key!r} holds a {type(value).__name__}; write it as text or a number")
+    return value
+
+
+def _missing(row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
+    near = difflib.get_close_matches(key, row, 1)
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    there = ", ".join(repr(k) for k in row) or "none"
+    return ConfigError(f"{where}: no column {key!r} (data.{name}){hint}; there is {there}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

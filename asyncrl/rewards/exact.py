@@ -1,0 +1,47 @@
+"""reward.kind = "exact": 1 when the completion is the label, 0 when it is not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    strip: bool = True
+    """White space around the two does not count."""
+    ignore_case: bool = False
+    extract: str = ""
+    """Regular expression; its last match in the completion is the answer (its first group, if it has one)."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.extract)
+        except re.error as error:
+            raise ConfigError(f"extract: {self.extract!r} is no regular expression: {error}") from None
+
+
+class ExactReward:
+    """Compares text; a label that is not text is compared as Python prints it."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._extract = re.compile(options.extract) if options.extract else None
+
+    def __call__(self, sample: Sample) -> float:
+        if sample.label is None:
+            raise ValueError("the prompt has no label to compare to")
+        answer = sample.completion
+        if self._extract is not None:
+            matches = list(self._extract.finditer(answer))
+            if not matches:
+                return 0.0
+            answer = matches[-1].group(1 if self._extract.groups else 0) or ""
+        return float(self._normal(answer) == self._normal(str(sample.label)))
+
+    def _normal(self, text: str) -> str:
+        text = text.strip() if self._options.strip else text
+        return text.casefold() if self._options.ignore_case else text

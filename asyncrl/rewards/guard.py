@@ -1,0 +1,144 @@
+"""Calls a reward function on one group and lets nothing out but good rewards or a RewardError with one line of reason.
+
+Whatever a user's function does, the worker lives: it may raise, hang, return nonsense, or block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.errors import RewardError
+from asyncrl.protocols import Reward, Sample
+
+MAX_THREADS: Final = 16
+"""Plain functions that run at once; more wait for a place."""
+
+
+class GuardedReward:
+    """A RewardFn around any function: plain or async, of a sample or of a group."""
+
+    def __init__(self, function: Callable[..., Any], *, name: str, takes_group: bool, timeout_seconds: float) -> None:
+        self._function = function
+        self._name = name
+        self._takes_group = takes_group
+        self._timeout_seconds = timeout_seconds
+        call = getattr(function, "__call__", function)  # noqa: B004 - an object's own coroutine method
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        """One reward a sample, in order. Raises RewardError."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds) as timeout:
+                values = await (self._group(samples) if self._takes_group else self._each(samples))
+        except TimeoutError as error:
+            if timeout.expired():
+                reason = f"took longer than reward.timeout_seconds = {self._timeout_seconds:g}"
+                raise RewardError(f"reward {self._name}: {reason}") from None
+            raise self._failed(error) from error
+        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+            raise self._failed(error) from error
+        if len(values) != len(samples):
+            raise RewardError(f"reward {self._name}: returned {len(values)} rewards for {len(samples)} samples")
+        return [self._reward(value) for value in values]
+
+    async def close(self) -> None:
+        """Let go of what the function holds (a process, a connection), if it has a ``close``."""
+        close = getattr(self._function, "close", None)
+        if close is not None:
+            result = close()
+            if inspect.isawaitable(result):
+                await result
+
+    async def _group(self, samples: Sequence[Sample]) -> Sequence[Any]:
+        values = await self._call(samples)
+        if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
+            raise RewardError(f"reward {self._name}: must return a list of rewards, returned {_short(values)}")
+        return list(values)
+
+    async def _each(self, samples: Sequence[Sample]) -> Sequence[Any]:
+        """Every sample by itself, side by side; the first failure cancels the others."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._call(sample), name="reward") for sample in samples]
+        except ExceptionGroup as error:
+            raise error.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _call(self, argument: Any) -> Any:
+        if self._is_async:
+            return await self._function(argument)
+        async with self._threads:
+            result = await _in_thread(self._function, argument)
+        return await result if inspect.isawaitable(result) else result
+
+    def _reward(self, value: Any) -> Reward:
+        try:
+            reward = _as_reward(value)
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_short(value)}"
+            ) from None
+        for part, number in {"the reward": reward.value, **reward.parts}.items():
+            if not math.isfinite(number):
+                raise RewardError(f"reward {self._name}: {part} is {number}")
+        return reward
+
+    def _failed(self, error: Exception) -> RewardError:
+        if isinstance(error, RewardError):
+            return error
+        message = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
+        return RewardError(f"reward {self._name}: raised {text}")
+
+
+def _as_reward(value: Any) -> Reward:
+    if isinstance(value, Reward):
+        return Reward(value=float(value.value), parts=_numbers(value.parts))
+    if isinstance(value, Mapping):
+        parts = _numbers(value)
+        return Reward(value=sum(parts.values()), parts=parts)
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return Reward(value=float(value))
+
+
+def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
+    return {str(name): float(number) for name, number in parts.items()}
+
+
+async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
+    """``function(argument)`` in a thread of its own that a hung function cannot keep the process alive with."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def finish(value: Any, error: BaseException | None) -> None:
+        if not done.done():  # cancelled: nobody waits any more
+            done.set_result((value, error))
+
+    def work() -> None:
+        value, problem = None, None
+        try:
+            value = function(argument)
+        except BaseException as error:  # handed to the caller, SystemExit too: a thread has nobody else to tell
+            problem = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, value, problem)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    value, problem = await done
+    if isinstance(problem, Exception):
+        raise problem
+    if problem is not None:
+        raise RuntimeError(f"{type(problem).__name__}: {problem}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

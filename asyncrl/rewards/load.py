@@ -1,0 +1,92 @@
+"""From [reward] in the run file to a RewardFn: built-in kinds by name, anything else as "package.module:function".
+
+Your own reward is one function of one argument, plain or ``async``:
+
+    def reward(sample: Sample) -> float                    one trajectory at a time
+    def reward(samples: Sequence[Sample]) -> list[float]   the whole group: the argument is called ``samples``,
+                                                           or annotated as a list or Sequence
+
+It gives a number, a ``Reward``, or a dict of parts, whose sum is the reward. Plain functions run in threads. A class
+works too: it is made once, with its module's ``Options`` built from [reward.options] if there is one, then called.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncrl import config, plugins
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.guard import GuardedReward
+
+KINDS: Final = {
+    "math": "asyncrl.rewards.math:MathReward",
+    "exact": "asyncrl.rewards.exact:ExactReward",
+    "regex": "asyncrl.rewards.regex:RegexReward",
+    "remote": "asyncrl.rewards.remote:RemoteReward",
+}
+
+
+def load_reward(section: config.RewardSection) -> GuardedReward:
+    """The reward of the run file, ready to be called; starts nothing. Raises ConfigError."""
+    found = plugins.load(section.kind, where="reward.kind", table=KINDS)
+    if not callable(found):
+        raise ConfigError(f"reward.kind: {section.kind!r} is a {type(found).__name__}, not a function")
+    function = _made(found, section)
+    return GuardedReward(
+        function,
+        name=section.kind,
+        takes_group=takes_group(function, name=section.kind),
+        timeout_seconds=section.timeout_seconds,
+    )
+
+
+def takes_group(function: Callable[..., Any], *, name: str) -> bool:
+    """Whether a reward function wants all samples of a group at once. Raises ConfigError for other signatures."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward.kind: {name!r} has no readable signature; write a Python function") from None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not parameters or parameters[0].kind not in positional or len(required) > 1:
+        shown = ", ".join(p.name for p in parameters) or "no arguments"
+        raise ConfigError(
+            f"reward.kind: {name!r} must take one argument, sample or samples (see asyncrl.protocols.Sample), "
+            f"it takes {shown}"
+        )
+    return parameters[0].name == "samples" or _is_sequence(_annotation(function, parameters[0]))
+
+
+def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
+    """``found`` itself, or the object of the class that it is."""
+    options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
+    if options_type is not None:
+        made = found(config.build(options_type, section.options, "reward.options"))
+    elif section.options:
+        raise ConfigError(f"reward.options: {section.kind!r} takes no options, got {', '.join(section.options)}")
+    else:
+        made = found() if inspect.isclass(found) else found
+    if not callable(made):
+        raise ConfigError(f"reward.kind: {section.kind!r} is a class without __call__")
+    return typing.cast("Callable[..., Any]", made)
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """The parameter's type, resolved when it can be; the text that was written otherwise."""
+    target = function if inspect.isroutine(function) else function.__call__  # type: ignore[operator]
+    try:
+        return typing.get_type_hints(target).get(parameter.name, parameter.annotation)
+    except (NameError, TypeError, AttributeError):  # names imported for type checking only
+        return parameter.annotation
+
+
+def _is_sequence(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return annotation.rpartition(".")[2].startswith(("Sequence", "list", "List", "Iterable", "Collection"))
+    origin = typing.get_origin(annotation) or annotation
+    return inspect.isclass(origin) and issubclass(origin, collections.abc.Iterable)

@@ -1,0 +1,51 @@
+"""The process that judges mathematics: a JSON line of [[label, completion], ...] in, {"rewards": [...]} out.
+
+math-verify limits its time with signals, which work in a process's main thread only: this one has nothing else to do.
+It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+
+def main() -> None:
+    timeout_seconds = int(sys.argv[1])
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
+    logging.disable(logging.ERROR)  # math-verify logs a traceback for every timeout; the reward is 0 and that is all
+    for line in sys.stdin:
+        try:
+            pairs = json.loads(line)
+            answer: dict[str, Any] = {"rewards": [judge(*pair, timeout_seconds=timeout_seconds) for pair in pairs]}
+        except LabelError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class LabelError(Exception):
+    """A label has nothing to compare to."""
+
+
+def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
+    """1.0 when the last answer in ``completion`` (boxed ones first) equals ``label``, else 0.0."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+
+    targets = (LatexExtractionConfig(), ExprExtractionConfig())
+    gold = parse(label, targets, parsing_timeout=timeout_seconds) or parse(
+        f"${label}$", targets, parsing_timeout=timeout_seconds
+    )
+    if not gold:
+        raise LabelError(f"the label {label[:60]!r} holds no number or formula")
+    try:
+        found = parse(completion, targets, parsing_timeout=timeout_seconds)
+        return float(bool(found) and verify(gold, found, timeout_seconds=timeout_seconds))
+    except (TimeoutException, RecursionError, MemoryError):
+        return 0.0
+
+
+if __name__ == "__main__":
+    main()

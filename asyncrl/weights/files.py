@@ -1,0 +1,145 @@
+"""Weight versions as model folders in a directory that the learner and every engine see.
+
+Invariants (tests/test_weights_contract.py):
+  C1 a version's folder is there whole or not at all: it is written under another name, synced, and renamed.
+  C2 the newest version is never collected; of the others the newest ``keep`` - 1 stay.
+  C3 a reader gets the very bytes that were published, or WeightsError.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from asyncrl.errors import WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.weights import safetensors_file
+
+WEIGHTS_FILE: Final = "model.safetensors"
+
+_TEMPORARY: Final = ".tmp-"
+_COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
+"""Endings of what a model folder holds besides weights: config, generation config, tokenizer, chat template."""
+
+
+class FilesChannel:
+    """Folders DIRECTORY/RUN_EPOCH-POLICY_VERSION. One writer; any number of readers, also in other processes."""
+
+    def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
+        """``keep``: versions kept. ``model_path``: the folder whose config and tokenizer go with every version."""
+        self._directory = directory.absolute()
+        self._keep = max(keep, 1)
+        self._model_path = model_path
+        self._previous: Path | None = None
+
+    def publish(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
+    ) -> WeightVersion:
+        """Write one version and collect old ones. Raises WeightsError when it cannot be written (disk full)."""
+        ordered, header = safetensors_file.layout(tensors)
+        num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in ordered)
+        name = f"{run_epoch}-{policy_version}"
+        folder, temporary = self._directory / name, self._directory / f"{_TEMPORARY}{name}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            sha256 = self._write(temporary, ordered, header)
+            if folder.exists():  # published before a crash that nobody remembers
+                self._discard(folder)
+            temporary.rename(folder)
+            _sync(self._directory)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._cannot_write(name, num_bytes, error) from error
+        self._previous = folder
+        self._collect(newest=(run_epoch, policy_version))
+        return WeightVersion(
+            run_epoch=run_epoch, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
+        )
+
+    def verify(self, weights: WeightVersion) -> Path:
+        """The folder of a version whose size and checksum are right. Raises WeightsError."""
+        folder = Path(weights.uri)
+        file = folder / WEIGHTS_FILE
+        try:
+            num_bytes = file.stat().st_size
+            if num_bytes != weights.num_bytes:
+                raise WeightsError(f"{file}: has {num_bytes} bytes, {weights.num_bytes} were published")
+            found = safetensors_file.sha256(file)
+        except FileNotFoundError:
+            raise WeightsError(f"{file}: is gone; collected for newer versions, or not on this machine") from None
+        except OSError as error:
+            raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
+        if found != weights.sha256:
+            raise WeightsError(f"{file}: sha256 is {found[:12]}..., {weights.sha256[:12]}... was published")
+        return folder
+
+    def _write(self, temporary: Path, tensors: list[torch.Tensor], header: bytes) -> str:
+        """A whole model folder, on disk when this returns; returns the checksum of its weights."""
+        temporary.mkdir()
+        self._add_companions(temporary)
+        with (temporary / WEIGHTS_FILE).open("wb") as stream:
+            sha256 = safetensors_file.write(stream, tensors, header)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(temporary)
+        return sha256
+
+    def _add_companions(self, folder: Path) -> None:
+        """Config and tokenizer: links to those of the version before, or copies of the model's."""
+        if self._previous is not None and self._previous.is_dir():
+            for file in self._previous.iterdir():
+                if file.name != WEIGHTS_FILE:
+                    os.link(file, folder / file.name)
+            return
+        for file in sorted(self._model_path.iterdir()):
+            if file.suffix in _COMPANIONS and not file.name.endswith(".index.json") and file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+    def _collect(self, *, newest: tuple[int, int]) -> None:
+        versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
+        older = [version for version in versions if version < newest]
+        newer = [version for version in versions if version > newest]  # of a run that was here before us
+        for run_epoch, policy_version in newer + older[: max(0, len(older) - (self._keep - 1))]:
+            self._discard(self._directory / f"{run_epoch}-{policy_version}")
+
+    def _discard(self, folder: Path) -> None:
+        """Out of sight at once, then deleted: a reader finds the version whole or gone."""
+        hidden = folder.with_name(f"{_TEMPORARY}old-{folder.name}")
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def _remove_leftovers(self) -> None:
+        """What a writer that was killed had begun."""
+        for path in self._directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _cannot_write(self, name: str, num_bytes: int, error: OSError) -> WeightsError:
+        free = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = (
+                f", {shutil.disk_usage(self._directory).free:,} are free; lower weights.keep or set weights.directory"
+            )
+        return WeightsError(
+            f"{self._directory}: cannot write weights {name}: {error.strerror}; it needs {num_bytes:,} bytes{free}"
+        )
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    run_epoch, dash, policy_version = path.name.partition("-")
+    return (int(run_epoch), int(policy_version)) if dash and run_epoch.isdigit() and policy_version.isdigit() else None
+
+
+def _sync(folder: Path) -> None:
+    """The folder's entries are on disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

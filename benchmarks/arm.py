@@ -1,0 +1,234 @@
+"""One run of the real loop with simulated engines and trainer, all actors on one event loop, and what it reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.actors.base import Actor, Heart
+from asyncrl.actors.learner import Learner, LearnerSettings
+from asyncrl.actors.prompt_source import PromptSource
+from asyncrl.actors.reporter import Reporter
+from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.weight_follower import WeightFollower
+from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.checkpoint import LearnerState, PromptState
+from asyncrl.messages import Sampling
+from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.batch import Metric
+from asyncrl.policies.buffer import Buffer
+from benchmarks.ideal import Plan
+from benchmarks.simulated import (
+    Lengths,
+    NoText,
+    NullChannel,
+    PromptRows,
+    SimulatedEngine,
+    TimedBackend,
+    Timing,
+    even_length,
+)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Readings when a step was reported; what lies between two of them is the steady window."""
+
+    at: float
+    cpu_seconds: float
+    server_cpu_seconds: float
+    busy_seconds: tuple[float, ...]
+    dropped: float
+
+
+class Window:
+    """A metrics sink that remembers what the steps behind the warm-up reported."""
+
+    def __init__(self, plan: Plan, engines: Sequence[SimulatedEngine], server: EmbeddedServer) -> None:
+        self._plan, self._engines, self._server = plan, engines, server
+        self.moments: list[Moment] = []
+        self.steps: list[Mapping[str, Metric]] = []
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if step > self._plan.warmup:
+            self.steps.append(metrics)
+        if step in (self._plan.warmup, self._plan.steps):
+            moment = Moment(
+                at=time.monotonic(),
+                cpu_seconds=time.process_time(),
+                server_cpu_seconds=_cpu_seconds(self._server.pid),
+                busy_seconds=tuple(engine.busy_seconds for engine in self._engines),
+                dropped=_number(metrics["staleness/dropped_groups"]),
+            )
+            self.moments.append(moment)
+
+    def close(self) -> None:
+        pass
+
+    def sum(self, name: str) -> float:
+        return sum(_number(metrics[name]) for metrics in self.steps)
+
+    def largest(self, name: str) -> float:
+        return max(_number(metrics[name]) for metrics in self.steps)
+
+
+def _number(metric: Metric) -> float:
+    assert isinstance(metric, float | int)
+    return float(metric)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process, from Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100
+
+
+async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
+    """Run the loop once; what it reached."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-pipeline-") as folder:
+        server = EmbeddedServer(Path(folder) / "bus")
+        await asyncio.to_thread(server.start)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                buses = []
+                for _ in range(plan.workers + 1):
+                    buses.append(await _connect(server, plan))
+                    stack.push_async_callback(buses[-1].close)
+                engines = [SimulatedEngine(timing, lengths) for _ in range(plan.workers)]
+                window = Window(plan, engines, server)
+                backend = TimedBackend(timing, machines=plan.learner_machines)
+                learner, prompts = _learner(plan, buses[0], backend=backend, window=window, folder=Path(folder))
+                helpers: list[Actor] = [prompts, Heart(learner)]
+                for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
+                    helpers += _worker(plan, bus, engine=engine, name=f"worker-{number}")
+                await supervise(learner, *helpers)
+        finally:
+            await asyncio.to_thread(server.stop)
+    if not learner.done:
+        raise KeyboardInterrupt
+    return _row(plan, window=window, backend=backend)
+
+
+async def _connect(server: EmbeddedServer, plan: Plan) -> JetStreamBus:
+    return await JetStreamBus.connect(
+        server.url,
+        run="pipeline",
+        token=server.token,
+        max_prompts=(plan.bound + 1) * plan.groups_per_batch,
+        max_log_bytes=2**30,
+        ack_seconds=120.0,
+        storage="file",
+    )
+
+
+def _learner(
+    plan: Plan, bus: JetStreamBus, *, backend: TimedBackend, window: Window, folder: Path
+) -> tuple[Learner, PromptSource]:
+    buffer = Buffer(max_staleness=plan.bound)
+    prompts = PromptSource(
+        "prompts",
+        bus,
+        rows=PromptRows(),
+        admission=plan.admission,
+        sampling=Sampling(max_new_tokens=2**20),
+        group_size=plan.group_size,
+        state=PromptState(),
+        groups=buffer.groups,
+    )
+    settings = LearnerSettings(
+        steps=plan.steps,
+        mode=plan.mode,
+        groups_per_batch=plan.groups_per_batch,
+        max_staleness=plan.bound,
+        wait_for_stragglers=False,
+        ranks=1,
+        micro_batch_tokens=16_384,
+        learning_rate=1e-6,
+        warmup_steps=0,
+        checkpoint_directory=folder / "checkpoints",
+        checkpoint_every=0,
+        checkpoint_keep=1,
+        keep_log=True,
+        max_buried_in_a_row=1,
+    )
+    state = LearnerState(
+        run_epoch=0,
+        step=0,
+        policy_version=0,
+        groups=buffer.groups.as_json(),
+        consumed=buffer.consumed.as_json(),
+        prompts=PromptState(),
+    )
+    learner = Learner(
+        "learner",
+        bus,
+        settings=settings,
+        state=state,
+        restore_from=None,
+        buffer=buffer,
+        prompts=prompts,
+        backend=backend,
+        channel=NullChannel(),
+        algorithm=ALGORITHMS["grpo"],
+        reporter=Reporter(bus, [window]),
+    )
+    return learner, prompts
+
+
+def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str) -> list[Actor]:
+    load = "in_flight" if plan.mode == "async" else "on_demand"
+    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=NullChannel().verify, load=load)
+    worker = RolloutWorker(
+        name,
+        bus,
+        engine=engine,
+        follower=follower,
+        rollout=single_turn,
+        reward=even_length,
+        tokenizer=NoText(),
+        seed=plan.seed,
+        max_running_groups=plan.slots,
+        max_attempts=3,
+        keep_seconds=40.0,
+    )
+    return [worker, follower, Heart(worker)]
+
+
+def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
+    first, last = window.moments
+    seconds = last.at - first.at
+    trained = backend.steps[plan.warmup :]
+    tokens = sum(step_tokens for step_tokens, _ in trained)
+    waiting = window.sum("learner/wait_seconds") / seconds
+    busy = [after - before for before, after in zip(first.busy_seconds, last.busy_seconds, strict=True)]
+    staleness = [_number(metrics["staleness/mean"]) for metrics in window.steps]
+    return {
+        "mode": plan.mode,
+        "workers": plan.workers,
+        "learner_machines": plan.learner_machines,
+        "is_colocated": plan.is_colocated,
+        "tokens_per_second": tokens / seconds,
+        "learner_idle": waiting,
+        "learner_overhead": 1 - waiting - sum(step_seconds for _, step_seconds in trained) / seconds,
+        "rollout_idle": max(0.0, 1 - sum(busy) / len(busy) / seconds),
+        "max_staleness": plan.bound,
+        "staleness_mean": sum(n * mean for (n, _), mean in zip(trained, staleness, strict=True)) / tokens,
+        "staleness_max": int(window.largest("staleness/max")),
+        "dropped_groups": int(last.dropped - first.dropped),
+        "length_mean": tokens / (len(trained) * plan.groups_per_batch * plan.group_size),
+        "steps": len(trained),
+        "step_seconds": seconds / len(trained),
+        "cpu_share": (last.cpu_seconds - first.cpu_seconds) / seconds,
+        "server_cpu_share": (last.server_cpu_seconds - first.server_cpu_seconds) / seconds,
+        "seed": plan.seed,
+    }

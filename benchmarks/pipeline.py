@@ -1,0 +1,231 @@
+"""Synchronous, one-step-off and asynchronous training on equally many machines: tokens trained per second.
+
+    python -m benchmarks.pipeline                                      four to five minutes on two cores
+    python -m benchmarks.pipeline --quick                              one length distribution, 40 seconds
+    python -m benchmarks.pipeline --json docs/results/pipeline.jsonl   one object a line, for plot_pipeline.py
+
+The loop is the real one: nats-server, JetStream, every actor, one bus connection a worker, real time. Only the model is
+not: engines and trainer take time by a formula and compute nothing (simulated.py). Answers have the same lengths in
+every arm: they depend on the seed alone.
+
+N machines are split into workers and learner. Each mode runs at the split that suits it best (by ideal.py's clock), and
+asynchronous training also with one worker less and one more, where generation or training holds it up. Synchronous
+training runs colocated too: all machines generate, then all train, and switching costs nothing.
+
+The model is a 7B one on H100s: one simulated token stands for 8, one simulated second for --speed real ones. What bus
+and actors cost is not scaled, so their share is that many times larger than in a real run; ``of ideal`` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.arm import Row, run_arm
+from benchmarks.ideal import Ideal, Plan, group_lengths
+from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, Timing
+
+MODES = ("sync", "one_step_off", "async")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What all arms have in common. Lengths are in simulated tokens."""
+
+    machines: int
+    groups_per_batch: int
+    group_size: int
+    max_staleness: int
+    length_mean: int
+    length_max: int
+    steps: int
+    seed: int
+    speed: float
+
+    def timing(self) -> Timing:
+        """Per machine: decode step 8 ms + 0.1 ms a sequence, 256 of them; 5,000 tokens trained a second."""
+        tokens = 8.0  # that one simulated token stands for
+        return Timing(
+            seconds_per_token=tokens * 8e-3 / self.speed,
+            seconds_per_sequence=tokens * 1e-4 / self.speed,
+            capacity=256,
+            load_seconds=0.5 / self.speed,
+            train_tokens_per_second=5000 / tokens * self.speed,
+            train_seconds=1.0 / self.speed,
+        )
+
+    def plans(self, mode: str) -> list[Plan]:
+        """One for each split."""
+        bound = {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode]
+        warmup = 3 * (bound + 1)  # a few fillings of the window
+        steps = self.steps * (2 if mode == "async" else 1)  # its steps are shorter
+        plan = Plan(
+            mode=mode,
+            workers=self.machines,
+            learner_machines=self.machines,
+            groups_per_batch=self.groups_per_batch,
+            group_size=self.group_size,
+            max_staleness=bound,
+            warmup=warmup,
+            steps=warmup + steps,
+            seed=self.seed,
+            is_colocated=True,
+        )
+        apart = [
+            dataclasses.replace(plan, workers=workers, learner_machines=self.machines - workers, is_colocated=False)
+            for workers in range(1, self.machines)
+        ]
+        return [*apart, plan] if mode == "sync" else apart
+
+
+def measure(scene: Scene, *, mode: str, kind: LengthKind, sweep: str) -> Iterator[Row]:
+    """Rows of one mode, each when it is done."""
+    timing, lengths = scene.timing(), Lengths(kind, mean=scene.length_mean, maximum=scene.length_max)
+    of_group = group_lengths(lengths, group_size=scene.group_size, seed=scene.seed)
+    ideal = {plan: Ideal(plan, timing, of_group).tokens_per_second() for plan in scene.plans(mode)}
+    for plan in chosen(ideal, sweep=sweep):
+        row = uvloop.run(run_arm(plan, timing=timing, lengths=lengths))
+        yield (
+            {"lengths": kind, "machines": scene.machines}
+            | row
+            | {
+                "ideal_tokens_per_second": ideal[plan],
+                "of_ideal": row["tokens_per_second"] / ideal[plan],
+                "ideal_by_workers": {
+                    str(plan.workers): speed for plan, speed in ideal.items() if not plan.is_colocated
+                },
+                "length_max": scene.length_max,
+                "length_mean_generated": lengths.mean,
+                "speed": scene.speed,
+            }
+        )
+
+
+def chosen(ideal: Mapping[Plan, float], *, sweep: str) -> list[Plan]:
+    """The best split, for async also its neighbours, for sync also colocated; or all."""
+    if sweep == "all":
+        return list(ideal)
+    best = max((plan for plan in ideal if not plan.is_colocated), key=lambda plan: ideal[plan])
+    reach = 1 if sweep == "near" and best.mode == "async" else 0
+    return [plan for plan in ideal if plan.is_colocated or abs(plan.workers - best.workers) <= reach]
+
+
+HEAD = (
+    "lengths    mode          workers+learner      tok/s  of ideal  learner idle  overhead  rollout idle"
+    "  staleness mean  max  dropped  length  cpu  server"
+)
+
+
+def line(row: Row) -> str:
+    split = "colocated" if row["is_colocated"] else f"{row['workers']}+{row['learner_machines']}"
+    return (
+        f"{row['lengths']:9s}  {row['mode']:12s}  {split:>15s}"
+        f"  {row['tokens_per_second']:9,.0f}  {row['of_ideal']:8.2f}"
+        f"  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['rollout_idle']:12.1%}"
+        f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {row['dropped_groups']:7d}"
+        f"  {row['length_mean']:6.0f}  {row['cpu_share']:3.0%}  {row['server_cpu_share']:6.0%}"
+    )
+
+
+def ratios(rows: Sequence[Row]) -> Iterator[str]:
+    """Async against the other modes, each at the best of its splits."""
+    for kind in dict.fromkeys(row["lengths"] for row in rows):
+        arms = {
+            "sync colocated": [row for row in rows if row["lengths"] == kind and row["is_colocated"]],
+            "sync apart": [row for row in _of(rows, kind, "sync") if not row["is_colocated"]],
+            "one_step_off": _of(rows, kind, "one_step_off"),
+        }
+        own = _of(rows, kind, "async")
+        for name, others in arms.items():
+            if own and others:
+                yield (
+                    f"{kind:9s}  async / {name:14s}  {_ratio(own, others, 'tokens_per_second'):5.2f}x measured"
+                    f"  {_ratio(own, others, 'ideal_tokens_per_second'):5.2f}x ideal"
+                )
+
+
+def _of(rows: Sequence[Row], kind: str, mode: str) -> list[Row]:
+    return [row for row in rows if row["lengths"] == kind and row["mode"] == mode]
+
+
+def _ratio(ours: Sequence[Row], others: Sequence[Row], key: str) -> float:
+    return float(max(row[key] for row in ours) / max(row[key] for row in others))
+
+
+def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row["staleness_max"] > row["max_staleness"]:
+            yield f"{row['mode']}: staleness {row['staleness_max']} over the bound {row['max_staleness']}"
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE", help=" ".join(MODES))
+    add("--lengths", nargs="+", choices=LENGTH_KINDS, metavar="KIND", help=" ".join(LENGTH_KINDS))
+    add("--machines", type=int, default=8, help="workers and learner together (default 8)")
+    add("--steps", type=int, help="optimizer steps measured in an arm, async twice as many (default 7; quick 5)")
+    add("--seed", type=int, default=0, help="of the lengths")
+    add("--max-staleness", type=int, default=4, help="of async (default 4)")
+    add("--groups", type=int, default=32, help="groups per batch (default 32)")
+    add("--group-size", type=int, default=8, help="samples of a group (default 8)")
+    add("--length-mean", type=int, default=250, help="tokens of an answer (default 250)")
+    add("--length-max", type=int, default=1000, help="where lengths are cut (default 1000)")
+    add("--speed", type=float, help="real seconds in a simulated one (default 70; quick 110)")
+    add("--sweep", choices=("best", "near", "all"), help="splits: best predicted, async also near it (default), all")
+    add("--quick", action="store_true", help="lognormal lengths, best splits")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")
+    options = parser.parse_args(given)
+    if options.machines < 2:
+        parser.error("--machines must be at least 2: one generates and one trains")
+    options.lengths = options.lengths or (LENGTH_KINDS[:1] if options.quick else LENGTH_KINDS)
+    options.steps = options.steps or (5 if options.quick else 7)
+    options.speed = options.speed or (110.0 if options.quick else 70.0)
+    options.sweep = options.sweep or ("best" if options.quick else "near")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit code 1 when the staleness bound was broken."""
+    options = arguments(given)
+    scene = Scene(
+        machines=options.machines,
+        groups_per_batch=options.groups,
+        group_size=options.group_size,
+        max_staleness=options.max_staleness,
+        length_mean=options.length_mean,
+        length_max=options.length_max,
+        steps=options.steps,
+        seed=options.seed,
+        speed=options.speed,
+    )
+    started = time.monotonic()
+    rows: list[Row] = []
+    print(HEAD)
+    for kind, mode in itertools.product(options.lengths, options.modes):
+        for row in measure(scene, mode=mode, kind=kind, sweep=options.sweep):
+            rows.append(row)
+            print(line(row), flush=True)
+    print("", *ratios(rows), sep="\n")
+    print(f"\n{time.monotonic() - started:.0f} s")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = list(broken_promises(rows))
+    print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The command as a user meets it: help at once, one line for each mistake, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import cli, config
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+
+RUN_FILE = """
+[run]
+name = "tiny"
+directory = "{directory}/runs"
+[model]
+path = "{directory}/model"
+[data]
+path = "{directory}/prompts.jsonl"
+[engine]
+kind = "inprocess"
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 4
+[rollout]
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its prompts."""
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+@pytest.fixture
+def run_file(folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(directory=folder))
+    return path
+
+
+def asyncrl(*arguments: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, contextlib\n"
+        "from asyncrl import cli\n"
+        "with contextlib.suppress(SystemExit): cli.main(['--help'])\n"
+        "sys.exit(str({'torch', 'numpy', 'transformers', 'nats', 'aiohttp'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+    assert "rollout-worker" in done.stdout
+
+
+def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asyncrl("check", run_file, "--set", "staleness.max_staleness=3", capsys=capsys)
+    assert code == 0
+    assert "staleness bound   3 versions (async)" in out
+    assert "window            16 groups = (max_staleness 3 + 1) x groups_per_batch 4" in out
+    assert "largest message" in out
+    assert "max_staleness = 3" in out
+
+
+def test_check_does_not_print_the_token(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asyncrl("check", run_file, "--set", "bus.token=hunter2", capsys=capsys)
+    assert "hunter2" not in out
+
+
+MISTAKES = {
+    "misspelt key": ("learner.stesp=1", "learner: unknown key 'stesp'"),
+    "near key": ("rollout.group_sise=4", "did you mean 'group_size'?"),
+    "unknown section": ("lerner.ranks=1", "unknown key 'lerner'; did you mean 'learner'?"),
+    "wrong type": ("run.steps=many", "run: steps must be a whole number, got 'many'"),
+    "wrong range": ("staleness.max_staleness=-1", "max_staleness must be >= 0 (0 trains on-policy), got -1"),
+    "bool for a number": ("run.steps=true", "steps must be a whole number"),
+    "unknown choice": ("run.mode=asink", "mode must be one of 'sync', 'one_step_off', 'async', got 'asink'"),
+    "not an override": ("steps", "write section.key=value"),
+    "data missing": ("data.path=nowhere.jsonl", "nowhere.jsonl"),
+    "model missing": ("model.path=nowhere", "nowhere"),
+    "unknown engine": ("engine.kind=sglnag", "engine.kind: 'sglnag' is unknown; did you mean 'sglang'?"),
+    "unknown engine option": ("engine.options={speed=1}", "engine.options: unknown key 'speed'"),
+    "unknown backend": ("learner.backend=megatorn", "did you mean 'megatron'?"),
+    "reward module": ("reward.kind=my_judge:score", "cannot import 'my_judge'"),
+    "reward function": ("reward.kind=asyncrl.data.demo_task:rewardd", "reward"),
+    "message size": ("bus.max_message_bytes=1000", "over bus.max_message_bytes (1,000)"),
+    "log too small": ("bus.max_log_bytes=100000", "a full log would stop the run"),
+    "no correction": ("algorithm.correction=none", "allow_uncorrected = true if you mean it"),
+    "no baseline": ("rollout.group_size=1", "gives grpo no baseline"),
+    "truncated sampling": ("rollout.top_p=0.9", "truncated distribution"),
+    "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
+    "bad url": ("bus.url=localhost", "url must start with nats://"),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_line_and_exit_code_2(
+    override: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = asyncrl("check", run_file, "--set", override, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("check", tmp_path / "none.toml", capsys=capsys)
+    assert (code, "no such run file" in err) == (2, True)
+    (tmp_path / "bad.toml").write_text("[run\nname = 3")
+    code, _, err = asyncrl("check", tmp_path / "bad.toml", capsys=capsys)
+    assert (code, "line 1" in err) == (2, True)
+
+
+def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = ["--set", "algorithm.correction=none"]
+    assert asyncrl("check", run_file, *none, "--set", "run.mode=sync", capsys=capsys)[0] == 0
+    assert asyncrl("check", run_file, *none, "--set", "algorithm.allow_uncorrected=true", capsys=capsys)[0] == 0
+
+
+def test_a_role_without_a_bus_says_what_to_start(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("rollout-worker", run_file, capsys=capsys)
+    assert code == 2
+    assert "start that first" in err
+
+
+@pytest.mark.parametrize("role", ["learner", "rollout-worker"])
+def test_an_unreachable_bus_is_named(role: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl(role, run_file, "--set", "bus.url=nats://127.0.0.1:9", capsys=capsys)
+    assert code == 2
+    assert "nats://127.0.0.1:9" in err
+
+
+def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
+    with pytest.raises(ConfigError, match="betas must be a list"):
+        config.build(config.Learner, {"betas": 0.9}, "learner")
+    with pytest.raises(ConfigError, match="missing path"):
+        config.build(config.Data, {}, "data")
+    assert config.build(config.Learner, {"learning_rate": 1}, "learner").learning_rate == 1.0
+
+
+def test_the_demo_run_file_names_every_section() -> None:
+    made = config.load(Path(__file__).parent.parent / "examples" / "demo.toml")
+    assert made.run.mode == "async"
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
+    run_file: Path, folder: Path, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2"]
+
+    def run(*extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
+
+    first = run("--set", "run.steps=3")
+    assert first.returncode == 0, first.stderr
+    assert "done: 3 steps" in first.stdout
+    again = run("--set", "run.steps=5")
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    resumed = run("--set", "run.steps=5", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["staleness/max"] for row in rows) <= 4
+    assert not (folder / "runs" / "tiny" / "bus.json").exists()

@@ -1,0 +1,268 @@
+"""How we talk to SGLang: replies in two shapes, loads, aborts, old servers. A fake server says what SGLang would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import test_utils, web
+
+from asyncrl.engines import sglang
+from asyncrl.engines.sglang_reply import Reply
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.messages import Sampling
+from asyncrl.protocols import Generation
+from tests.engine_fixtures import PROMPT, Model
+
+SHORT = Sampling(max_new_tokens=4, ignore_eos=True)
+
+
+def body(tokens: list[int], *, total: int | None = None, **meta: Any) -> dict[str, Any]:
+    """A reply, or a chunk that brings the count of tokens to ``total``; each token's logprob is -token/10."""
+    entries = [[-token / 10, token, None] for token in tokens]
+    return {"meta_info": {"completion_tokens": total or len(tokens), "output_token_logprobs": entries, **meta}}
+
+
+def finished(generation: Generation) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens, and (start, policy version) of the spans."""
+    return generation.tokens.tolist(), [(span.start, span.policy_version) for span in generation.version_spans]
+
+
+def new_reply(*, sent: int = 0) -> Reply:
+    return Reply(sent_version=(0, sent), first_version=(0, 0))
+
+
+LENGTH = {"type": "length", "length": 4}
+
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("late_tokens", "start"), [(0, 2), (1, 3)])
+def test_spans_start_a_token_late_under_the_overlap_scheduler(late_tokens: int, start: int) -> None:
+    """The token sampled but not yet counted when the weights changed is the old weights' (measured, 0.5.23)."""
+    spans = [{"version": "0:1", "start": 0, "end": 2}, {"version": "0:2", "start": 2, "end": 4}]
+    reply = new_reply(sent=1)
+    reply.take_whole(body([5, 6, 7, 8], weight_versions=spans, finish_reason=LENGTH), late_tokens=late_tokens)
+    assert finished(reply.generation()) == ([5, 6, 7, 8], [(0, 1), (start, 2)])
+
+
+def test_a_request_overtaken_by_a_load_owns_its_first_token_to_the_old_weights() -> None:
+    """No token was counted when the weights changed, so the server knows one span; one token was sampled already."""
+    reply = new_reply(sent=1)
+    spans = [{"version": "0:2", "start": 0, "end": 3}]
+    reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
+    assert finished(reply.generation())[1] == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("is_incremental", [True, False])
+def test_a_chunk_is_labelled_with_the_version_of_the_chunk_before(is_incremental: bool) -> None:
+    """Chunks of 2, stamped 1, 2, 2: tokens 2 and 3 came when version 2 was there already, but may be older."""
+    reply = new_reply(sent=1)
+    tokens = [5, 6, 7, 8, 9, 10]
+    for end, stamp in ((2, "0:1"), (4, "0:2"), (6, "0:2")):
+        carried = tokens[end - 2 : end] if is_incremental else tokens[:end]
+        reason = LENGTH if end == 6 else None
+        reply.take_chunk(body(carried, total=end, weight_version=stamp, finish_reason=reason))
+    assert finished(reply.generation()) == (tokens, [(0, 1), (4, 2)])
+    np.testing.assert_allclose(reply.generation().logprobs, -np.array(tokens) / 10, rtol=1e-6)
+
+
+def test_a_version_string_that_is_not_ours_counts_as_the_first_version() -> None:
+    reply = Reply(sent_version=(3, 4), first_version=(3, 4))
+    reply.take_chunk(body([5], weight_version="default", finish_reason=None))
+    reply.take_chunk(body([6], total=2, weight_version="v1.2", finish_reason=LENGTH))
+    assert [(span.run_epoch, span.policy_version) for span in reply.generation().version_spans] == [(3, 4)]
+
+
+@pytest.mark.parametrize("kind", ["stop", "length", "abort"])
+def test_finish_reasons_are_kept(kind: str) -> None:
+    reply = new_reply()
+    reply.take_chunk(body([5], finish_reason={"type": kind}))
+    assert reply.generation().finish_reason == kind
+
+
+@pytest.mark.parametrize(
+    ("chunk", "problem"),
+    [
+        (body([5], finish_reason=None), "ended before"),
+        (body([], finish_reason={"type": "abort", "message": "too long"}), "too long"),
+        (body([5], finish_reason={"type": "abort", "message": "boom", "status_code": 500}), "boom"),
+        (body([5], finish_reason={"type": "vanished"}), "vanished"),
+        (body([5], total=3, finish_reason=LENGTH), "skipped"),
+        ({"error": {"message": "bad request"}}, "bad request"),
+        (
+            {
+                "meta_info": {
+                    "completion_tokens": 1,
+                    "output_token_logprobs": [[None, 5, None]],
+                    "finish_reason": LENGTH,
+                }
+            },
+            "NaN",
+        ),
+    ],
+)
+def test_a_reply_that_is_no_answer_is_an_error(chunk: dict[str, Any], problem: str) -> None:
+    reply = new_reply()
+    with pytest.raises(EngineError, match=problem):
+        reply.take_chunk(chunk)
+        reply.generation()
+
+
+# -- a fake server -----------------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    """Says what SGLang would; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.version = "0.5.16"
+        self.weight_version = "default"
+        self.update_status = 200
+        self.is_silent = False
+        self.application = web.Application()
+        self.application.router.add_route("*", "/{path}", self.answer)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        asked = await request.json() if request.can_read_body else {}
+        self.asked.append((path, asked))
+        if path == "/server_info":
+            return web.json_response({"version": self.version, "max_running_requests": 1})
+        if path == "/model_info":
+            return web.json_response({"weight_version": self.weight_version})
+        if path == "/update_weights_from_disk":
+            return web.json_response({"success": self.update_status == 200, "message": "no"}, status=self.update_status)
+        if path == "/generate" and not asked["stream"]:
+            return web.json_response(body([1], finish_reason=LENGTH))
+        if path == "/generate" and self.is_silent:
+            await asyncio.Event().wait()
+        if path == "/generate":
+            chunk = body([5, 6, 7, 8], weight_version=self.weight_version, finish_reason=LENGTH)
+            return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        return web.Response()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+    server = FakeServer()
+    async with test_utils.TestServer(server.application) as running:
+        yield server, str(running.make_url("")).rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEngine:
+    return sglang.SGLangEngine(
+        model.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 3),
+        options=sglang.Options(**options),
+        log_path=log_path,
+    )
+
+
+async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], model: Model, tmp_path: Path) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert finished(generation) == ([5, 6, 7, 8], [(0, 3)])
+    asked = server.asked[-1][1]
+    assert asked["stream"]
+    assert asked["input_ids"] == PROMPT.tolist()
+    assert engine.stats().tokens_generated == 4
+    await engine.close()
+
+
+async def test_every_load_changes_the_name_of_the_prefix_cache(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    for version in (4, 5):
+        await engine.generate(PROMPT, SHORT, seed=0)
+        await engine.load(model.version(version))
+    await engine.generate(PROMPT, SHORT, seed=0)
+    names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
+    assert len(set(names)) == 3
+    await engine.close()
+
+
+async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.update_status = 400
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    with pytest.raises(WeightsError, match="0:4"):
+        await engine.load(model.version(4))
+    assert server.paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert engine.version == (0, 3)
+    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4
+    await engine.close()
+
+
+async def test_the_version_an_attached_server_has_is_taken_over(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.weight_version = "1:7"
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    assert engine.version == (1, 7)
+    await engine.close()
+
+
+async def test_a_cancelled_request_is_aborted_on_the_server(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    server.is_silent = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await engine.generate(PROMPT, SHORT, seed=0)
+    (_, sent), (path, aborted) = server.asked[-2:]
+    assert (path, aborted["rid"]) == ("/abort_request", sent["rid"])
+    await engine.close()
+
+
+@pytest.mark.parametrize("options", [{"version_source": "spans"}, {"pause": "retract"}])
+async def test_what_an_old_server_cannot_do_is_refused(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, options: dict[str, str]
+) -> None:
+    engine = make_engine(model, tmp_path / "log", url=fake[1], **options)
+    with pytest.raises(ConfigError, match=r"0\.5\.16"):
+        await engine.start()
+
+
+async def test_a_server_that_is_gone_is_a_dead_engine(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    async with test_utils.TestServer(fake[0].application) as running:
+        engine = make_engine(model, tmp_path / "log", url=str(running.make_url("")))
+        await engine.start()
+    with pytest.raises(EngineDied):
+        await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(EngineDied):
+        await engine.load(model.version(4))
+    await engine.close()

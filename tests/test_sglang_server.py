@@ -1,0 +1,220 @@
+"""An SGLang server as a process: its command line, its environment, and that nothing of it outlives its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.engines import sglang, sglang_server
+from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.messages import Sampling
+from tests.engine_fixtures import PROMPT, Model
+
+SHORT = Sampling(max_new_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEngine:
+    return sglang.SGLangEngine(
+        model.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 3),
+        options=sglang.Options(**options),
+        log_path=log_path,
+    )
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def command(device: str = "cpu", **server_arguments: Any) -> list[str]:
+    return sglang_server.server_command(
+        Path("/model"),
+        device=device,
+        dtype="bfloat16",
+        port=1234,
+        weight_version="0:3",
+        tensor_parallel=2,
+        stream_interval=16,
+        server_arguments=server_arguments,
+    )
+
+
+def value_of(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_every_option_of_sglang_can_be_reached() -> None:
+    words = command(
+        mem_fraction_static=0.85,
+        **{"attention-backend": "triton", "enable-metrics": True, "skip-server-warmup": False},
+        cuda_graph_bs=[1, 2],
+        json_model_override_args={"a": 1},
+    )
+    assert value_of(words, "--mem-fraction-static") == "0.85"
+    assert value_of(words, "--attention-backend") == "triton"  # ours for a CPU is overridden
+    assert "--enable-metrics" in words
+    assert "--skip-server-warmup" not in words
+    assert words[words.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
+    assert value_of(words, "--json-model-override-args") == '{"a": 1}'
+
+
+def test_a_gpu_server_keeps_its_own_defaults() -> None:
+    words = command("cuda")
+    assert value_of(words, "--dtype") == "bfloat16"
+    assert value_of(words, "--tensor-parallel-size") == "2"
+    assert not {"--attention-backend", "--mem-fraction-static", "--skip-server-warmup"} & set(words)
+
+
+def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
+    stubs = str(Path(sglang_server.__file__).parent / "sglang_cpu_stubs")
+    base = {"PYTHONPATH": "/mine"}
+    assert sglang_server.server_environment(base, device="cpu")["PYTHONPATH"] == f"{stubs}{os.pathsep}/mine"
+    assert sglang_server.server_environment(base, device="cuda")["PYTHONPATH"] == "/mine"
+    assert base == {"PYTHONPATH": "/mine"}
+
+
+async def test_a_missing_sglang_says_how_to_install_it(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        await make_engine(model, tmp_path / "log").start()
+
+
+# -- the process tree --------------------------------------------------------------------------------------------------
+
+TREE = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+OWNER = """
+import asyncio, os, sys
+from pathlib import Path
+from asyncrl.engines.sglang_server import ServerProcess
+
+async def main():
+    server = ServerProcess([sys.executable, "-c", sys.argv[1]], environment=os.environ, log_path=Path(sys.argv[2]))
+    await server.start()
+    print("started", flush=True)
+    await server.wait()
+
+asyncio.run(main())
+"""
+
+SGLANG_OWNER = """
+import asyncio, sys
+from pathlib import Path
+from asyncrl.engines.sglang import Options, SGLangEngine
+
+async def main():
+    engine = SGLangEngine(Path(sys.argv[1]), device="cpu", dtype="float32", version=(0, 3),
+                          options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=Path(sys.argv[2]))
+    await engine.start()
+    print(engine.url, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
+    """Wait until the processes ended (a pidfd is readable then)."""
+    for fd in pidfds:
+        if not select.select([fd], [], [], seconds)[0]:
+            return False
+        os.close(fd)
+    return True
+
+
+def descendants(pid: int) -> list[int]:
+    return [os.pidfd_open(process.pid) for process in psutil.Process(pid).children(recursive=True)]
+
+
+async def test_closing_ends_the_whole_tree(tmp_path: Path) -> None:
+    server = sglang_server.ServerProcess(
+        [sys.executable, "-c", TREE], environment=os.environ, log_path=tmp_path / "log"
+    )
+    await server.start()
+    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
+    tree = descendants(os.getpid())
+    assert len(tree) >= 3  # warden, command, child in a session of its own
+    assert server.is_alive
+    await server.close()
+    assert not server.is_alive
+    assert await asyncio.to_thread(all_gone, tree)
+
+
+def wait_for_text(path: Path, text: str) -> None:
+    """Blocks until a log holds ``text``, woken by nothing: only for files, which nobody announces."""
+    poll = select.poll()
+    while text not in path.read_text():
+        poll.poll(20)
+
+
+async def test_the_server_goes_with_its_owner(tmp_path: Path) -> None:
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, TREE, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"started\n"
+    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
+    tree = descendants(owner.pid)
+    assert len(tree) == 3
+    owner.send_signal(signal.SIGKILL)
+    await owner.wait()
+    assert await asyncio.to_thread(all_gone, tree)
+
+
+async def test_a_server_that_dies_while_starting_is_noticed(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"])
+    with pytest.raises(EngineDied, match="no GPU found"):
+        await make_engine(model, tmp_path / "log").start()
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_real_server_goes_with_its_owner_and_says_so(model: Model, tmp_path: Path) -> None:
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        SGLANG_OWNER,
+        str(model.folder),
+        str(tmp_path / "log"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert owner.stdout is not None
+    url = (await owner.stdout.readline()).decode().strip()
+    engine = make_engine(model, tmp_path / "unused", url=url)
+    await engine.start()
+    tree = descendants(owner.pid)
+    assert len(tree) >= 4  # warden, server, scheduler, detokenizer
+    forever = Sampling(max_new_tokens=4000, ignore_eos=True)
+    running = asyncio.ensure_future(engine.generate(PROMPT, forever, seed=0))
+    await engine.generate(PROMPT, SHORT, seed=0)
+    owner.send_signal(signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        await running
+    await owner.wait()
+    assert await asyncio.to_thread(all_gone, tree)
+    await engine.close()
