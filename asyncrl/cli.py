@@ -28,8 +28,16 @@ EXAMPLES = """examples:
 """
 
 
+_VENDORS_ENVIRONMENT = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a bar per process would bury the step lines
+    "TOKENIZERS_PARALLELISM": "false",  # it warns about every fork otherwise
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_args(arguments)
+    for name, value in _VENDORS_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         code = _VERBS[options.verb](options)
     except ConfigError as error:

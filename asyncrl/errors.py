@@ -7,6 +7,7 @@
     │   ├── MessageTooLarge  a message is over the server's max_payload
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
+    │   ├── PromptError     no engine can answer this prompt; the group is buried
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
     ├── RolloutError       a RolloutFn failed on a group; it is buried with the reason
     ├── RewardError        a group could not be rewarded; it is buried with the reason
@@ -44,6 +45,10 @@ class MessageError(BusError, ValueError):
 
 class EngineError(AsyncRLError):
     """One generation failed. The rollout worker gives the prompt back."""
+
+
+class PromptError(EngineError):
+    """This prompt can be answered by no engine: too long for the model, or not of its tokens. The group is buried."""
 
 
 class EngineDied(EngineError):

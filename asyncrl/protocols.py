@@ -170,14 +170,16 @@ class Engine(Protocol):
         """One sampled answer. Many run at once; the engine batches them.
 
         Every token carries the version of the weights that sampled it. Engines that can sample the same tokens for
-        the same seed and weights. Raises EngineError (try elsewhere) or EngineDied (this process is over).
+        the same seed and weights. Raises EngineError (try elsewhere), PromptError (no engine can)
+        or EngineDied (this process is over).
         """
         ...
 
-    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+    async def load(self, weights: WeightVersion) -> LoadReport:
         """Switch to newer weights. Generations in progress go on with them from the next token.
 
-        Raises WeightsError and keeps the old weights when the new ones cannot be read.
+        Raises WeightsError and keeps the old weights when the new ones cannot be read. Whether the checksum is right
+        the caller has seen to (WeightChannel.verify).
         """
         ...
 

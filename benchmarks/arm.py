@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
-    """Run the loop once; what it reached."""
+    """Run the loop once; what it reached. Ctrl-C cancels it."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-pipeline-") as folder:
         server = EmbeddedServer(Path(folder) / "bus")
         await asyncio.to_thread(server.start)
@@ -108,15 +109,24 @@ async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
                 window = Window(plan, engines, server)
                 backend = TimedBackend(timing, machines=plan.learner_machines)
                 learner, prompts = _learner(plan, buses[0], backend=backend, window=window, folder=Path(folder))
-                helpers: list[Actor] = [prompts, Heart(learner)]
+                lives: list[list[Actor]] = [[learner, prompts, Heart(learner)]]
                 for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
-                    helpers += _worker(plan, bus, engine=engine, name=f"worker-{number}")
-                await supervise(learner, *helpers)
+                    lives.append(_worker(plan, bus, engine=engine, name=f"worker-{number}"))
+                await _live(lives)
         finally:
             await asyncio.to_thread(server.stop)
-    if not learner.done:
-        raise KeyboardInterrupt
     return _row(plan, window=window, backend=backend)
+
+
+async def _live(lives: Sequence[Sequence[Actor]]) -> None:
+    """Every process of a real run, here as one task; they end by themselves when the learner says it is finished."""
+    me = asyncio.current_task()
+    assert me is not None
+    async with asyncio.TaskGroup() as group:
+        for actors in lives:
+            group.create_task(supervise(*actors), name=actors[0].name)
+        await asyncio.sleep(0)  # each took the signals for itself; here they are for all
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, me.cancel)
 
 
 async def _connect(server: EmbeddedServer, plan: Plan) -> JetStreamBus:

@@ -19,6 +19,7 @@ and actors cost is not scaled, so their share is that many times larger than in 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import itertools
 import json
@@ -197,7 +198,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code 1 when the staleness bound was broken."""
+    """Exit code 1 when the staleness bound was broken, 130 at Ctrl-C."""
     options = arguments(given)
     scene = Scene(
         machines=options.machines,
@@ -213,10 +214,13 @@ def main(given: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     rows: list[Row] = []
     print(HEAD)
-    for kind, mode in itertools.product(options.lengths, options.modes):
-        for row in measure(scene, mode=mode, kind=kind, sweep=options.sweep):
-            rows.append(row)
-            print(line(row), flush=True)
+    try:
+        for kind, mode in itertools.product(options.lengths, options.modes):
+            for row in measure(scene, mode=mode, kind=kind, sweep=options.sweep):
+                rows.append(row)
+                print(line(row), flush=True)
+    except asyncio.CancelledError:
+        return 130
     print("", *ratios(rows), sep="\n")
     print(f"\n{time.monotonic() - started:.0f} s")
     if options.json is not None:

@@ -73,7 +73,7 @@ class Engine:
             finish_reason="stop",
         )
 
-    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
+    async def load(self, weights: WeightVersion) -> LoadReport:
         if weights.policy_version in self.unreadable:
             raise WeightsError(f"version {weights.policy_version} is torn")
         self.running_at_load.append(self.running)

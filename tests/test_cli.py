@@ -137,17 +137,22 @@ def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
     assert asyncrl("check", run_file, *none, "--set", "algorithm.allow_uncorrected=true", capsys=capsys)[0] == 0
 
 
-def test_a_role_without_a_bus_says_what_to_start(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = asyncrl("rollout-worker", run_file, capsys=capsys)
-    assert code == 2
-    assert "start that first" in err
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["learner", "rollout-worker"])
-def test_an_unreachable_bus_is_named(role: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = asyncrl(role, run_file, "--set", "bus.url=nats://127.0.0.1:9", capsys=capsys)
-    assert code == 2
-    assert "nats://127.0.0.1:9" in err
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=tiny", "start that first"),
+        ("bus.url=nats://127.0.0.1:9", "nats://127.0.0.1:9"),
+    ],
+    ids=["no bus", "unreachable bus"],
+)
+def test_a_role_without_a_bus_says_what_to_start(role: str, override: str, message: str, run_file: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl", role, str(run_file), "--set", override]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:

@@ -226,16 +226,6 @@ async def test_several_loads_pass_under_one_generation(engine: Engine, old: Mode
     assert versions == [1, 2, 3, 4]
 
 
-async def test_a_load_that_lets_generations_end_waits_for_them(engine: Engine, old: Model, new: Model) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        task = await in_progress(engine, tasks)
-        await engine.load(new.version(2), keep_running=False)
-        assert task.done()
-    assert [span.policy_version for span in task.result().version_spans] == [1]
-    assert Check(old)(task.result()) < TOLERANCE
-    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-
-
 async def test_versions_may_be_skipped_and_epochs_change(engine: Engine, new: Model) -> None:
     await engine.load(new.version(7, run_epoch=2))
     generation = await engine.generate(PROMPT, SHORT, seed=0)

@@ -49,7 +49,9 @@ async def raw(server: EmbeddedServer) -> Any:
 @pytest.mark.parametrize("kill", [False, True])
 async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, connect: Connect, kill: bool) -> None:
     """One writer, one reader, one worker and one watcher work on while the server is restarted twice."""
-    writer, reader, worker, watcher = [await connect(own_server, run="r", max_prompts=1000) for _ in range(4)]
+    # What was on its way to the worker when the server died comes again after ack_seconds.
+    sizes = {"max_prompts": 1000, "ack_seconds": 1.0}
+    writer, following, worker, watcher = [await connect(own_server, run="r", **sizes) for _ in range(4)]
     total = 60
     half_way = asyncio.Event()
     read: list[int] = []
@@ -65,7 +67,7 @@ async def test_a_restarted_server_is_transparent(own_server: EmbeddedServer, con
             await writer.put(PROGRESS, progress(number))
 
     async def follow() -> None:
-        async with reader.read(TRAJECTORIES) as records:
+        async with following.read(TRAJECTORIES) as records:
             while len(read) < total:
                 record = await anext(records)
                 read.append(int(record.key))

@@ -18,7 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from asyncrl.backends import huggingface, megatron_rank, micro_batches, token_logprobs
+from asyncrl.backends import huggingface, megatron_cpu, megatron_rank, micro_batches, token_logprobs
 from asyncrl.backends.packed_attention import PackedAttention
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.packing import pack
@@ -233,8 +233,10 @@ def test_the_shim_leaves_torch_alone(folder: Path) -> None:
         assert torch.empty(1).is_meta
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is replaced")
 def test_the_shim_answers_megatron_with_the_cpu() -> None:
+    megatron_cpu.use_device(torch.device("cuda"))
+    assert sys.modules["megatron.core.optimizer.clip_grads"].torch is torch
+    megatron_cpu.use_device(torch.device("cpu"))
     theirs = sys.modules["megatron.core.optimizer.clip_grads"].torch
     assert theirs.zeros(2, device="cuda").device.type == "cpu"
     assert theirs.cuda.current_device() == torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What rewards promise: every kind judges as it says, and whatever a function does, a group gets rewards or a reason."""
+"""What rewards promise: each kind judges as it says, and whatever a function does, a group gets rewards or a reason."""
 
 from __future__ import annotations
 
@@ -80,11 +80,9 @@ async def test_math_takes_labels_that_are_numbers() -> None:
 
 async def test_math_survives_what_no_time_is_enough_for() -> None:
     pytest.importorskip("math_verify")
-    endless = "\\boxed{" + "9^" * 5 + "9}"
-    assert await values(load("math", timeout_seconds=1), sample(endless, label="3"), sample("3", label="3")) == [
-        0.0,
-        1.0,
-    ]
+    section = config.RewardSection(kind="math", options={"timeout_seconds": 1})
+    endless = "\\boxed{9^{9^{9^{9^{9}}}}}"
+    assert await values(load_reward(section), sample(endless, label="3"), sample("3", label="3")) == [0.0, 1.0]
 
 
 async def test_a_judge_that_dies_fails_its_group_and_is_replaced() -> None:
@@ -184,7 +182,7 @@ async def test_remote_gives_up_after_its_retries_and_never_retries_a_refusal(ser
         return web.Response(status=400, text="no such model\ndetails")
 
     url = await serve(busy)
-    with pytest.raises(RewardError, match=r"after 3 tries: _?Busy HTTP 500|after 3 tries: .*HTTP 500"):
+    with pytest.raises(RewardError, match="after 3 tries: ServerBusy: HTTP 500"):
         await load("remote", url=url, retries=2, backoff_seconds=0.0)([sample()])
     with pytest.raises(RewardError, match="HTTP 400 Bad Request: no such model$"):
         await load("remote", url=await serve(refuses))([sample()])
@@ -231,7 +229,7 @@ def with_default(sample: Sample, scale: float = 2.0) -> np.float32:
     return np.float32(scale)
 
 
-class Callable_:
+class Scorer:
     def __call__(self, sample: Sample) -> float:
         return 3.0
 
@@ -245,7 +243,7 @@ class Callable_:
         ("annotated_sequence", [0.5, 0.5]),
         ("async_list", [0.75, 0.75]),
         ("with_default", [2.0, 2.0]),
-        ("Callable_", [3.0, 3.0]),
+        ("Scorer", [3.0, 3.0]),
     ],
 )
 async def test_the_signature_decides_between_sample_and_group(name: str, expected: list[float]) -> None:

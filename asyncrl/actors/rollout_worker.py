@@ -28,6 +28,7 @@ from asyncrl.errors import (
     EngineDied,
     EngineError,
     MessageTooLarge,
+    PromptError,
     RewardError,
     RolloutError,
 )
@@ -141,7 +142,7 @@ class RolloutWorker(Actor):
         started = time.monotonic()
         try:
             trajectories = await self._rewarded(prompt, await self._generate(prompt))
-        except (RewardError, RolloutError) as error:
+        except (PromptError, RewardError, RolloutError) as error:
             self.log.warning("group %d is buried: %s", prompt.group_id, error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
         return TrajectoryGroup(

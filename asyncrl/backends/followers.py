@@ -1,6 +1,6 @@
 """The processes of a data-parallel Megatron learner: rank 0 leads, the others follow over a pipe.
 
-The leader starts its followers from a fork server that has imported Megatron once. A command is a message of our codec
+On a CPU the leader starts its followers from a fork server that has imported Megatron once. A command is a message of our codec
 on a follower's pipe; then all ranks meet in Megatron's collectives. A follower waits on its pipe and ends when that
 closes or its parent dies; the leader notices a dead follower before it joins, or when a collective loses its peer.
 Several nodes: another launcher calls ``follow`` on each with the leader's address in ``Place`` and any object that has
@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
+import multiprocessing.process
 import os
 import signal
 import time
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncrl import codec
 from asyncrl.backends.optimizer_settings import OptimizerSettings
@@ -81,9 +81,11 @@ class Followers:
     """Ranks 1 and up, as seen by the leader."""
 
     def __init__(self, job: Job, places: Sequence[Place]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["asyncrl.backends.megatron_rank", "transformers.models.auto"])
-        self._links: list[tuple[Place, Connection, multiprocessing.context.ForkServerProcess]] = []
+        self._links: list[tuple[Place, Connection, multiprocessing.process.BaseProcess]] = []
+        context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        if job.device == "cpu":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["asyncrl.backends.megatron_rank", "transformers.models.auto"])
         for place in places:
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -157,7 +159,8 @@ def follow(job: Job, place: Place, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Linux: a kill signal when the fork server ends, which ends with the leader, however that dies."""
+    """Linux: a kill signal when our parent ends: the fork server, which ends with the leader however that dies, or the
+    leader's thread that called start."""
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # no libc by that name, or not Linux: the closed pipe ends us
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

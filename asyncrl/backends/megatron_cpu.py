@@ -1,4 +1,4 @@
-"""Lets megatron-core 0.16 to 0.19 train on a machine without CUDA. With CUDA nothing is replaced.
+"""Lets megatron-core 0.16 to 0.19 train on a CPU. On CUDA nothing is replaced.
 
 No maths is touched, and torch stays as it is for everybody else: Megatron's own modules get a ``torch`` whose few names
 below answer "which device?" with the CPU. Each says what in megatron/core asks for it.
@@ -18,21 +18,17 @@ import torch
 _CPU = torch.device("cpu")
 
 
-@contextmanager
-def cpu_imports() -> Iterator[None]:
-    """Everything of Megatron is imported inside this."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with _without_compilation():
-        yield
-    replacement = _torch_without_cuda()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = replacement  # type: ignore[attr-defined]
-    # Used by recomputation; it queues every state for the day that CUDA starts, which is a leak.
-    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+def use_device(device: torch.device) -> None:
+    """Make Megatron's modules, all imported before, run on ``device``: give them that torch, or the real one."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
+    wanted = torch if device.type == "cuda" else _torch_without_cuda()
+    for module in modules:
+        if getattr(module, "torch", None) is torch or isinstance(getattr(module, "torch", None), _Namespace):
+            module.torch = wanted  # type: ignore[attr-defined]
+    if device.type == "cpu":
+        # Used by recomputation; it queues every state for the day that CUDA starts, which is a leak.
+        random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+        random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
 class _Namespace:
@@ -55,13 +51,11 @@ def _torch_without_cuda() -> _Namespace:
         manual_seed=lambda seed: torch.default_generator.manual_seed(int(seed)),
         get_rng_state=_random_state,
         random=_Namespace(torch.cuda.random, get_rng_state=_random_state),
-        # distributed/param_and_grad_buffer.py of 0.19 makes streams, whether or not it overlaps anything
-        Stream=_Stream,
+        # distributed/param_and_grad_buffer.py of 0.19 waits for streams, whether or not it overlaps anything
         current_stream=_Stream,
     )
-    # optimizer/{clip_grads,optimizer,grad_scaler}.py write device="cuda" for their one-element tensors
-    factories = {name: _on_the_cpu(getattr(torch, name)) for name in ("zeros", "ones", "empty", "full", "tensor")}
-    return _Namespace(torch, cuda=cuda, **factories)
+    # optimizer/{clip_grads,optimizer}.py write device="cuda" for their one-element tensors
+    return _Namespace(torch, cuda=cuda, zeros=_on_the_cpu(torch.zeros), tensor=_on_the_cpu(torch.tensor))
 
 
 def _on_the_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -81,20 +75,17 @@ def _random_state(device: object = None) -> torch.Tensor:
 class _Stream:
     """Does nothing."""
 
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self.device = _CPU
-
     def wait_stream(self, _other: Any) -> None:
         pass
 
 
 @contextmanager
-def cuda_type_names() -> Iterator[None]:
+def cuda_type_names(device: torch.device) -> Iterator[None]:
     """Around the making of an optimizer: optimizer/*.py sort parameters by names such as "torch.cuda.FloatTensor".
 
     Tensor.type is everybody's for that moment; only they get that answer.
     """
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         yield
         return
     original = torch.Tensor.type
@@ -115,8 +106,8 @@ def cuda_type_names() -> Iterator[None]:
 
 
 @contextmanager
-def _without_compilation() -> Iterator[None]:
-    """jit.py decorates with torch.compile, which imports for two seconds and needs a compiler; we call none of it."""
+def without_compilation() -> Iterator[None]:
+    """Around the imports: jit.py decorates with torch.compile, which imports for two seconds; we call none of it."""
     original = torch.compile
     torch.compile = lambda model=None, **_options: model or (lambda function: function)  # type: ignore[assignment]
     try:

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import Store
 
-from asyncrl.backends import huggingface, micro_batches, optimizer_state
+from asyncrl.backends import huggingface, megatron_cpu, micro_batches, optimizer_state
 from asyncrl.backends.followers import Command, Job, Place
-from asyncrl.backends.megatron_cpu import cpu_imports, cuda_type_names
 from asyncrl.backends.megatron_noise import quiet, quiet_logs
 from asyncrl.backends.optimizer_settings import is_trainable, step_metrics
 from asyncrl.backends.packed_attention import PackedAttention, PackedDocuments
@@ -31,7 +30,7 @@ from asyncrl.policies import diagnostics
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import StepResult
 
-with quiet(), cpu_imports():
+with quiet(), megatron_cpu.without_compilation():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -96,6 +95,7 @@ class MegatronRank:
         self._job, self._place = job, place
         self._dtype: torch.dtype = getattr(torch, job.dtype)
         self._device = _device(job.device, place)
+        megatron_cpu.use_device(self._device)
         _join(place, self._device, store)
         try:
             self._build()
@@ -115,7 +115,7 @@ class MegatronRank:
             grad_reduce_in_fp32=True, use_distributed_optimizer=job.is_distributed_optimizer
         )
         self._model = DistributedDataParallel(model.config, config, model)
-        self._optimizer = _optimizer(job, self._model, self._dtype)
+        self._optimizer = _optimizer(job, self._model, self._dtype, self._device)
 
     @torch.no_grad()
     def _load_weights(self) -> None:
@@ -312,7 +312,7 @@ def _transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dt
     )
 
 
-def _optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype) -> Any:
+def _optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype, device: torch.device) -> Any:
     """Megatron's optimizer around torch's AdamW; the learning rate is set at every step."""
     settings = job.optimizer
     config = OptimizerConfig(
@@ -327,6 +327,6 @@ def _optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype) -> 
         params_dtype=dtype,
         use_distributed_optimizer=job.is_distributed_optimizer,
     )
-    with cuda_type_names():
+    with megatron_cpu.cuda_type_names(device):
         chained = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     return chained.chained_optimizers[0]  # a second one would hold experts

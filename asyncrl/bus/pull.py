@@ -159,8 +159,10 @@ class Pull:
 
     async def _create_consumer(self) -> None:
         if self._pause:
-            await asyncio.sleep(self._pause)  # it was lost again before it brought anything: do not spin
+            await asyncio.sleep(self._pause)  # lost again before it brought anything: do not spin
         self._pause = min(max(2 * self._pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
+        # From here on what the consumer so far may still bring is dropped: the new one starts behind ``last``.
+        self._is_lost = True
         generation = self._wire.generation
         config = self._create(self._last)
         filtered = f".{config['filter_subject']}" if "filter_subject" in config else ""

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from asyncrl.errors import ConfigError, EngineError, WeightsError
+from asyncrl.errors import ConfigError, PromptError, WeightsError
 from asyncrl.messages import Sampling, WeightVersion
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,16 +35,16 @@ def check_sampling(sampling: Sampling) -> None:
 def check_prompt(
     prompt_tokens: NDArray[np.int32], *, max_new_tokens: int, vocabulary_size: int, context_tokens: int
 ) -> None:
-    """Refuse a prompt that the model cannot continue. Raises EngineError."""
+    """Refuse a prompt that the model cannot continue. Raises PromptError."""
     if not len(prompt_tokens):
-        raise EngineError("the prompt is empty")
+        raise PromptError("the prompt is empty")
     low, high = int(prompt_tokens.min()), int(prompt_tokens.max())
     if low < 0 or high >= vocabulary_size:
-        raise EngineError(
+        raise PromptError(
             f"the prompt holds token {low if low < 0 else high}; the model knows 0..{vocabulary_size - 1}"
         )
     if len(prompt_tokens) + max_new_tokens > context_tokens:
-        raise EngineError(
+        raise PromptError(
             f"{len(prompt_tokens)} prompt tokens + max_new_tokens={max_new_tokens} exceed the model's context of "
             f"{context_tokens} tokens"
         )

@@ -74,7 +74,6 @@ class _Cancel:
 class _Load:
     tensors: Mapping[str, torch.Tensor]
     version: Version
-    keep_running: bool
     future: asyncio.Future[float]
 
 
@@ -135,14 +134,13 @@ class InProcessEngine:
                 request.future.cancel()
                 self._orders.put(_Cancel(request))
 
-    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
-        """``keep_running=False`` lets answers in progress end on the old weights first and holds new ones back."""
+    async def load(self, weights: WeightVersion) -> LoadReport:
         decoder = self._alive()
         asked = time.monotonic()
         async with self._loading:
             loop = asyncio.get_running_loop()
             tensors = await loop.run_in_executor(self._reader, _read_weights, weights, decoder)
-            order = _Load(tensors, weights.order, keep_running, loop.create_future())
+            order = _Load(tensors, weights.order, loop.create_future())
             self._orders.put(order)
             try:
                 self._alive()
@@ -229,8 +227,8 @@ class InProcessEngine:
             self._loads.append(order)
 
     def _swap(self, decoder: Decoder) -> None:
-        """Take the weights ordered; one that lets answers end first waits for that."""
-        while self._loads and (self._loads[0].keep_running or not self._running):
+        """Take the weights ordered."""
+        while self._loads:
             order, began = self._loads[0], time.monotonic()
             if not order.future.done():  # not cancelled while it waited
                 decoder.load(order.tensors, order.version)

@@ -95,9 +95,8 @@ class SGLangEngine:
         # The prefix cache's name: ours alone, and another one after every load.
         self._cache_owner, self._num_loads = uuid.uuid4().hex, 0
         self._loading = asyncio.Lock()
-        self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
+        self._is_open = asyncio.Event()
         self._is_open.set()
-        self._is_idle.set()
         self._sent = self._held = self._tokens_generated = 0
 
     async def start(self) -> None:
@@ -137,16 +136,13 @@ class SGLangEngine:
             await self._sample(reply, self._request(prompt_tokens, sampling, stream=not self._has_spans))
         return reply.generation()
 
-    async def load(self, weights: WeightVersion, *, keep_running: bool = True) -> LoadReport:
-        """``keep_running=False`` lets answers in progress end on the old weights first and holds new ones back."""
+    async def load(self, weights: WeightVersion) -> LoadReport:
         self._session()
         asked = time.monotonic()
         async with self._loading:
             folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
             self._is_open.clear()
             try:
-                if not keep_running:
-                    await self._is_idle.wait()
                 pause_seconds = await self._switch(folder, weights)
             finally:
                 self._is_open.set()
@@ -258,13 +254,10 @@ class SGLangEngine:
         finally:
             self._held -= 1
         self._sent += 1
-        self._is_idle.clear()
         try:
             yield
         finally:
             self._sent -= 1
-            if not self._sent:
-                self._is_idle.set()
 
     def _request(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, stream: bool) -> dict[str, Any]:
         return {

@@ -24,8 +24,9 @@ _MAX_LINE_BYTES: Final = 2**20
 class Options:
     processes: int = 1
     """Judges per rollout worker, about 150 MB each."""
-    timeout_seconds: int = 5
-    """For one answer; one that takes longer is wrong."""
+    timeout_seconds: int = 2
+    """To read and again to compare one answer; one that takes longer is wrong. All answers of a group must fit into
+    reward.timeout_seconds, or the group is buried."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:

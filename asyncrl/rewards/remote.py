@@ -55,16 +55,16 @@ class RemoteReward:
             for retry in range(self._options.retries + 1):
                 try:
                     return await self._ask(session, body)
-                except (aiohttp.ClientConnectionError, TimeoutError, _Busy) as error:
+                except (aiohttp.ClientConnectionError, TimeoutError, ServerBusy) as error:
                     if retry == self._options.retries:
-                        raise self._error(f"{type(error).__name__} {error}".strip(), tries=retry + 1) from error
+                        raise self._error(f"{type(error).__name__}: {error}", tries=retry + 1) from error
                 await asyncio.sleep(self._options.backoff_seconds * 2**retry)
         raise AssertionError("the last try returns or raises")
 
     async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Sequence[Any]:
         async with session.post(self._options.url, json=body) as response:
             if response.status == 429 or response.status >= 500:
-                raise _Busy(f"HTTP {response.status} {response.reason}")
+                raise ServerBusy(f"HTTP {response.status} {response.reason}")
             if response.status >= 400:
                 text = (await response.text())[:200].splitlines()
                 raise self._error(f"HTTP {response.status} {response.reason}: {text[0] if text else ''}", tries=1)
@@ -82,5 +82,5 @@ class RemoteReward:
         return RewardError(f"reward remote: {self._options.url}{after}: {problem}")
 
 
-class _Busy(Exception):
+class ServerBusy(Exception):
     """The server asks to come back later."""
