@@ -329,7 +329,6 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Any,
             groups_per_batch=run.learner.groups_per_batch,
             max_staleness=run.max_staleness,
             total_groups=run.run.steps * run.learner.groups_per_batch,
-            fresh_starts=run.staleness.eviction == "wait",
         ),
         sampling=Sampling(
             max_new_tokens=run.rollout.max_new_tokens,

@@ -159,12 +159,11 @@ class Ideal:
             self.queue.popleft()
 
     def _admit(self) -> None:
-        admission = self.plan.admission
-        count = admission.may_publish(
+        count = self.plan.admission.may_publish(
             published=self.published, lost=self.lost, batches_taken=self.batches_taken, steps_done=self.steps_done
         )
         for group_id in range(self.published, self.published + count):
-            self.queue.append((group_id, admission.min_policy_version(self.steps_done)))
+            self.queue.append((group_id, self.steps_done))
         self.published += count
 
     def _place(self, group_id: int, min_version: int) -> bool:

@@ -67,7 +67,7 @@ class Scene:
     def plans(self, mode: str) -> list[Plan]:
         """One for each split."""
         bound = {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode]
-        warmup = 3 * (bound + 1)  # a few fillings of the window
+        warmup = 2 * (bound + 1)  # the window filled twice
         steps = self.steps * (2 if mode == "async" else 1)  # its steps are shorter
         plan = Plan(
             mode=mode,
@@ -183,8 +183,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="samples of a group (default 8)")
     add("--length-mean", type=int, default=250, help="tokens of an answer (default 250)")
     add("--length-max", type=int, default=1000, help="where lengths are cut (default 1000)")
-    add("--speed", type=float, help="real seconds in a simulated one (default 70; quick 110)")
-    add("--sweep", choices=("best", "near", "all"), help="splits: best predicted, async also near it (default), all")
+    add("--speed", type=float, help="real seconds in a simulated one (default 50; quick 100)")
+    add(
+        "--sweep",
+        choices=("best", "near", "all"),
+        help="splits: the best; near: async also beside it, for the first lengths (default); all",
+    )
     add("--quick", action="store_true", help="lognormal lengths, best splits")
     add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")
     options = parser.parse_args(given)
@@ -192,7 +196,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--machines must be at least 2: one generates and one trains")
     options.lengths = options.lengths or (LENGTH_KINDS[:1] if options.quick else LENGTH_KINDS)
     options.steps = options.steps or (5 if options.quick else 7)
-    options.speed = options.speed or (110.0 if options.quick else 70.0)
+    options.speed = options.speed or (100.0 if options.quick else 50.0)
     options.sweep = options.sweep or ("best" if options.quick else "near")
     return options
 
@@ -216,7 +220,8 @@ def main(given: Sequence[str] | None = None) -> int:
     print(HEAD)
     try:
         for kind, mode in itertools.product(options.lengths, options.modes):
-            for row in measure(scene, mode=mode, kind=kind, sweep=options.sweep):
+            sweep = "best" if options.sweep == "near" and kind != options.lengths[0] else options.sweep
+            for row in measure(scene, mode=mode, kind=kind, sweep=sweep):
                 rows.append(row)
                 print(line(row), flush=True)
     except asyncio.CancelledError:

@@ -218,7 +218,6 @@ class Loop:
                 groups_per_batch=self.groups_per_batch,
                 max_staleness=self.max_staleness,
                 total_groups=self.steps * self.groups_per_batch,
-                fresh_starts=self.wait_for_stragglers,
             ),
             sampling=Sampling(max_new_tokens=4),
             group_size=self.group_size,

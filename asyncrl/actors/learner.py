@@ -4,7 +4,7 @@
 
 Invariants (tests/test_actors.py, tests/test_learning.py):
   L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
-  L2 nothing blocks the event loop: steps, exports, saves and hashing run in two named threads.
+  L2 nothing blocks the event loop: steps, exports and saves run in the backend's thread, files and hashing in another.
   L3 a group leaves the window as trained, dropped or buried, and progress says so: a window of dead groups cannot
      stop the run in silence.
   L4 the log is trimmed only behind a durable checkpoint.
@@ -27,9 +27,10 @@ from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
+from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import AsyncRLError
-from asyncrl.messages import Event, Progress, TrajectoryGroup, WeightVersion
+from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch, Metric
@@ -37,7 +38,7 @@ from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
-from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, WEIGHTS
+from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
 
 T = TypeVar("T")
 
@@ -88,7 +89,7 @@ class Learner(Actor):
         self._buffer = buffer
         self._prompts = prompts
         self._backend = backend
-        self._channel = channel
+        self._weights = WeightPublisher(bus, channel)
         self._algorithm = algorithm
         self._reporter = reporter
         self._state = state
@@ -99,9 +100,6 @@ class Learner(Actor):
         self._cursor = buffer.consumed.watermark - 1
         self._changed = asyncio.Event()  # the buffer or the prompt source changed
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
-        self._files_thread = ThreadPoolExecutor(1, thread_name_prefix="files")
-        self._publishing: asyncio.Task[None] | None = None
-        self._publish_seconds = 0.0
         self._generated_lengths: list[int] = []
         self._dropped_lengths: list[int] = []
         self._last_end = time.monotonic()
@@ -131,7 +129,7 @@ class Learner(Actor):
         await self._in_backend(self._backend.close)
         self._reporter.close()
         self._backend_thread.shutdown(wait=False)
-        self._files_thread.shutdown(wait=False)
+        self._weights.close()
 
     def drain(self) -> None:
         super().drain()
@@ -263,7 +261,7 @@ class Learner(Actor):
 
     async def _train_on(self, taken: Sequence[Held], *, wait_seconds: float, group: asyncio.TaskGroup) -> None:
         started = time.monotonic()
-        batch, shares = await self._in_files_thread(self._prepare, [held.group for held in taken])
+        batch, shares = await asyncio.to_thread(self._prepare, [held.group for held in taken])
         prepared = time.monotonic()
         result = await self._in_backend(
             functools.partial(self._backend.step, shares, learning_rate=self._learning_rate())
@@ -317,18 +315,9 @@ class Learner(Actor):
 
     async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
         """Snapshot now; write, hash and announce while the next step runs."""
-        if self._publishing is not None:
-            await self._publishing
+        await self._weights.wait()
         tensors = await self._in_backend(lambda: list(self._backend.export()))
-        store = functools.partial(
-            self._channel.publish, tensors, run_epoch=self.run_epoch, policy_version=self.policy_version
-        )
-        self._publishing = group.create_task(self._announce(store), name=f"{self.name}.publish")
-
-    async def _announce(self, store: Callable[[], WeightVersion]) -> None:
-        started = time.monotonic()
-        await self.bus.put(WEIGHTS, await self._in_files_thread(store))
-        self._publish_seconds = time.monotonic() - started
+        self._weights.start(tensors, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 
     async def _report_progress(self, *, finished: bool = False) -> None:
         await self.bus.put(
@@ -347,8 +336,7 @@ class Learner(Actor):
 
     async def _finish(self) -> None:
         """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
-        if self._publishing is not None:
-            await self._publishing
+        await self._weights.wait()
         await self._checkpoint()
         if not self.draining.is_set() or self.done:
             await self._report_progress(finished=True)
@@ -390,7 +378,7 @@ class Learner(Actor):
             "buffer/tokens": float(self._buffer.num_tokens),
             "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),
             "weights/version": float(self.policy_version),
-            "weights/publish_seconds": self._publish_seconds,
+            "weights/publish_seconds": self._weights.seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
             "length/generated": batches.histogram(self._generated_lengths),
             "length/dropped": batches.histogram(self._dropped_lengths),
@@ -406,6 +394,3 @@ class Learner(Actor):
 
     async def _in_backend(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._backend_thread, function, *arguments)
-
-    async def _in_files_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._files_thread, function, *arguments)

@@ -129,9 +129,8 @@ class PromptSource(Actor):
             if numbered is None:
                 self.exhausted.set()
                 return
-            oldest_start = self._admission.min_policy_version(progress.policy_version)
-            self.oldest_start[numbered.group_id] = oldest_start
-            await self._publish(numbered, min_policy_version=oldest_start)
+            self.oldest_start[numbered.group_id] = progress.policy_version
+            await self._publish(numbered, min_policy_version=progress.policy_version)
 
     def _read(self) -> _Numbered | None:
         """The next row that is short enough, and its group id. None when the data has ended."""

@@ -15,6 +15,9 @@ from asyncrl.topics import WEIGHTS
 
 Verify = Callable[[WeightVersion], Path]
 
+ATTEMPTS = 5
+RETRY_SECONDS = 1.0
+
 
 class WeightFollower(Actor):
     """Watches ``weights`` and loads the newest version when the policy of ``load`` allows.
@@ -24,7 +27,7 @@ class WeightFollower(Actor):
     on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
 
     Versions published while it was busy are skipped. A version that cannot be read (collected, torn, wrong checksum)
-    is reported and skipped too: the next one comes.
+    is tried again until a newer one comes; after ATTEMPTS it ends the worker, or prompts that ask for it would wait on.
     """
 
     role = "weight-follower"
@@ -51,6 +54,7 @@ class WeightFollower(Actor):
                     weights = self._newest
                 assert weights is not None
                 await self._take(weights)
+                await self._notify()
 
     @contextlib.asynccontextmanager
     async def generation(self, min_policy_version: int) -> AsyncIterator[None]:
@@ -94,15 +98,24 @@ class WeightFollower(Actor):
         return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))
 
     async def _take(self, weights: WeightVersion) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await asyncio.to_thread(self._verify, weights)
+                self.last_load = await self._engine.load(weights)
+                self.loads += 1
+                return
+            except WeightsError as error:
+                self.log.warning("version %d, attempt %d: %s", weights.policy_version, attempt, error)
+                if attempt == ATTEMPTS:
+                    raise
+            if await self._superseded(weights):
+                return
+
+    async def _superseded(self, weights: WeightVersion) -> bool:
+        """Whether a newer version is announced within RETRY_SECONDS."""
         try:
-            await asyncio.to_thread(self._verify, weights)
-            report = await self._engine.load(weights)
-        except WeightsError as error:
-            self.log.warning("version %d not loaded, waiting for the next: %s", weights.policy_version, error)
-            async with self._changed:
-                if self._newest is weights:
-                    self._newest = None
-            return
-        self.last_load = report
-        self.loads += 1
-        await self._notify()
+            async with asyncio.timeout(RETRY_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: self._newest is not weights)
+        except TimeoutError:
+            return False
+        return True

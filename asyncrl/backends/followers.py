@@ -1,8 +1,8 @@
 """The processes of a data-parallel Megatron learner: rank 0 leads, the others follow over a pipe.
 
-On a CPU the leader starts its followers from a fork server that has imported Megatron once. A command is a message of our codec
-on a follower's pipe; then all ranks meet in Megatron's collectives. A follower waits on its pipe and ends when that
-closes or its parent dies; the leader notices a dead follower before it joins, or when a collective loses its peer.
+A command is a message of our codec on a follower's pipe; then all ranks meet in Megatron's collectives. A follower
+waits on its pipe and ends when that closes or its parent dies. The leader notices a dead follower before it joins, or
+when a collective loses its peer. On a CPU they are forked from a server that has imported Megatron once.
 Several nodes: another launcher calls ``follow`` on each with the leader's address in ``Place`` and any object that has
 ``recv_bytes`` and ``send_bytes`` (multiprocessing.connection.Client).
 """
@@ -159,8 +159,10 @@ def follow(job: Job, place: Place, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Linux: a kill signal when our parent ends: the fork server, which ends with the leader however that dies, or the
-    leader's thread that called start."""
+    """Linux: a kill signal when our parent ends.
+
+    That is the fork server, which ends with the leader however that dies, or the leader's thread that called start.
+    """
     parent = os.getppid()
     with contextlib.suppress(OSError, AttributeError):  # no libc by that name, or not Linux: the closed pipe ends us
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -25,10 +25,19 @@ def use_device(device: torch.device) -> None:
     for module in modules:
         if getattr(module, "torch", None) is torch or isinstance(getattr(module, "torch", None), _Namespace):
             module.torch = wanted  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        # Used by recomputation; it queues every state for the day that CUDA starts, which is a leak.
-        random: Any = sys.modules["megatron.core.tensor_parallel.random"]
-        random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+    original = getattr(random._set_cuda_rng_state, "__wrapped__", random._set_cuda_rng_state)
+    random._set_cuda_rng_state = original if device.type == "cuda" else _setting_the_cpu(original)
+
+
+def _setting_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """Recomputation's setter; the original queues every state for the day that CUDA starts, which is a leak."""
+
+    @functools.wraps(original)
+    def set_state(state: torch.Tensor, *_device: object, **_options: object) -> None:
+        torch.set_rng_state(state)
+
+    return set_state
 
 
 class _Namespace:

@@ -96,8 +96,8 @@ class MegatronRank:
         self._dtype: torch.dtype = getattr(torch, job.dtype)
         self._device = _device(job.device, place)
         megatron_cpu.use_device(self._device)
-        _join(place, self._device, store)
         try:
+            _join(place, self._device, store)
             self._build()
         except BaseException:
             self.close()
@@ -252,7 +252,8 @@ class MegatronRank:
     def close(self) -> None:
         """Leave the process groups; Megatron's are global, and another rank may be made after this."""
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _device(kind: str, place: Place) -> torch.device:

@@ -70,6 +70,10 @@ class Refused(BusError):
         super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
 
 
+class Unanswered(BusError):
+    """The server is there and does not answer this, or has been restarted since it could have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """``in_doubt``: it was asked more than once, so the first time may have had its effect."""
@@ -152,12 +156,24 @@ class Connection:
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
-    async def request(self, subject: str, data: bytes = b"", *, headers: Mapping[str, str] | None = None) -> Answer:
-        """The answer, asked again for as long as it takes the server to come back. Raises BusError."""
+    async def request(
+        self,
+        subject: str,
+        data: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        only_in: int | None = None,
+    ) -> Answer:
+        """The answer, asked again for as long as it takes the server to come back. Raises BusError.
+
+        only_in  a generation: once there is a newer one nobody can answer any more, which raises Unanswered
+        """
         pause, asked = 0.05, 0
         generation, since = self.generation, time.monotonic()
         while True:
             await self.online()
+            if only_in not in (None, self.generation):
+                raise Unanswered(f"bus {self.name}: connected anew since {subject} was made")
             if generation != self.generation:
                 generation, since = self.generation, time.monotonic()
             message = await self._ask(subject, data, headers)
@@ -167,7 +183,7 @@ class Connection:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
             if not self._is_over and waited >= (self._nobody_seconds if is_nobody else _PATIENCE_SECONDS):
-                raise BusError(
+                raise Unanswered(
                     f"bus {self.name}: nothing takes {subject} there; was the server's store removed?"
                     if is_nobody
                     else f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "

@@ -5,7 +5,7 @@ Where things lie is in layout.py; what makes them outlive a restarted server, in
 1. ``publish`` repeated by us or by a restarted worker stores once (test_a_key_is_published_once).
 2. Who leaves ``consume`` gives back at once what it held; who dies, after ack_seconds
    (test_a_lost_consumer_gives_its_messages_back, test_a_silent_consumer_loses_its_messages).
-3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent_to_readers).
+3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent).
 4. Bytes that are no message are handed over as a problem (test_undecodable_bytes_are_delivered_as_a_problem).
 """
 
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, Literal, TypeVar
 
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.connection import Connection, Refused, Unanswered
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.pull import Arrival, Pull
@@ -35,6 +35,7 @@ _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 6
 _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
+_IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
 
@@ -275,10 +276,15 @@ class JetStreamBus:
 
 
 class _Delivery(Generic[M]):
-    """A late nak would take the message from whoever has it by then: the server does not tell them apart."""
+    """A message on loan by one connection.
+
+    A late nak would take it from whoever has it by then: the server does not tell them apart. A server that was killed
+    may have forgotten that it lent the message; it leaves an ack for it unanswered, so the message is deleted instead.
+    """
 
     def __init__(self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout) -> None:
-        self._connection, self._reply = connection, item.reply
+        self._connection, self._item = connection, item
+        self._stream = layout.stream(topic)
         self._ack_seconds = layout.ack_seconds
         self._until = item.time + layout.ack_seconds
         self._content = opened(item.data, topic)
@@ -298,25 +304,48 @@ class _Delivery(Generic[M]):
 
     async def ack(self) -> None:
         """Also when somebody else holds it by now: it was done."""
-        await self._connection.request(self._reply, b"+ACK")
+        try:
+            await self._ask(b"+ACK")
+        except Unanswered:
+            await self._delete()
         self._until = 0.0
 
     async def retry(self, *, delay: float = 0.0) -> None:
         if self.is_ours():
-            await self._connection.request(self._reply, b'-NAK {"delay": %d}' % int(delay * 1e9))
+            await self._ask_or_tell(b'-NAK {"delay": %d}' % int(delay * 1e9))
             self._until = 0.0
 
     async def keep(self) -> None:
         if self.is_ours():
             kept = time.monotonic()
-            await self._connection.request(self._reply, b"+WPI")
+            await self._ask_or_tell(b"+WPI")
             self._until = kept + self._ack_seconds
 
     async def give_back(self) -> None:
         """At once and without an answer: who leaves waits for nobody. Lost, it comes again after ack_seconds."""
         if self.is_ours():
             self._until = 0.0
-            await self._connection.send(self._reply, b"-NAK", reply="")
+            await self._tell(b"-NAK")
+
+    async def _ask(self, word: bytes) -> None:
+        await self._connection.request(self._item.reply, word, only_in=self._item.generation)
+
+    async def _tell(self, word: bytes) -> None:
+        await self._connection.send(self._item.reply, word, reply="")
+
+    async def _ask_or_tell(self, word: bytes) -> None:
+        try:
+            await self._ask(word)
+        except Unanswered:
+            await self._tell(word)  # a server that knows it hears it; one that does not will deliver it again
+
+    async def _delete(self) -> None:
+        body = {"seq": self._item.sequence, "no_erase": True}
+        try:
+            await self._connection.api(f"STREAM.MSG.DELETE.{self._stream}", body)
+        except Refused as refused:
+            if not refused.description.endswith(_IS_GONE):
+                raise
 
 
 def _fresh(role: str) -> str:

@@ -61,7 +61,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One message. ``reply`` is where to ack it; ``time`` is when it came, on the monotonic clock."""
+    """One message. ``reply`` is where to ack it; monotonic ``time`` and ``generation`` say when it came."""
 
     subject: str
     data: bytes
@@ -72,9 +72,10 @@ class Arrival:
     sequence: int
     consumer_sequence: int
     time: float
+    generation: int
 
 
-def arrival(message: Any) -> Arrival:
+def arrival(message: Any, *, generation: int) -> Arrival:
     """Reply is $JS.ACK.[domain.account.]stream.consumer.attempt.sequence.consumer_sequence.time.pending[.random]."""
     tokens = message.reply.split(".")
     consumer, attempt, sequence, consumer_sequence = tokens[3:7] if len(tokens) == 9 else tokens[5:9]
@@ -88,6 +89,7 @@ def arrival(message: Any) -> Arrival:
         sequence=int(sequence),
         consumer_sequence=int(consumer_sequence),
         time=time.monotonic(),
+        generation=generation,
     )
 
 
@@ -194,7 +196,7 @@ class Pull:
     def _on_message(self, message: Any) -> None:
         status = (message.headers or {}).get("Status")
         if status is None or not message.subject.startswith(self._inbox):
-            self._on_arrival(arrival(message))
+            self._on_arrival(arrival(message, generation=self._wire.generation))
         elif message.subject == f"{self._inbox}.{self._order}":
             self._on_status(status, str(message.headers.get("Description", "")))
         self._changed.set()

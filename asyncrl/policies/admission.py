@@ -10,6 +10,8 @@ one of the batches that may be open at once:
     one_step_off  it is taken to train       0               2B (one training, one generating)
     async         its step is done           max_staleness   B x (max_staleness + 1)
 
+A group is born fresh: it carries the version at which it was published, and no worker starts it on older weights. With
+a full window it is trained max_staleness versions later, so older weights at its start would be over the bound.
 The window saves work; the check at take time (buffer.py) is the guarantee.
 """
 
@@ -20,17 +22,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The rule of one run.
-
-    total_groups  what the whole run trains: no group is generated for nothing
-    fresh_starts  groups start on the newest weights, so that their age is known before they arrive (eviction "wait")
-    """
+    """The rule of one run. ``total_groups`` is what the whole run trains: no group is generated for nothing."""
 
     mode: str
     groups_per_batch: int
     max_staleness: int
     total_groups: int
-    fresh_starts: bool = False
 
     def may_publish(self, *, published: int, lost: int, batches_taken: int, steps_done: int) -> int:
         """Groups that may be published now, >= 0."""
@@ -38,8 +35,3 @@ class Admission:
         slack = self.max_staleness if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
         return max(0, open_groups - (published - lost))
-
-    def min_policy_version(self, policy_version: int) -> int:
-        """The oldest weights worth starting a group on that is published while ``policy_version`` is the newest."""
-        slack = self.max_staleness if self.mode == "async" and not self.fresh_starts else 0
-        return max(0, policy_version - slack)
