@@ -231,8 +231,8 @@ def _array(message: Any, name: str, dtype: Any) -> None:
     if not isinstance(value, np.ndarray):
         value = np.asarray(value, dtype=dtype)
         object.__setattr__(message, name, value)
-    _require(value.ndim == 1, f"{name} must have one dimension, has {value.ndim}")
-    _require(value.dtype == dtype, f"{name} must be {np.dtype(dtype)}, is {value.dtype}")
+    if value.ndim != 1 or value.dtype != dtype:  # no text is built for the many arrays that are right
+        raise MessageError(f"{name} must have one dimension of {np.dtype(dtype)}, has {value.ndim} of {value.dtype}")
 
 
 def replace(message: Any, **changes: Any) -> Any:

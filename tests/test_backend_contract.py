@@ -186,10 +186,10 @@ def test_a_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
     with started(kind, folder) as backend:
         before = weights(backend)
         metrics = backend.step(shares(kind, bad), learning_rate=LEARNING_RATE).metrics
-        assert metrics["skipped_steps"] == 1.0
+        assert metrics["learner/skipped_steps"] == 1.0
         assert math.isnan(metrics["loss"])
         assert distance(weights(backend), before) == 0.0
-        assert backend.step(shares(kind, good), learning_rate=LEARNING_RATE).metrics["skipped_steps"] == 0.0
+        assert backend.step(shares(kind, good), learning_rate=LEARNING_RATE).metrics["learner/skipped_steps"] == 0.0
         after_both = weights(backend)
     with started(kind, folder) as backend:
         backend.step(shares(kind, good), learning_rate=LEARNING_RATE)
@@ -201,7 +201,7 @@ def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: 
         before = weights(backend)
         nothing: list[list[object]] = [[empty()] for _ in range(num_ranks(kind))]
         metrics = backend.step(nothing, learning_rate=LEARNING_RATE).metrics  # type: ignore[arg-type]
-        assert (metrics["loss"], metrics["grad_norm"], metrics["skipped_steps"]) == (0.0, 0.0, 0.0)
+        assert (metrics["loss"], metrics["grad_norm"], metrics["learner/skipped_steps"]) == (0.0, 0.0, 0.0)
         backend.step([[] for _ in range(num_ranks(kind))], learning_rate=LEARNING_RATE)
         after = weights(backend)
     moved = {name: float((after[name] - before[name]).abs().max()) for name in after}

@@ -321,7 +321,7 @@ def test_a_large_random_body_is_refused() -> None:
         ({"version_spans": (SPANS[0], VersionSpan(start=3, run_epoch=0, policy_version=9))}, "below 3"),
         ({"version_spans": (SPANS[0], SPANS[0])}, "rise"),
         ({"finish_reason": "tired"}, "tired"),
-        ({"tokens": np.zeros(3, np.int64)}, "tokens must be int32"),
+        ({"tokens": np.zeros(3, np.int64)}, "tokens must have one dimension of int32"),
         ({"tokens": np.zeros((3, 1), np.int32)}, "one dimension"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +36,12 @@ ROW: dict[str, Metric] = {
 def test_metrics_jsonl_has_every_number_of_every_step(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "run" / "metrics.jsonl")
     sink.write(1, ROW)
-    sink.write(2, {"loss": -0.5})
+    sink.write(2, {"loss": -0.5, "grad_norm": math.nan})
     sink.close()
     first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert first["staleness/histogram"] == {"edges": [0.0, 1.0, 2.0], "counts": [3, 4]}
     assert first["staleness/mean"] == 0.5
-    assert second == {"step": 2, "loss": -0.5}
+    assert second == {"step": 2, "loss": -0.5, "grad_norm": None}
 
 
 def test_the_console_prints_one_line_a_step() -> None:

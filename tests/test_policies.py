@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -224,7 +226,7 @@ def inputs(logprobs: torch.Tensor, behavior: torch.Tensor, advantage: torch.Tens
         behavior_logprobs=behavior,
         advantages=advantage,
         loss_weights=torch.full_like(logprobs, 1 / len(logprobs)),
-        staleness=torch.zeros(len(logprobs), dtype=torch.int64),
+        is_fresh=torch.ones(len(logprobs), dtype=torch.bool),
     )
 
 
@@ -250,7 +252,7 @@ def test_diagnostics_add_up_over_any_split() -> None:
     generator = torch.Generator().manual_seed(0)
     columns = {name: torch.randn(10, generator=generator) for name in ("log_ratio", "entropy")}
     columns |= {"weights": torch.rand(10, generator=generator), "clipped": torch.rand(10, generator=generator) > 0.5}
-    columns |= {"staleness": torch.arange(10) % 2}
+    columns |= {"is_fresh": torch.arange(10) % 2 == 0}
 
     def part(rows: slice) -> diagnostics.Sums:
         return diagnostics.token_sums(**{k: v[rows] for k, v in columns.items()}, loss=torch.tensor(1.0))
@@ -291,6 +293,12 @@ def test_packing_keeps_every_document_once_within_the_budget(lengths: list[int],
 def test_positions_start_anew_in_every_document() -> None:
     (micro_batch,) = pack([document(3), document(2)], max_tokens=10)
     assert micro_batch.positions.tolist() == [0, 1, 2, 0, 1]
+
+
+def test_only_documents_sampled_wholly_by_the_trained_version_are_fresh() -> None:
+    mixed = dataclasses.replace(document(3), staleness=np.array([1, 1, 0], np.int32))
+    (micro_batch,) = pack([document(2), mixed], max_tokens=10)
+    assert micro_batch.is_fresh.tolist() == [True, True, False, False, False]
 
 
 def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None:

@@ -80,5 +80,5 @@ def loss_inputs(
         behavior_logprobs=tensor(micro_batch.behavior_logprobs[rows], device),
         advantages=tensor(micro_batch.advantages[rows], device),
         loss_weights=tensor(micro_batch.loss_weights[rows], device),
-        staleness=tensor(micro_batch.staleness[rows].astype(np.int64), device),
+        is_fresh=tensor(micro_batch.is_fresh[rows], device),
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
 
 from asyncrl.policies import diagnostics
 
@@ -22,7 +21,7 @@ class OptimizerSettings:
 
 def is_trainable(loss: float, grad_norm: float) -> bool:
     """Whether a step may be taken: one NaN would be in every weight for ever."""
-    return torch.tensor([loss, grad_norm]).isfinite().all().item() is True
+    return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def step_metrics(
@@ -31,10 +30,10 @@ def step_metrics(
     """The metrics of one optimizer step from the sums over the whole batch.
 
     grad_norm      of the summed gradients, before the clip
-    skipped_steps  1 when loss or gradients were not finite and the weights were left as they were
+    learner/skipped_steps  1 when loss or gradients were not finite and the weights were left as they were
     """
     return diagnostics.metrics(totals) | {
         "grad_norm": grad_norm,
-        "learning_rate": learning_rate,
-        "skipped_steps": float(is_skipped),
+        "learner/learning_rate": learning_rate,
+        "learner/skipped_steps": float(is_skipped),
     }

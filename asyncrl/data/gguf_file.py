@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import transformers
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from asyncrl.errors import ConfigError
 
@@ -114,12 +114,21 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: imports byte-level BPE tokenizers only, not {self._tokenizer_kind()}")
         tokens: list[str] = self._get("tokenizer.ggml.tokens")
         merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
-        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-        tokenizer.pre_tokenizer = self._pre_tokenizer()
+        kind = self._get("tokenizer.ggml.pre", "default")
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind == "llama-bpe"))
+        if kind == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = self._pre_tokenizer(kind)
         tokenizer.decoder = decoders.ByteLevel()
         for token, kind in zip(tokens, self._get("tokenizer.ggml.token_type"), strict=True):
             if kind in (_CONTROL_TOKEN, _USER_TOKEN):
                 tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL_TOKEN, normalized=False)])
+        bos = self._get("tokenizer.ggml.bos_token_id", None)
+        if bos is not None and self._get("tokenizer.ggml.add_bos_token", kind == "llama-bpe"):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+            )
         ids = self.token_ids() | {"unk_token_id": self._get("tokenizer.ggml.unknown_token_id", None)}
         special = {key.removesuffix("_id"): tokens[index] for key, index in ids.items() if index is not None}
         return transformers.PreTrainedTokenizerFast(
@@ -130,8 +139,7 @@ class GGUFFile:
             **special,
         )
 
-    def _pre_tokenizer(self) -> Any:
-        kind = self._get("tokenizer.ggml.pre", "default")
+    def _pre_tokenizer(self, kind: str) -> Any:
         if kind == "smollm":
             return pre_tokenizers.Sequence(
                 [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -139,10 +147,8 @@ class GGUFFile:
         if kind in _SPLITS:
             split = pre_tokenizers.Split(Regex(_SPLITS[kind]), behavior="isolated")
             return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-        raise ConfigError(f"{self.path}: can import {self._known_tokenizers()}; this one is {self._tokenizer_kind()}")
-
-    def _known_tokenizers(self) -> str:
-        return f"tokenizers of kind smollm, {', '.join(_SPLITS)}"
+        known = ", ".join(["smollm", *_SPLITS])
+        raise ConfigError(f"{self.path}: can import tokenizers of kind {known}; this one is {self._tokenizer_kind()}")
 
     def _tokenizer_kind(self) -> str:
         return f"{self._get('tokenizer.ggml.model', '?')}/{self._get('tokenizer.ggml.pre', 'default')}"

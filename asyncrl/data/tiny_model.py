@@ -72,6 +72,10 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        # transformers leaves <pad> at zero. A random policy samples it, and behind RMSNorm the gradient of a zero row
+        # is a thousand times everyone else's: the clip would swallow the batch's.
+        with torch.no_grad():
+            model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=initializer_range)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     transformers.GenerationConfig(

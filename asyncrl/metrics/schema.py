@@ -54,7 +54,7 @@ SCHEMA: dict[str, str] = {
     "offpolicy/masked_fraction": "tokens whose correction weight is 0",
     "mismatch/mean": "mean |trainer - behavior logprob| over trained tokens: staleness and engine numerics",
     "mismatch/max": "its maximum",
-    "mismatch/fresh_mean": "the same over tokens of the version being trained: engine numerics alone",
+    "mismatch/fresh_mean": "the same over trajectories sampled wholly by the version being trained: engine numerics",
     "mismatch/fresh_max": "its maximum",
     "mismatch/fresh_k3": "k3 over those tokens",
     "reward/mean": "mean over the batch's trajectories",

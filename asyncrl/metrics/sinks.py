@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One object a line: step, seconds since the start of this process, every metric. Flushed each step."""
+    """One object a line: step and every metric, null where it is not finite. Flushed each step."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,12 +28,18 @@ class JsonLines:
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         row: dict[str, Any] = {"step": step}
-        row |= {k: dataclasses.asdict(v) if isinstance(v, Histogram) else v for k, v in metrics.items()}
-        self._file.write(json.dumps(row) + "\n")
+        row |= {name: _as_json(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _as_json(value: Metric) -> Any:
+    if isinstance(value, Histogram):
+        return dataclasses.asdict(value)
+    return value if math.isfinite(value) else None
 
 
 class Console:

@@ -31,7 +31,7 @@ class LossInputs:
     logprobs           f32[M]  trainer logprobs at the sampling temperature, with gradient
     entropy            f32[M]  of the trainer's distribution, in nats
     behavior_logprobs, advantages, loss_weights  f32[M]
-    staleness          i64[M]
+    is_fresh           bool[M]  the version being trained sampled the token and all before it
     """
 
     logprobs: torch.Tensor
@@ -39,7 +39,7 @@ class LossInputs:
     behavior_logprobs: torch.Tensor
     advantages: torch.Tensor
     loss_weights: torch.Tensor
-    staleness: torch.Tensor
+    is_fresh: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Algorithm:
             weights=weights,
             clipped=clipped,
             entropy=inputs.entropy.detach(),
-            staleness=inputs.staleness,
+            is_fresh=inputs.is_fresh,
             loss=total.detach(),
         )
         return total, sums

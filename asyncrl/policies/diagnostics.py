@@ -52,13 +52,13 @@ def token_sums(
     weights: torch.Tensor,
     clipped: torch.Tensor,
     entropy: torch.Tensor,
-    staleness: torch.Tensor,
+    is_fresh: torch.Tensor,
     loss: torch.Tensor,
 ) -> Sums:
     """Sums over M response tokens.  f32[M] each, ``loss`` the micro-batch's scalar part of the batch loss.
 
-    log_ratio = trainer - behavior logprobs. A token is fresh when the learner's own version sampled it: what differs
-    there is the engine's numerics, not staleness.
+    log_ratio = trainer - behavior logprobs. Where ``is_fresh`` the learner's version sampled the token and all before
+    it: what differs there is the engine's numerics, not staleness.
     """
     if log_ratio.numel() == 0:
         return zero(log_ratio.device)
@@ -66,7 +66,7 @@ def token_sums(
     ratio = log_ratio.clamp(-20.0, 20.0).exp()
     difference = log_ratio.abs()
     k3 = ratio - log_ratio - 1.0  # of KL(behavior || trainer), arXiv: joschu.net/blog/kl-approx.html
-    fresh = (staleness == 0).double()
+    fresh = is_fresh.double()
     weights = weights.double()
     sums = torch.stack(
         [

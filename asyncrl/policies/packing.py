@@ -61,6 +61,15 @@ class MicroBatch:
         lengths = np.diff(self.boundaries)
         return (np.arange(self.num_tokens) - np.repeat(self.boundaries[:-1], lengths)).astype(np.int32)
 
+    @property
+    def is_fresh(self) -> NDArray[np.bool_]:
+        """bool[N]: the version being trained sampled every token of the document.
+
+        A fresh token behind stale ones is not: its keys and values in the engine's cache came from older weights.
+        """
+        oldest = np.maximum.reduceat(self.staleness, self.boundaries[:-1])
+        return np.repeat(oldest == 0, np.diff(self.boundaries))
+
 
 def pack(documents: Sequence[Document], *, max_tokens: int) -> list[MicroBatch]:
     """Documents into as few micro-batches of at most ``max_tokens`` as first-fit decreasing finds.
