@@ -48,6 +48,7 @@ class Moment:
     at: float
     cpu_seconds: float
     server_cpu_seconds: float
+    starved_seconds: float
     busy_seconds: tuple[float, ...]
     dropped: float
 
@@ -68,6 +69,7 @@ class Window:
                 at=time.monotonic(),
                 cpu_seconds=time.process_time(),
                 server_cpu_seconds=_cpu_seconds(self._server.pid),
+                starved_seconds=_starved_seconds(),
                 busy_seconds=tuple(engine.busy_seconds for engine in self._engines),
                 dropped=_number(metrics["staleness/dropped_groups"]),
             )
@@ -92,6 +94,11 @@ def _cpu_seconds(pid: int) -> float:
     """User and system time of a process, from Linux."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / 100
+
+
+def _starved_seconds() -> float:
+    """How long the event loop's thread was ready to run and had no processor, from Linux."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
@@ -240,5 +247,6 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "step_seconds": seconds / len(trained),
         "cpu_share": (last.cpu_seconds - first.cpu_seconds) / seconds,
         "server_cpu_share": (last.server_cpu_seconds - first.server_cpu_seconds) / seconds,
+        "starved_share": (last.starved_seconds - first.starved_seconds) / seconds,
         "seed": plan.seed,
     }

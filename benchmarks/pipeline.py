@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
@@ -35,7 +36,9 @@ from benchmarks.arm import Row, run_arm
 from benchmarks.ideal import Ideal, Plan, group_lengths
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, Timing
 
-MODES = ("sync", "one_step_off", "async")
+MODES: Final = ("sync", "one_step_off", "async")
+STARVED: Final = 0.05
+"""A run whose event loop waited longer than this share of the time for a processor says little about the loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,13 @@ class Scene:
         return [*apart, plan] if mode == "sync" else apart
 
 
-def measure(scene: Scene, *, mode: str, kind: LengthKind, sweep: str) -> Iterator[Row]:
+def measure(scene: Scene, *, mode: str, kind: LengthKind, sweep: str, tries: int) -> Iterator[Row]:
     """Rows of one mode, each when it is done."""
     timing, lengths = scene.timing(), Lengths(kind, mean=scene.length_mean, maximum=scene.length_max)
     of_group = group_lengths(lengths, group_size=scene.group_size, seed=scene.seed)
     ideal = {plan: Ideal(plan, timing, of_group).tokens_per_second() for plan in scene.plans(mode)}
     for plan in chosen(ideal, sweep=sweep):
-        row = uvloop.run(run_arm(plan, timing=timing, lengths=lengths))
+        row = least_starved(plan, timing=timing, lengths=lengths, tries=tries)
         yield (
             {"lengths": kind, "machines": scene.machines}
             | row
@@ -111,6 +114,14 @@ def measure(scene: Scene, *, mode: str, kind: LengthKind, sweep: str) -> Iterato
         )
 
 
+def least_starved(plan: Plan, *, timing: Timing, lengths: Lengths, tries: int) -> Row:
+    """The row of the run that other programs disturbed least: tried again while it was starved of processors."""
+    rows: list[Row] = []
+    while len(rows) < tries and min((row["starved_share"] for row in rows), default=1.0) > STARVED:
+        rows.append(uvloop.run(run_arm(plan, timing=timing, lengths=lengths)))
+    return min(rows, key=lambda row: float(row["starved_share"])) | {"tries": len(rows)}
+
+
 def chosen(ideal: Mapping[Plan, float], *, sweep: str) -> list[Plan]:
     """The best split, for async also its neighbours, for sync also colocated; or all."""
     if sweep == "all":
@@ -122,7 +133,7 @@ def chosen(ideal: Mapping[Plan, float], *, sweep: str) -> list[Plan]:
 
 HEAD = (
     "lengths    mode          workers+learner      tok/s  of ideal  learner idle  overhead  rollout idle"
-    "  staleness mean  max  dropped  length  cpu  server"
+    "  staleness mean  max  dropped  length  cpu  server  starved"
 )
 
 
@@ -133,7 +144,7 @@ def line(row: Row) -> str:
         f"  {row['tokens_per_second']:9,.0f}  {row['of_ideal']:8.2f}"
         f"  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['rollout_idle']:12.1%}"
         f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {row['dropped_groups']:7d}"
-        f"  {row['length_mean']:6.0f}  {row['cpu_share']:3.0%}  {row['server_cpu_share']:6.0%}"
+        f"  {row['length_mean']:6.0f}  {row['cpu_share']:3.0%}  {row['server_cpu_share']:6.0%}  {row['starved_share']:7.1%}{'*' if row['starved_share'] > STARVED else ''}"
     )
 
 
@@ -189,6 +200,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         choices=("best", "near", "all"),
         help="splits: the best; near: async also beside it, for the first lengths (default); all",
     )
+    add("--tries", type=int, default=1, help="times an arm may run when other programs starve it of processors")
     add("--quick", action="store_true", help="lognormal lengths, best splits")
     add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")
     options = parser.parse_args(given)
@@ -221,12 +233,14 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         for kind, mode in itertools.product(options.lengths, options.modes):
             sweep = "best" if options.sweep == "near" and kind != options.lengths[0] else options.sweep
-            for row in measure(scene, mode=mode, kind=kind, sweep=sweep):
+            for row in measure(scene, mode=mode, kind=kind, sweep=sweep, tries=options.tries):
                 rows.append(row)
                 print(line(row), flush=True)
     except asyncio.CancelledError:
         return 130
     print("", *ratios(rows), sep="\n")
+    if any(row["starved_share"] > STARVED for row in rows):
+        print(f"* starved: waited over {STARVED:.0%} of the time for a processor; use a quiet machine, or --tries 3")
     print(f"\n{time.monotonic() - started:.0f} s")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
