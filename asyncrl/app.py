@@ -24,6 +24,7 @@ from asyncrl.messages import Sampling
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
 if TYPE_CHECKING:
+    from asyncrl.data.prompts import PromptDataset
     from asyncrl.metrics.sinks import Sink
     from asyncrl.policies.algorithms import Algorithm
 
@@ -103,8 +104,9 @@ def _require_gpu(section: str) -> None:
 
 
 def describe(run: RunConfig) -> str:
-    """The resolved run file and what follows from it, for a person. Checks first."""
+    """The resolved run file and what follows from it, for a person. Checks first, every row of the data too."""
     check(run)
+    rows = open_rows(run)
     lines = []
     for section in dataclasses.fields(run):
         lines.append(f"[{section.name}]")
@@ -119,6 +121,7 @@ def describe(run: RunConfig) -> str:
         f"staleness bound   {run.max_staleness} versions ({run.run.mode})",
         f"window            {run.window} groups = (max_staleness {run.max_staleness} + 1) x "
         f"groups_per_batch {run.learner.groups_per_batch}",
+        f"data              {rows.num_rows:,} prompts, {run.run.steps * run.learner.groups_per_batch:,} trained",
         f"samples per step  {run.learner.groups_per_batch * run.rollout.group_size}",
         f"largest message   {run.largest_message_bytes:,} bytes of {run.bus.max_message_bytes:,}",
         f"weights           loaded {run.load.replace('_', ' ')}, kept in {run.weights_directory}",
@@ -175,6 +178,14 @@ def load_reward(run: RunConfig) -> Any:
     from asyncrl.rewards.load import load_reward
 
     return load_reward(run.reward)
+
+
+def open_rows(run: RunConfig) -> PromptDataset:
+    """The prompts. Raises ConfigError for the first row that cannot be one."""
+    from asyncrl.data.prompts import PromptDataset
+    from asyncrl.data.tokenizer import load_tokenizer
+
+    return PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
 
 
 def channel(run: RunConfig) -> WeightChannel:
@@ -303,8 +314,6 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Any,
     from asyncrl.actors.learner import Learner, LearnerSettings
     from asyncrl.actors.prompt_source import PromptSource
     from asyncrl.actors.reporter import Reporter
-    from asyncrl.data.prompts import PromptDataset
-    from asyncrl.data.tokenizer import load_tokenizer
     from asyncrl.policies.admission import Admission
     from asyncrl.policies.buffer import Buffer
     from asyncrl.policies.ledger import Ledger
@@ -318,8 +327,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Any,
         groups=Ledger.from_json(state.groups),
         consumed=Ledger.from_json(state.consumed),
     )
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
-    rows = await asyncio.to_thread(PromptDataset.open, run.data, tokenizer=tokenizer, seed=run.run.seed)
+    rows = await asyncio.to_thread(open_rows, run)
     prompts = PromptSource(
         "prompts",
         bus,

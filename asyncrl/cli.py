@@ -36,6 +36,7 @@ _VENDORS_ENVIRONMENT = {
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options = _parser().parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # "my_rewards:score" beside the run file, as with `python -m`
     for name, value in _VENDORS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

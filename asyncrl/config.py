@@ -186,7 +186,7 @@ class Algorithm:
     allow_uncorrected: bool = False
     """Train stale data as if it were fresh. It collapses (docs/algorithms.md); for experiments only."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters of the algorithm, such as clip_low and tis_cap."""
+    """Hyper-parameters of the algorithm, such as clip_low and cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,6 +277,8 @@ class RewardFn(Protocol):
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]: ...
 
+    async def close(self) -> None: ...
+
 
 Generate = Callable[[NDArray[np.int32]], Awaitable[Generation]]
 """Continues a token sequence with the group's sampling; bound to one sample of one group."""

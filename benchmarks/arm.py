@@ -28,6 +28,7 @@ from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from benchmarks.ideal import Plan
 from benchmarks.simulated import (
+    EvenLength,
     Lengths,
     NoText,
     NullChannel,
@@ -35,7 +36,6 @@ from benchmarks.simulated import (
     SimulatedEngine,
     TimedBackend,
     Timing,
-    even_length,
 )
 
 Row = dict[str, Any]
@@ -211,7 +211,7 @@ def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str
         engine=engine,
         follower=follower,
         rollout=single_turn,
-        reward=even_length,
+        reward=EvenLength(),
         tokenizer=NoText(),
         seed=plan.seed,
         max_running_groups=plan.slots,

@@ -139,12 +139,14 @@ HEAD = (
 
 def line(row: Row) -> str:
     split = "colocated" if row["is_colocated"] else f"{row['workers']}+{row['learner_machines']}"
+    flag = "*" if row["starved_share"] > STARVED else ""
     return (
         f"{row['lengths']:9s}  {row['mode']:12s}  {split:>15s}"
         f"  {row['tokens_per_second']:9,.0f}  {row['of_ideal']:8.2f}"
         f"  {row['learner_idle']:12.1%}  {row['learner_overhead']:8.1%}  {row['rollout_idle']:12.1%}"
         f"  {row['staleness_mean']:14.2f}  {row['staleness_max']:3d}  {row['dropped_groups']:7d}"
-        f"  {row['length_mean']:6.0f}  {row['cpu_share']:3.0%}  {row['server_cpu_share']:6.0%}  {row['starved_share']:7.1%}{'*' if row['starved_share'] > STARVED else ''}"
+        f"  {row['length_mean']:6.0f}  {row['cpu_share']:3.0%}  {row['server_cpu_share']:6.0%}"
+        f"  {row['starved_share']:7.1%}{flag}"
     )
 
 

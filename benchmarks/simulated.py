@@ -341,6 +341,11 @@ class NoText:
         return ""
 
 
-async def even_length(samples: Sequence[Sample]) -> list[Reward]:
+class EvenLength:
     """A RewardFn: 1 for an even number of tokens."""
-    return [Reward(value=float(len(sample.trajectory.tokens) % 2 == 0)) for sample in samples]
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        return [Reward(value=float(len(sample.trajectory.tokens) % 2 == 0)) for sample in samples]
+
+    async def close(self) -> None:
+        pass

@@ -164,7 +164,20 @@ class Rows:
         return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch)
 
 
-async def token_sum(samples: Sequence[Sample]) -> Sequence[Reward]:
+@dataclass(frozen=True)
+class Judge:
+    """A reward made of a function."""
+
+    function: Callable[[Sequence[Sample]], Sequence[Reward]]
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        return self.function(samples)
+
+    async def close(self) -> None:
+        pass
+
+
+def token_sum(samples: Sequence[Sample]) -> Sequence[Reward]:
     return [Reward(value=float(sample.trajectory.tokens.sum())) for sample in samples]
 
 
@@ -292,7 +305,7 @@ def worker(
     follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load)
     settings: dict[str, Any] = {
         "rollout": single_turn,
-        "reward": token_sum,
+        "reward": Judge(token_sum),
         "tokenizer": Tokenizer(),
         "seed": 0,
         "max_running_groups": 4,

@@ -182,12 +182,12 @@ async def test_a_draining_worker_finishes_what_it_holds(loop: Loop, bus_factory:
 
 
 async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Loop, bus_factory: Any) -> None:
-    async def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
+    def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
         if samples[0].label == 0:
             raise RewardError("reward raised ValueError: cannot judge p0")
-        return await fakes.token_sum(samples)
+        return fakes.token_sum(samples)
 
-    await run_all(loop, worker(await bus_factory(), Engine(), reward=picky))
+    await run_all(loop, worker(await bus_factory(), Engine(), reward=fakes.Judge(picky)))
     assert loop.trained_groups == 8
     assert loop.recorder.rows[-1]["staleness/buried_groups"] > 0
     assert any(key.startswith("0-buried") for key in await loop.bus.keys(EVENTS))
@@ -204,11 +204,11 @@ async def test_a_rollout_function_that_raises_is_data(loop: Loop, bus_factory: A
 
 
 async def test_a_run_whose_groups_are_all_buried_ends_with_the_reason(loop: Loop, bus_factory: Any) -> None:
-    async def broken(samples: Sequence[Sample]) -> Sequence[Reward]:
+    def broken(samples: Sequence[Sample]) -> Sequence[Reward]:
         raise RewardError("judge is not reachable")
 
     loop.max_buried_in_a_row = 8
-    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), reward=broken)))
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(broken))))
     with pytest.raises(AsyncRLError, match="last 8 groups were all buried.*judge is not reachable"):
         await loop.run_learner()
     task.cancel()

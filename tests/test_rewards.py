@@ -282,16 +282,12 @@ def nan(sample: Sample) -> float:
     return math.nan
 
 
-def infinite_part(sample: Sample) -> dict[str, float]:
-    return {"speed": math.inf}
+def infinite_part(sample: Sample) -> Reward:
+    return Reward(value=1.0, parts={"speed": math.inf})
 
 
 def text(sample: Sample) -> str:
     return "1.0"
-
-
-def nothing(sample: Sample) -> None:
-    return None
 
 
 def too_few(samples: Sequence[Sample]) -> list[float]:
@@ -310,9 +306,8 @@ def one_number(samples: Sequence[Sample]) -> float:
         ("raises_timeout", "raised TimeoutError: the user's own$"),
         ("exits", "raised RuntimeError: SystemExit: 3$"),
         ("nan", "the reward is nan$"),
-        ("infinite_part", "the reward is inf$"),
+        ("infinite_part", "speed is inf$"),
         ("text", "must be a number, a Reward or a dict of parts, got '1.0'$"),
-        ("nothing", "got None$"),
         ("too_few", "returned 1 rewards for 2 samples$"),
         ("one_number", "must return a list of rewards, returned 1.0$"),
     ],
@@ -370,9 +365,6 @@ def two_arguments(prompt: str, completion: str) -> float:
     return 0.0
 
 
-NOT_A_FUNCTION = 3
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
@@ -380,7 +372,7 @@ NOT_A_FUNCTION = 3
         ("nothing.here:f", {}, "cannot import 'nothing.here'"),
         (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
         (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
-        (f"{HERE}:NOT_A_FUNCTION", {}, "is a int, not a function"),
+        (f"{HERE}:HERE", {}, "is a str, not a function"),
         (f"{HERE}:per_sample", {"scale": 2}, "takes no options, got scale"),
         ("exact", {"stripp": True}, "reward.options: unknown key 'stripp'; did you mean 'strip'"),
         ("exact", {"extract": "("}, "reward.options: extract: '\\(' is no regular expression"),

@@ -83,6 +83,7 @@ class RolloutWorker(Actor):
 
     async def stop(self) -> None:
         await self._engine.close()
+        await self._reward.close()
 
     async def run(self) -> None:
         """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
