@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.actors.rollout_worker import sample_seed
 from asyncrl.policies.admission import Admission
-from benchmarks.simulated import PROMPT_TOKENS, Decoding, Lengths, Timing
+from benchmarks.simulated import PROMPT_TOKENS, Decoding, Finished, Lengths, Timing, version_spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,19 @@ def group_lengths(lengths: Lengths, *, group_size: int, seed: int) -> GroupLengt
 
 @dataclass(slots=True)
 class _Engine:
+    """``changes``: (position, version), as version_spans takes them."""
+
     decoding: Decoding
     version: int = 0
+    changes: list[tuple[float, tuple[int, int]]] = field(default_factory=lambda: [(-1.0, (0, 0))])
     loading_until: float = math.inf
     groups: int = 0
 
 
 @dataclass(slots=True)
 class _Group:
+    """``version``: the oldest that sampled a token of it, of what ended so far."""
+
     version: int
     missing: int
     tokens: int
@@ -120,12 +125,16 @@ class Ideal:
         assert self.now < math.inf, "nothing will ever happen"
         for engine in self.engines:
             for ended in engine.decoding.advance(self.now):
-                self._end_sequence(engine, ended.number // self.plan.group_size)
+                self._end_sequence(engine, ended)
             if engine.loading_until <= self.now:
                 engine.loading_until, engine.decoding.is_paused = math.inf, False
+                engine.changes.append((engine.decoding.position, (0, engine.version)))
 
-    def _end_sequence(self, engine: _Engine, group_id: int) -> None:
+    def _end_sequence(self, engine: _Engine, ended: Finished) -> None:
+        group_id = ended.number // self.plan.group_size
         group = self.groups[group_id]
+        oldest = version_spans(engine.changes, entered=ended.entered, length=ended.length)[0].policy_version
+        group.version = min(group.version, oldest)
         group.missing -= 1
         if not group.missing:
             engine.groups -= 1
@@ -182,6 +191,6 @@ class Ideal:
 
     def _start(self, engine: _Engine, group_id: int) -> None:
         size, lengths = self.plan.group_size, self.lengths(group_id)
-        self.groups[group_id] = _Group(engine.version, size, sum(lengths))
+        self.groups[group_id] = _Group(self.plan.steps, size, sum(lengths))
         for index, length in enumerate(lengths):
             engine.decoding.add(group_id * size + index, length)
