@@ -1,7 +1,9 @@
 """What a run would reach if bus, actors and Python took no time: the loop's rules on a clock of their own.
 
 Discrete events over the pure parts of the real thing (Admission, Buffer's order and bound, Decoding, Timing, Lengths).
-``pipeline.py`` sweeps splits with it, and reports how much of it the real loop reaches.
+``pipeline.py`` sweeps splits with it, and reports how much of it the real loop reaches. That can be over 1 where groups
+are dropped: a real source publishes one prompt after another, which thins the engines' batches, so that long answers
+decode faster and fewer of them get too old.
 """
 
 from __future__ import annotations
