@@ -334,3 +334,27 @@ def test_streams_of_two_topics_never_share_a_name() -> None:
     subjects = [layout.subject(topic, "k") for topic in ALL]
     assert len(set(subjects)) == len(ALL)
     assert all(not a.startswith(b + ".") for a, b in itertools.permutations(subjects, 2))
+
+
+async def test_leaving_twice_cancelled_leaves_the_connection_alive(
+    connect: Connect, nats_server: EmbeddedServer
+) -> None:
+    """As when a run is finished and the supervisor stops its actors in the same moment."""
+    bus = await connect(nats_server)
+
+    async def work() -> None:
+        async with bus.consume(PROMPTS) as deliveries:
+            entered.set()
+            await anext(deliveries)
+
+    for _ in range(5):
+        entered = asyncio.Event()
+        task = asyncio.create_task(work())
+        await entered.wait()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(10):
+            assert await bus.depth(PROMPTS) == 0

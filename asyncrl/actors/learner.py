@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +97,7 @@ class Learner(Actor):
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
         self._batches_taken = state.step
         self._buried_in_a_row = 0
+        self._reporting: asyncio.Task[None] | None = None
         self._cursor = buffer.consumed.watermark - 1
         self._changed = asyncio.Event()  # the buffer or the prompt source changed
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
@@ -285,12 +286,7 @@ class Learner(Actor):
             "learner/tokens_per_second": batch.num_tokens / elapsed,
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
-        await self._reporter.report(
-            self.step,
-            metrics | self._own_metrics(),
-            policy_version=self.policy_version,
-            cursor=self._cursor,
-        )
+        await self._report(metrics | self._own_metrics(), group)
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and not self.done:
             await self._checkpoint()
@@ -337,6 +333,8 @@ class Learner(Actor):
     async def _finish(self) -> None:
         """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
         await self._weights.wait()
+        if self._reporting is not None:
+            await self._reporting
         await self._checkpoint()
         if not self.draining.is_set() or self.done:
             await self._report_progress(finished=True)
@@ -368,6 +366,14 @@ class Learner(Actor):
             await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
 
     # -- small things --------------------------------------------------------------------------------------------------
+
+    async def _report(self, metrics: Mapping[str, Metric], group: asyncio.TaskGroup) -> None:
+        """Asking the bus and the workers goes on while the next step runs; steps are reported in order."""
+        if self._reporting is not None:
+            await self._reporting
+        self._reporting = group.create_task(
+            self._reporter.report(self.step, metrics, policy_version=self.policy_version, cursor=self._cursor)
+        )
 
     def _own_metrics(self) -> dict[str, Metric]:
         held = self._buffer.held.values()

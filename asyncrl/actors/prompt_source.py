@@ -124,13 +124,18 @@ class PromptSource(Actor):
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
         )
-        for _ in range(count):
-            numbered = await asyncio.to_thread(self._read)
-            if numbered is None:
-                self.exhausted.set()
-                return
-            self.oldest_start[numbered.group_id] = progress.policy_version
-            await self._publish(numbered, min_policy_version=progress.policy_version)
+        rows = await asyncio.to_thread(self._read_many, count)
+        async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
+            for numbered in rows:
+                self.oldest_start[numbered.group_id] = progress.policy_version
+                group.create_task(self._publish(numbered, min_policy_version=progress.policy_version))
+        if len(rows) < count:
+            self.exhausted.set()
+
+    def _read_many(self, count: int) -> list[_Numbered]:
+        """The next ``count`` rows that are short enough; fewer when the data ends."""
+        rows = (self._read() for _ in range(count))
+        return [row for row in rows if row is not None]
 
     def _read(self) -> _Numbered | None:
         """The next row that is short enough, and its group id. None when the data has ended."""

@@ -100,6 +100,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
         self._listeners: set[Callable[[], None]] = set()
+        self._leaving: set[asyncio.Future[None]] = set()
 
     async def open(self, url: str, *, token: str, seconds: float) -> None:
         """Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
@@ -235,10 +236,21 @@ class Connection:
         return await guarded(self._client.subscribe(subject, cb=deliver))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                is_here = self._online.is_set() and not self._is_over
-                await guarded(subscription.drain() if drain and is_here else subscription.unsubscribe())
+        """Leave; with ``drain``, what is on its way still arrives. A cancelled caller does not cancel the leaving:
+
+        nats-py keeps the future of a cancelled flush, and the next PONG then ends its read loop for good.
+        """
+        is_here = self._online.is_set() and not self._is_over
+        leaving = asyncio.ensure_future(subscription.drain() if drain and is_here else subscription.unsubscribe())
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._left)
+        await asyncio.wait((leaving,), timeout=_LEAVE_SECONDS)
+
+    def _left(self, leaving: asyncio.Future[None]) -> None:
+        self._leaving.discard(leaving)
+        error = None if leaving.cancelled() else leaving.exception()
+        if error is not None and not isinstance(error, (nats.errors.Error, OSError, TimeoutError)):
+            logger.error("bus %s: leaving a subscription: %r", self.name, error)
 
     async def online(self) -> None:
         await self._online.wait()
