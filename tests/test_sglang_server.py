@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -143,17 +144,19 @@ def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
     return True
 
 
-def descendants(pid: int) -> list[int]:
-    return [os.pidfd_open(process.pid) for process in psutil.Process(pid).children(recursive=True)]
+def descendants(pid: int, *, but: Collection[int] = ()) -> list[int]:
+    children = psutil.Process(pid).children(recursive=True)
+    return [os.pidfd_open(process.pid) for process in children if process.pid not in but]
 
 
 async def test_closing_ends_the_whole_tree(tmp_path: Path) -> None:
     server = sglang_server.ServerProcess(
         [sys.executable, "-c", TREE], environment=os.environ, log_path=tmp_path / "log"
     )
+    others = {process.pid for process in psutil.Process().children(recursive=True)}  # of other tests' fixtures
     await server.start()
     await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
-    tree = descendants(os.getpid())
+    tree = descendants(os.getpid(), but=others)
     assert len(tree) >= 3  # warden, command, child in a session of its own
     assert server.is_alive
     await server.close()

@@ -92,7 +92,6 @@ class Learner(Actor):
         self._weights = WeightPublisher(bus, channel)
         self._algorithm = algorithm
         self._reporter = reporter
-        self._state = state
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
         self._batches_taken = state.step
@@ -222,7 +221,7 @@ class Learner(Actor):
             taken = self._buffer.take(self._settings.groups_per_batch)
             if taken is not None and not self._holds_for_stragglers():
                 return taken
-            if self._prompts.exhausted.is_set() and not await self._more_can_come():
+            if self._prompts.exhausted.is_set() and not self._more_can_come():
                 self.log.warning(
                     "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
                     self.step,
@@ -232,9 +231,8 @@ class Learner(Actor):
                 return None
             await self._changed.wait()
 
-    async def _more_can_come(self) -> bool:
-        outstanding = self._prompts.state().outstanding
-        return any(group_id not in self._buffer.held for group_id in outstanding)
+    def _more_can_come(self) -> bool:
+        return any(group_id not in self._buffer.held for group_id in self._prompts.state().outstanding)
 
     def _holds_for_stragglers(self) -> bool:
         if not self._settings.wait_for_stragglers:

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 10.0
+_BUSY_CODES: Final = {10008, 10012}
+"""JetStream errors that pass: temporarily unavailable; a consumer's store not made while one of that name goes."""
+_BUSY_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
 _PATIENCE_SECONDS: Final = 60.0
 _NOBODY_SECONDS: Final = 10.0
 """How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
@@ -196,10 +199,14 @@ class Connection:
     async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request of the JetStream API. Raises Refused."""
         data = json.dumps(body).encode() if body else b""
-        answer = await self.request(f"$JS.API.{verb}", data)
-        found: dict[str, Any] = json.loads(answer.data)
-        if "error" in found:
-            raise Refused(verb, found["error"])
+        for pause in (*_BUSY_PAUSES, None):
+            answer = await self.request(f"$JS.API.{verb}", data)
+            found: dict[str, Any] = json.loads(answer.data)
+            if "error" not in found:
+                break
+            if pause is None or found["error"].get("err_code") not in _BUSY_CODES:
+                raise Refused(verb, found["error"])
+            await asyncio.sleep(pause)
         return found
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
