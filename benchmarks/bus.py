@@ -282,7 +282,7 @@ def machine() -> dict[str, Any]:
         return done.stdout.strip()
 
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", "-m", "benchmarks.bus", *sys.argv[1:]]),
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
