@@ -6,13 +6,15 @@ The tables below are the documentation of what can be chosen; every entry may al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,9 @@ def check(run: RunConfig) -> None:
             _require_gpu(section)
     options(engine_class(run), run.engine.options, "engine.options")
     options(backend_class(run), run.learner.options, "learner.options")
+    if run.learner.ranks > 1 and run.learner.backend == "reference":
+        raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
+    plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
     load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=ROLLOUTS)
 
@@ -284,9 +289,22 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
 
 
 def run_learner(run: RunConfig, *, resume: bool, token: str) -> int:
-    """The learner's process, to the end of the run."""
+    """The learner's process, to the end of the run. Raises ConfigError while another one has this run."""
     check(run)
-    return _in_event_loop(_learner(run, resume=resume, token=token))
+    with _only_learner(run.run_directory):
+        return _in_event_loop(_learner(run, resume=resume, token=token))
+
+
+@contextlib.contextmanager
+def _only_learner(directory: Path) -> Iterator[None]:
+    """Two learners would publish over each other's weights; the lock goes with the process, however it ends."""
+    path = directory / "learner.lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{directory}: another learner has this run ({path} is locked); end it first") from None
+        yield
 
 
 async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
@@ -393,6 +411,11 @@ def _starting_point(run: RunConfig, *, resume: bool, last_epoch: int) -> tuple[L
     state, folder = found if found is not None else (_fresh(), None)
     if run.run.steps < state.step:
         raise ConfigError(f"run.steps is {run.run.steps}, but the checkpoint is at step {state.step} already")
+    if state.groups_per_batch not in (0, run.learner.groups_per_batch):
+        raise ConfigError(
+            f"learner.groups_per_batch: the checkpoint was made with {state.groups_per_batch}; the window "
+            f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
+        )
     run_epoch = max(state.run_epoch, last_epoch) + 1
     forks = state.forks | {run_epoch: state.policy_version}
     return dataclasses.replace(state, run_epoch=run_epoch, forks=forks), folder

@@ -48,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         print(f"asyncrl {options.verb}: {error}", file=sys.stderr)
         code = 1
+    except Exception as error:
+        logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
+        print(f"asyncrl {options.verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
@@ -107,7 +111,9 @@ def _run(options: argparse.Namespace) -> int:
 
     config = _load(options)
     app.check(config)
-    return launch.run(config, run_file=options.run_file, overrides=options.overrides, resume=options.resume)
+    return launch.run(
+        config, run_file=options.run_file, overrides=options.overrides, resume=options.resume, token=_token(config)
+    )
 
 
 def _learner(options: argparse.Namespace) -> int:
@@ -159,8 +165,12 @@ def _token(config: RunConfig) -> str:
 
 def _log_to(path: Path) -> None:
     """Everything from info up to a file of this process; warnings and errors to stderr as well."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    to_file = logging.FileHandler(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_file = logging.FileHandler(path)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
+    logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_stderr = logging.StreamHandler()
     to_stderr.setLevel(logging.WARNING)

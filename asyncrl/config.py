@@ -39,6 +39,7 @@ class Run:
         plain = self.name.replace("-", "").replace("_", "")
         _require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
         _positive(self, "steps")
+        _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class Bus:
     """max_payload of the server started for this run."""
     max_log_bytes: int = 2 * 2**30
     """Size of the trajectory log; workers wait when it is full. Trimmed behind each checkpoint."""
-    ack_seconds: float = 120.0
+    ack_seconds: float = 30.0
     """A prompt whose worker was not heard of for so long goes to another one."""
 
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ class Learner:
     """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: int = 1
-    """Processes of the learner; times data-parallel."""
+    """Data-parallel processes of the learner."""
     threads: int = 0
     """CPU threads of each rank; 0 leaves it to torch."""
     groups_per_batch: int = 16
@@ -170,7 +171,8 @@ class Learner:
 
     def __post_init__(self) -> None:
         _positive(self, "ranks", "groups_per_batch", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eps")
-        _require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
+        for name in ("threads", "warmup_steps", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), got {list(self.betas)}",
@@ -184,7 +186,7 @@ class Algorithm:
     correction: str = ""
     """Off-policy correction: tis_token or none; empty takes the algorithm's own."""
     allow_uncorrected: bool = False
-    """Train stale data as if it were fresh. It collapses (docs/algorithms.md); for experiments only."""
+    """Train stale data as if it were fresh. It collapses; for experiments only."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Hyper-parameters of the algorithm, such as clip_low and cap."""
 
@@ -205,7 +207,7 @@ class Weights:
     channel: str = "files"
     """files, or "package.module:Class"."""
     directory: str = ""
-    """Shared folder for weight versions, /dev/shm/... on one host; empty is WEIGHTS in the run's folder."""
+    """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
 

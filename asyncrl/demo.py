@@ -41,7 +41,7 @@ def main() -> int:
     run_config = config.load(RUN_FILE, overrides)
     app.check(run_config)
     started = time.monotonic()
-    code = launch.run(run_config, run_file=RUN_FILE, overrides=overrides, resume=False)
+    code = launch.run(run_config, run_file=RUN_FILE, overrides=overrides, resume=False, token="")
     if code != 0:
         return code
     return report(run_config.run_directory / "metrics.jsonl", seconds=time.monotonic() - started)

@@ -40,16 +40,20 @@ DRAIN_SECONDS = 120.0
 INTERRUPTED = 130
 
 
-def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool) -> int:
+def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool, token: str) -> int:
     """Run to the end; the exit code is the run's."""
     directory = run_config.run_directory
     if not resume and (directory / "checkpoints").exists():
         raise ConfigError(
             f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
         )
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
+    common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     if run_config.bus.url:
-        return asyncio.run(_run(run_config, run_file=run_file, overrides=overrides, resume=resume))
+        return asyncio.run(_run(run_config, common, resume=resume, token=token, server=None))
     server = EmbeddedServer(
         directory / "nats", port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
@@ -59,7 +63,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         _write_private(address, json.dumps({"url": server.url, "token": server.token}))
         where = server.url.removeprefix("nats://")
         print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
-        return asyncio.run(_run(run_config, run_file=run_file, overrides=overrides, resume=resume))
+        return asyncio.run(_run(run_config, common, resume=resume, token=token, server=server))
     finally:
         address.unlink(missing_ok=True)
         server.stop()
@@ -71,10 +75,11 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-async def _run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool) -> int:
+async def _run(
+    run_config: RunConfig, common: list[str], *, resume: bool, token: str, server: EmbeddedServer | None
+) -> int:
     if resume:
-        await _reopen(run_config)
-    common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
+        await _reopen(run_config, token=token)
     children = [
         _Child(name="learner", arguments=["learner", *common], restart_arguments=["--resume"], resumed=resume),
         *(
@@ -82,12 +87,12 @@ async def _run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str
             for number in range(run_config.rollout.workers)
         ),
     ]
-    return await _Launcher(children).run()
+    return await _Launcher(children, server).run()
 
 
-async def _reopen(run_config: RunConfig) -> None:
+async def _reopen(run_config: RunConfig, *, token: str) -> None:
     """Take back "finished" before workers read it: the run goes on."""
-    bus = await connect(run_config, token=run_config.bus.token)
+    bus = await connect(run_config, token=token)
     try:
         progress = (await bus.states(PROGRESS)).get("")
         if progress is not None and progress.finished:
@@ -128,7 +133,9 @@ class _Child:
 class _Launcher:
     """Watches the children of one run until it is over."""
 
-    def __init__(self, children: Sequence[_Child]) -> None:
+    def __init__(self, children: Sequence[_Child], server: EmbeddedServer | None) -> None:
+        self._server = server
+        self._server_restarts = 0
         self._children = children
         self._learner, *self._workers = children
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
@@ -139,6 +146,7 @@ class _Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
+        self._watch_server()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._keep(child), name=child.name) for child in self._children]
@@ -147,7 +155,8 @@ class _Launcher:
                     await asyncio.wait(tasks, timeout=FINISH_SECONDS)
                 for child in self._children:
                     child.signal(signal.SIGTERM)
-                await asyncio.wait(tasks, timeout=DRAIN_SECONDS)
+                # Only an interrupted run has work worth waiting for: a finished or failed one has none.
+                await asyncio.wait(tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
                 for child in self._children:
                     child.signal(signal.SIGKILL)
         finally:
@@ -166,6 +175,9 @@ class _Launcher:
             code = await child.process.wait()
             if code == 0 and child is self._learner:
                 self._over.set()
+            elif child is self._learner and self._interrupts == 1:
+                print(f"asyncrl run: learner ended with {_reason(code)} while draining", file=sys.stderr)
+                self._failure = code if code > 0 else 1
             if code == 0 or self._over.is_set():
                 return
             if code == 2 or child.restarts >= RESTARTS:
@@ -180,6 +192,27 @@ class _Launcher:
                 file=sys.stderr,
             )
             await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (child.restarts - 1))
+
+    def _watch_server(self) -> None:
+        """Have the loop tell us when our nats-server ends."""
+        if self._server is not None and self._server.pid:
+            watched = os.pidfd_open(self._server.pid)
+            asyncio.get_running_loop().add_reader(watched, self._server_ended, watched)
+
+    def _server_ended(self, watched: int) -> None:
+        """Start the server again on its port and store: everybody waits for it, and nothing is lost."""
+        asyncio.get_running_loop().remove_reader(watched)
+        os.close(watched)
+        assert self._server is not None
+        self._server_restarts += 1
+        if self._server_restarts > RESTARTS:
+            print("asyncrl run: nats-server does not stay up; ending the run", file=sys.stderr)
+            self._failure = 1
+            self._over.set()
+            return
+        print(f"asyncrl run: nats-server ended; restart {self._server_restarts} of {RESTARTS}", file=sys.stderr)
+        self._server.start()
+        self._watch_server()
 
     def _interrupt(self) -> None:
         """Ctrl-C: the first drains, the second ends everything now."""

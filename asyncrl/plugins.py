@@ -26,6 +26,8 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None) -> An
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{where}: cannot import {module_name!r} ({error}); is it on PYTHONPATH?") from error
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise ConfigError(f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -14,13 +14,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when our parent is gone, if it asked for that in the environment."""
+    """End at once when our parent is gone, if it asked for that in the environment.
+
+    By SIGKILL: a drain could wait for ever for a bus that went with the same parent, and being killed loses nothing.
+    """
     parent = os.environ.pop(PARENT, "")
     if not parent or not sys.platform.startswith("linux"):
         return
-    signal_on_parent_death(signal.SIGTERM)
+    signal_on_parent_death(signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def signal_on_parent_death(number: int) -> None:

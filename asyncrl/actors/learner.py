@@ -348,6 +348,7 @@ class Learner(Actor):
             groups_trained=self._trained,
             groups_dropped=self._dropped,
             groups_buried=self._buried,
+            groups_per_batch=self._settings.groups_per_batch,
             forks=dict(self._buffer.forks),
         )
         folder = await self._in_backend(

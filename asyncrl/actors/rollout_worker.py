@@ -22,7 +22,6 @@ from asyncrl import messages
 from asyncrl.actors.base import Actor
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.errors import (
-    AsyncRLError,
     BusError,
     BusFull,
     EngineDied,
@@ -179,8 +178,11 @@ class RolloutWorker(Actor):
             return generation
 
         try:
-            return await self._rollout(prompt, generate)
-        except (AsyncRLError, asyncio.CancelledError):
+            made = await self._rollout(prompt, generate)
+            if not isinstance(made, Trajectory):
+                raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
+            return made
+        except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash
             raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}") from error

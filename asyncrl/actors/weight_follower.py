@@ -92,7 +92,9 @@ class WeightFollower(Actor):
         """A load is due that must not happen while something runs."""
         if not self._is_newer() or self._load == "in_flight":
             return False
-        return self._load == "drain" or self._demanded > self._engine.version[1]
+        assert self._newest is not None
+        is_new_history = self._newest.run_epoch > self._engine.version[0]  # its numbers do not compare with ours
+        return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
 
     def _may_load(self) -> bool:
         return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))
