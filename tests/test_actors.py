@@ -340,3 +340,30 @@ async def test_weights_that_stay_unreadable_end_the_worker_with_the_reason(
         await run_worker(worker(await bus_factory(), engine, load="on_demand"))
     loop.learner.drain()
     await task
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+async def test_workers_ahead_of_a_resumed_learner_take_its_weights(bus_factory: Any, tmp_path: Path, mode: str) -> None:
+    """They hold a version of the lost history that is newer by number; a prompt's version alone does not say so."""
+    settings: dict[str, Any] = {
+        "steps": 8,
+        "mode": mode,
+        "max_staleness": int(mode == "one_step_off"),
+        "checkpoint_every": 3,
+    }
+    first = Loop(await bus_factory(), tmp_path, **settings)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    first.backend.before_step = die
+    engine = Engine()
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), engine, load="on_demand")))
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.run_learner()
+    second = Loop(await bus_factory(), tmp_path, **settings)
+    await second.run_learner(resume=True)
+    await task
+    assert engine.version[0] == 1
+    assert second.backend.steps == 8
