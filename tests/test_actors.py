@@ -325,7 +325,9 @@ async def test_actors_say_what_they_wait_for(loop: Loop) -> None:
 
 async def test_a_worker_that_joins_a_finished_run_ends_at_once(bus: Any) -> None:
     await bus.put(PROGRESS, Progress(run_epoch=0, step=3, policy_version=3, finished=True))
-    await run_worker(worker(bus, Engine()))
+    engine = Engine()
+    await run_worker(worker(bus, engine))
+    assert engine.closed
 
 
 async def test_weights_that_stay_unreadable_end_the_worker_with_the_reason(

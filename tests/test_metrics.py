@@ -88,6 +88,7 @@ def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     history = list(_history(path))
     assert [row["step"] for row in history] == [1, 2]
+    assert (tmp_path / "wandb-id").read_text() in path.name  # what a resumed learner goes on with
     assert [row["staleness/mean"] for row in history] == [0.5, 1.5]
     assert history[0]["staleness/histogram/_type"] == "histogram"
     assert history[0]["staleness/histogram/values"] == [3, 4]

@@ -42,7 +42,7 @@ SCHEMA: dict[str, str] = {
     "weights/version": "newest policy version",
     "weights/publish_seconds": "from the end of the step to the announcement on the bus",
     "weights/pause_seconds": "longest an engine decoded nothing for its last load, over engines",
-    "weights/lag_versions": "newest version - version an engine samples with, largest over engines",
+    "weights/lag_versions": "newest version - version of an engine at its last heartbeat (up to 2 s ago), largest",
     "weights/*/pause_seconds": "per engine",
     "weights/*/lag_versions": "per engine",
     "weights/*/version": "per engine",

@@ -15,7 +15,7 @@ from asyncrl.policies.batch import Histogram, Metric
 
 
 class WandB:
-    """One W&B run a learner; a resumed learner goes on with the same one (its id is the run's name and seed)."""
+    """One W&B run a learner; a resumed learner goes on with the same one, whose id is kept in the run's folder."""
 
     def __init__(self, *, project: str, name: str, directory: Path, config: Mapping[str, Any], resume: bool) -> None:
         try:
@@ -24,15 +24,18 @@ class WandB:
             raise ConfigError("metrics.wandb: wandb is not installed; pip install 'asyncrl[wandb]'") from None
         self._wandb = wandb
         directory.mkdir(parents=True, exist_ok=True)
+        kept = directory / "wandb-id"
+        known = kept.read_text() if resume and kept.exists() else None
         self._run = wandb.init(
             project=project,
             name=name,
-            id=name if resume else None,
-            resume="allow" if resume else None,
+            id=known,
+            resume="allow" if known else None,
             dir=str(directory),
             config=dict(config),
             settings=wandb.Settings(silent=True),
         )
+        kept.write_text(self._run.id)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
