@@ -1,11 +1,12 @@
 """The asyncrl command: argument parsing, logging, signals, exit codes. Imports what a verb needs after parsing.
 
-Exit codes: 0 done, 1 failed, 2 configuration, 70 stuck, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would again (a full disk), 70 stuck, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, HopelessError
 
 if TYPE_CHECKING:
     from asyncrl.config import RunConfig
@@ -43,20 +44,32 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _VERBS[options.verb](options)
     except ConfigError as error:
         print(f"asyncrl: {error}", file=sys.stderr)
-        code = 2
+        code = error.exit_code
     except AsyncRLError as error:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         print(f"asyncrl {options.verb}: {error}", file=sys.stderr)
-        code = 1
+        code = _exit_code(error)
     except Exception as error:
         logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
         print(f"asyncrl {options.verb}: {type(error).__name__}: {error}", file=sys.stderr)
-        code = 1
+        code = _exit_code(error)
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+def _exit_code(error: BaseException) -> int:
+    """Of a process that ``error`` ends: what no restart heals decides, be it a cause or one of a group."""
+    if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        return HopelessError.exit_code
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    codes = [_exit_code(inner) for inner in (*parts, error.__cause__) if inner is not None]
+    return max([*codes, error.exit_code if isinstance(error, AsyncRLError) else 1])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,38 +120,41 @@ def _load(options: argparse.Namespace) -> RunConfig:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from asyncrl import app, launch
+    from asyncrl import launch
+    from asyncrl.check import check
 
     config = _load(options)
-    app.check(config)
+    check(config)
     return launch.run(
         config, run_file=options.run_file, overrides=options.overrides, resume=options.resume, token=_token(config)
     )
 
 
 def _learner(options: argparse.Namespace) -> int:
-    from asyncrl import app, processes
+    from asyncrl import processes, roles
 
     config = _load(options)
     processes.end_with_parent()
+    if config.weights.channel == "nccl":
+        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it; unlike settings cannot meet
     _log_to(config.run_directory / "logs" / "learner.log")
-    return app.run_learner(config, resume=options.resume, token=_token(config))
+    return roles.run_learner(config, resume=options.resume, token=_token(config))
 
 
 def _rollout_worker(options: argparse.Namespace) -> int:
-    from asyncrl import app, processes
+    from asyncrl import processes, roles
 
     config = _load(options)
     processes.end_with_parent()
-    name = options.name or app.worker_name()
+    name = options.name or roles.worker_name()
     _log_to(config.run_directory / "logs" / f"{name}.log")
-    return app.run_worker(config, name=name, token=_token(config))
+    return roles.run_worker(config, name=name, token=_token(config))
 
 
 def _check(options: argparse.Namespace) -> int:
-    from asyncrl import app
+    from asyncrl.check import describe
 
-    print(app.describe(_load(options)))
+    print(describe(_load(options)))
     return 0
 
 

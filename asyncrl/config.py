@@ -1,24 +1,19 @@
 """One run, one TOML file: frozen dataclasses with the meaning and default of every key, and errors that name the key.
 
 Derived values are properties with their formula, not keys. Adapter options ([engine.options], [learner.options],
-[reward.options]) are dataclasses beside their adapters; app.py checks them with ``build``.
+[reward.options]) are dataclasses beside their adapters; app.py checks them with ``tables.build``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
-
-T = TypeVar("T")
+from asyncrl.tables import build
 
 Mode = Literal["sync", "one_step_off", "async"]
 
@@ -102,6 +97,8 @@ class Data:
 class Rollout:
     workers: int = 1
     """Rollout workers that `asyncrl run` starts; more may join at any time."""
+    gpus: tuple[int, ...] = ()
+    """GPUs that `asyncrl run` deals to its workers, in order and over again; empty takes those behind the learner's."""
     group_size: int = 8
     max_new_tokens: int = 256
     temperature: float = 1.0
@@ -152,7 +149,11 @@ class Learner:
     """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: int = 1
-    """Data-parallel processes of the learner."""
+    """Processes of the learner; ranks / tensor_parallel of them train different data."""
+    tensor_parallel: int = 1
+    """Ranks that hold one copy of the model together, each a part of every layer."""
+    gpus: tuple[int, ...] = ()
+    """GPU of each rank, numbered from 0, when `asyncrl run` starts them; empty takes the first ones."""
     threads: int = 0
     """CPU threads of each rank; 0 leaves it to torch."""
     groups_per_batch: int = 16
@@ -170,13 +171,23 @@ class Learner:
     """See the Options class beside the backend."""
 
     def __post_init__(self) -> None:
-        _positive(self, "ranks", "groups_per_batch", "micro_batch_tokens", "learning_rate", "max_grad_norm", "eps")
+        _positive(self, "ranks", "tensor_parallel", "groups_per_batch", "micro_batch_tokens")
+        _positive(self, "learning_rate", "max_grad_norm", "eps")
+        _require(
+            self.ranks % self.tensor_parallel == 0,
+            f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
+        )
         for name in ("threads", "warmup_steps", "weight_decay"):
             _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas must be two numbers in [0, 1), got {list(self.betas)}",
         )
+
+    @property
+    def data_parallel(self) -> int:
+        """Shares that a batch is dealt into: ranks / tensor_parallel."""
+        return self.ranks // self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +216,12 @@ class Staleness:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     channel: str = "files"
-    """files, or "package.module:Class"."""
+    """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
+    engine's (gloo between CPUs). Or "package.module:Class"."""
     directory: str = ""
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
+    host: str = ""
+    """The learner's address as engines see it, for nccl; empty is what its machine's name resolves to."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
 
@@ -233,6 +247,12 @@ class Metrics:
     wandb: bool = False
     wandb_project: str = "asyncrl"
     console: bool = True
+    mismatch_alarm: float = 0.05
+    """Warn when mean |trainer - behavior logprob| of fresh samples is above this, in nats per token; 0 never does.
+    An engine and a trainer that round to bfloat16 in their own ways are 0.005 to 0.02 apart."""
+
+    def __post_init__(self) -> None:
+        _require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,62 +332,6 @@ def _override(table: dict[str, Any], item: str) -> None:
         node[key] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         node[key] = text  # a bare word is a string: --set engine.kind=sglang
-
-
-def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    """``table`` as a ``kind``, every key known and of its type. Raises ConfigError naming ``where`` and the key."""
-    hints = typing.get_type_hints(kind)
-    for key in table:
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hints)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if f.default is f.default_factory is dataclasses.MISSING and f.name not in table
-    ]
-    if missing:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}")
-    try:
-        return kind(**{key: _value(value, hints[key], where, key) for key, value in table.items()})
-    except ConfigError as error:
-        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
-
-
-def _value(value: Any, hint: Any, where: str, key: str) -> Any:
-    """``value`` as a ``hint``, with the few conversions TOML needs (int to float, list to tuple)."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        _typed(isinstance(value, dict), where, key, "a table", value)
-        return build(typing.cast(type, hint), value, f"{where}: {key}")
-    if origin is Literal:
-        if value not in arguments:
-            known = ", ".join(repr(option) for option in arguments if option != "")
-            raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
-        return value
-    if origin is tuple:
-        _typed(isinstance(value, list), where, key, "a list", value)
-        return tuple(_value(item, arguments[0], where, key) for item in value)
-    if origin in (typing.Union, types.UnionType):
-        return _value(value, next(a for a in arguments if a is not type(None)), where, key)
-    if origin is not None and issubclass(origin, Mapping):
-        _typed(isinstance(value, dict), where, key, "a table", value)
-        return value
-    if hint is float:
-        _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
-        return float(value)
-    if isinstance(hint, type):
-        _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
-    return value
-
-
-_TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
-
-
-def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
-    if not condition:
-        raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}")
 
 
 def _require(condition: bool, problem: str) -> None:

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from asyncrl import app, config, launch
+from asyncrl import config, launch
+from asyncrl.check import check
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
 
@@ -39,7 +40,7 @@ def main() -> int:
     ]
     demo_task.write(folder)
     run_config = config.load(RUN_FILE, overrides)
-    app.check(run_config)
+    check(run_config)
     started = time.monotonic()
     code = launch.run(run_config, run_file=RUN_FILE, overrides=overrides, resume=False, token="")
     if code != 0:

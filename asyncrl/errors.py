@@ -1,7 +1,8 @@
 """Every exception asyncrl raises on purpose.
 
-    AsyncRLError
+    AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
     │   ├── MessageTooLarge  a message is over the server's max_payload
@@ -20,11 +21,21 @@ To add one: subclass the boundary it belongs to, say in a sentence who catches i
 
 
 class AsyncRLError(Exception):
-    """Root of everything asyncrl raises on purpose."""
+    """Root of everything asyncrl raises on purpose. ``exit_code``: of the process that it ends."""
+
+    exit_code = 1
 
 
 class ConfigError(AsyncRLError, ValueError):
     """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
+
+    exit_code = 2
+
+
+class HopelessError(AsyncRLError):
+    """What starting the process again cannot heal. Launchers end the run."""
+
+    exit_code = 3
 
 
 class BusError(AsyncRLError):

@@ -4,7 +4,8 @@ One process = one command = one failure domain. The launcher holds no state that
 command with --resume goes on. Children end with it (processes.py), so that nothing is left behind.
 
 A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
-cannot come back ends the run with its exit code. Exit code 2 (configuration) is never tried again.
+cannot come back ends the run with its exit code. Exit codes 2 (configuration) and 3 (a full disk, nothing but buried
+groups) are never tried again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from pathlib import Path
 from asyncrl import processes
 from asyncrl.app import BUS_FILE, connect
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.check import placement
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.placement import Gpus, numbers, visible_devices
 from asyncrl.topics import PROGRESS
 
 log = logging.getLogger("asyncrl.launch")
@@ -32,6 +35,8 @@ log = logging.getLogger("asyncrl.launch")
 RESTARTS = 3
 """Times one process is started again before the run gives up."""
 BACK_OFF_SECONDS = 1.0
+NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
+"""Exit codes of a process that would end the same way again."""
 FINISH_SECONDS = 10.0
 """How long workers get to notice that the run is finished."""
 DRAIN_SECONDS = 120.0
@@ -52,8 +57,9 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     except OSError as error:
         raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
+    children = _make_children(run_config, common, resume=resume)
     if run_config.bus.url:
-        return asyncio.run(_run(run_config, common, resume=resume, token=token, server=None))
+        return asyncio.run(_run(run_config, children, resume=resume, token=token, server=None))
     server = EmbeddedServer(
         directory / "nats", port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
@@ -63,7 +69,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         _write_private(address, json.dumps({"url": server.url, "token": server.token}))
         where = server.url.removeprefix("nats://")
         print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
-        return asyncio.run(_run(run_config, common, resume=resume, token=token, server=server))
+        return asyncio.run(_run(run_config, children, resume=resume, token=token, server=server))
     finally:
         address.unlink(missing_ok=True)
         server.stop()
@@ -75,18 +81,30 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def _make_children(run_config: RunConfig, common: list[str], *, resume: bool) -> list[_Child]:
+    """The learner and the workers, each with its GPUs of this machine; says which, when there are any."""
+    gpus = placement(run_config).processes
+    for name, its in gpus.items():
+        if its:
+            print(f"{name:10s}GPU {numbers(its)}", flush=True)
+    learner = _Child(
+        name="learner",
+        gpus=gpus.pop("learner"),
+        arguments=["learner", *common],
+        restart_arguments=["--resume"],
+        resumed=resume,
+    )
+    workers = [
+        _Child(name=name, gpus=its, arguments=["rollout-worker", *common, "--name", name]) for name, its in gpus.items()
+    ]
+    return [learner, *workers]
+
+
 async def _run(
-    run_config: RunConfig, common: list[str], *, resume: bool, token: str, server: EmbeddedServer | None
+    run_config: RunConfig, children: list[_Child], *, resume: bool, token: str, server: EmbeddedServer | None
 ) -> int:
     if resume:
         await _reopen(run_config, token=token)
-    children = [
-        _Child(name="learner", arguments=["learner", *common], restart_arguments=["--resume"], resumed=resume),
-        *(
-            _Child(name=f"w{number}", arguments=["rollout-worker", *common, "--name", f"w{number}"])
-            for number in range(run_config.rollout.workers)
-        ),
-    ]
     return await _Launcher(children, server).run()
 
 
@@ -106,6 +124,7 @@ class _Child:
     """One process and how often it was started again."""
 
     name: str
+    gpus: Gpus
     arguments: list[str]
     restart_arguments: list[str] = field(default_factory=list)
     resumed: bool = False
@@ -121,9 +140,14 @@ class _Child:
             *self.arguments,
             *extra,
             stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {processes.PARENT: str(os.getpid())},
+            env=os.environ | {processes.PARENT: str(os.getpid())} | self._visible_devices(),
             start_new_session=True,  # Ctrl-C comes to the launcher alone, which drains in the right order
         )
+
+    def _visible_devices(self) -> dict[str, str]:
+        """Its GPUs and no others, however often it is started; without GPUs it sees what we see."""
+        variable = "CUDA_VISIBLE_DEVICES"
+        return {variable: visible_devices(self.gpus, inherited=os.environ.get(variable))} if self.gpus else {}
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -180,7 +204,7 @@ class _Launcher:
                 self._failure = code if code > 0 else 1
             if code == 0 or self._over.is_set():
                 return
-            if code == 2 or child.restarts >= RESTARTS:
+            if code in NEVER_AGAIN or child.restarts >= RESTARTS:
                 print(f"asyncrl run: {child.name} ended with {_reason(code)}; ending the run", file=sys.stderr)
                 self._failure = code if code > 0 else 1
                 self._over.set()

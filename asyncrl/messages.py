@@ -152,19 +152,71 @@ class TrajectoryGroup:
 class WeightVersion:
     """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
 
-    uri     folder with config.json and model.safetensors, as every worker sees it
-    sha256  of model.safetensors
+    uri          folder with config.json and model.safetensors, as every worker sees it; empty under the key ``sent``:
+                 the learner has them in memory and sends them to engines that ask (service ``transfers``)
+    sha256       of model.safetensors
+    num_engines  workers the learner knows of; an eighth of them may load at once
     """
 
     run_epoch: int
     policy_version: int
-    uri: str
-    sha256: str
-    num_bytes: int
+    uri: str = ""
+    sha256: str = ""
+    num_bytes: int = 0
+    num_engines: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
         """Newer weights compare greater: a new run epoch supersedes whatever an older one published."""
+        return (self.run_epoch, self.policy_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRequest:
+    """An engine asks for the newest weights.  Service ``transfers``: weight follower -> weight sender.
+
+    group       names the collective of the learner (rank 0) and this engine's processes; another life, another name
+    num_ranks   processes of the engine
+    has_joined  False asks where to meet; True asks for the weights, which follow at once
+    """
+
+    engine: str
+    group: str
+    num_ranks: int
+    has_joined: bool = False
+
+    def __post_init__(self) -> None:
+        _require(bool(self.group), "group is empty")
+        _require(self.num_ranks >= 1, f"num_ranks must be >= 1, got {self.num_ranks}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """Tensors that come end to end in one collective, as bytes; of each its name, dtype and shape."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOffer:
+    """The learner's answer: where to meet, and what it sends now, bucket by bucket.
+
+    host, port, collective  the rendezvous of the group, and its kind: nccl or gloo
+    problem                 why there is nothing to send; the rest is empty then
+    """
+
+    host: str = ""
+    port: int = 0
+    collective: str = ""
+    run_epoch: int = 0
+    policy_version: int = 0
+    buckets: tuple[BucketLayout, ...] = ()
+    problem: str = ""
+
+    @property
+    def order(self) -> tuple[int, int]:
         return (self.run_epoch, self.policy_version)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from asyncrl.errors import ConfigError
 
 
-def load(name: str, *, where: str, table: Mapping[str, str] | None = None) -> Any:
-    """The object that ``name`` means: a row of ``table``, or "package.module:object".
+def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind: type | None = None) -> Any:
+    """The object that ``name`` means: a row of ``table``, or "package.module:object". A ``kind``, or else callable.
 
     Raises ConfigError naming ``where`` (the key of the run file) when there is no such thing.
     """
@@ -32,4 +32,8 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None) -> An
         near = difflib.get_close_matches(attribute, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{where}: {module_name!r} has no {attribute!r}{hint}")
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    if not (isinstance(found, kind) if kind else callable(found)):
+        wanted = f"an {kind.__name__}" if kind else "a function or class"
+        raise ConfigError(f"{where}: {name!r} is a {type(found).__name__}, not {wanted}")
+    return found

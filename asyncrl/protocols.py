@@ -8,7 +8,7 @@ WeightChannel tests/test_weights_contract.py  files
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +17,27 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import PromptGroup, Sampling, Trajectory, VersionSpan, WeightVersion
-from asyncrl.topics import Topic
+from asyncrl.messages import (
+    PromptGroup,
+    Sampling,
+    Trajectory,
+    TransferOffer,
+    TransferRequest,
+    VersionSpan,
+    WeightVersion,
+)
+from asyncrl.topics import Service, Topic
 
 if TYPE_CHECKING:
-    import torch
-
     from asyncrl.policies.packing import MicroBatch
+    from asyncrl.snapshot import Snapshot
 
 M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
+Q = TypeVar("Q")
+A = TypeVar("A")
+Q_co = TypeVar("Q_co", covariant=True)
+A_contra = TypeVar("A_contra", contravariant=True)
 
 
 # -- bus ---------------------------------------------------------------------------------------------------------------
@@ -73,6 +84,15 @@ class Record(Generic[M]):
     message: M | None
     problem: str = ""
     num_bytes: int = 0
+
+
+class Asked(Protocol[Q_co, A_contra]):
+    """A question somebody waits with."""
+
+    @property
+    def question(self) -> Q_co: ...
+
+    async def answer(self, answer: A_contra) -> None: ...
 
 
 class Bus(Protocol):
@@ -123,6 +143,23 @@ class Bus(Protocol):
 
     async def last_sequence(self, topic: Topic[Any]) -> int:
         """How many messages were ever published on a work or log topic."""
+        ...
+
+    async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
+        """What whoever serves it answers; None when nobody serves it, or not within ``seconds``."""
+        ...
+
+    def serve(self, service: Service[Q, A]) -> AbstractAsyncContextManager[AsyncIterator[Asked[Q, A]]]:
+        """Questions as they come; one left unanswered is None to whoever asked."""
+        ...
+
+    def lease(self, name: str, *, holder: str) -> AbstractAsyncContextManager[None]:
+        """Held by one at a time, among all processes of the run; entering waits until it is free, in no order.
+
+        A holder that dies loses it within five seconds or so. One that is cut off from the bus, or blocks its event
+        loop, for that long loses it too and is not told: a lease limits load, it does not protect data. It is not
+        reentrant. ``holder``: for people who look at the bus.
+        """
         ...
 
     @property
@@ -185,12 +222,41 @@ class Engine(Protocol):
 
     @property
     def version(self) -> tuple[int, int]:
-        """(run_epoch, policy_version) of the weights that sample now."""
+        """(run_epoch, policy_version) of the weights that sample now; below all others when it has no whole weights."""
+        ...
+
+    @property
+    def receiver(self) -> Receiver | None:
+        """Takes weights out of the learner's memory; None when this engine loads folders only."""
         ...
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """The engine's side of a transfer (Sender is the learner's)."""
+
+    @property
+    def request(self) -> TransferRequest:
+        """What to ask the learner next: where to meet, or, once joined, for the weights."""
+        ...
+
+    async def join(self, offer: TransferOffer) -> None:
+        """Meet the learner. Raises WeightsError."""
+        ...
+
+    async def receive(self, offer: TransferOffer) -> LoadReport:
+        """Take what the learner sends now, as Engine.load takes a folder. Raises WeightsError.
+
+        When it fails half-way the engine stays paused until a load succeeds: it never samples from mixed weights.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Forget the learner that was met: the next request asks where to meet."""
+        ...
 
 
 # -- backend -----------------------------------------------------------------------------------------------------------
@@ -221,8 +287,8 @@ class Backend(Protocol):
         """Trainer logprobs f32[N] of a micro-batch's tokens at the sampling temperature; 0 at document starts."""
         ...
 
-    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names: a snapshot on the CPU that later steps do not change."""
+    def export(self) -> Snapshot:
+        """The weights under their Hugging Face names and in the folder's type, on the device they are trained on."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -240,14 +306,40 @@ class Backend(Protocol):
 class WeightChannel(Protocol):
     """Moves weights from the learner to wherever engines can load them. Blocking; called from a thread."""
 
-    def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
-    ) -> WeightVersion:
+    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         """Store one version, whole or not at all, and forget versions nobody should load any more."""
         ...
 
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version whose checksum is right. Raises WeightsError."""
+        ...
+
+    @property
+    def sender(self) -> Sender | None:
+        """Sends the newest weights out of memory as well; None when the channel knows folders only."""
+        ...
+
+
+class Sender(Protocol):
+    """Holds the newest weights for engines that ask. Blocking and thread-safe."""
+
+    def hold(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> None:
+        """From now on this is what is sent."""
+        ...
+
+    def begin(self, request: TransferRequest) -> Transfer:
+        """What to answer an engine, and what to do then. Raises WeightsError."""
+        ...
+
+
+class Transfer(Protocol):
+    """One engine's turn."""
+
+    @property
+    def offer(self) -> TransferOffer: ...
+
+    def send(self) -> None:
+        """Blocks until the engine has everything. Raises WeightsError when it does not take it."""
         ...
 
 
@@ -280,11 +372,21 @@ class RewardFn(Protocol):
     async def close(self) -> None: ...
 
 
-Generate = Callable[[NDArray[np.int32]], Awaitable[Generation]]
-"""Continues a token sequence with the group's sampling; bound to one sample of one group."""
+class Generate(Protocol):
+    """Continues a token sequence with the group's sampling; bound to one sample of one group."""
+
+    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        """The answer to ``tokens``, the prompt included. Call it once a turn; each call has a seed of its own.
+
+        ``max_new_tokens``: instead of the group's, to keep a budget over several turns; None takes the group's. A
+        trajectory longer than rollout.max_new_tokens in all may not fit into a message, and is buried then.
+        """
+        ...
 
 
 class RolloutFn(Protocol):
     """One trajectory of one prompt. The default answers once; multi-turn and tools are other RolloutFns."""
 
-    async def __call__(self, prompt: PromptGroup, generate: Generate) -> Trajectory: ...
+    async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        """``index``: which sample of the group this is, 0 to group_size - 1."""
+        ...

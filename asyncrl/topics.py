@@ -11,9 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from asyncrl.messages import Event, Heartbeat, Progress, PromptGroup, TrajectoryGroup, WeightVersion
+from asyncrl.messages import (
+    Event,
+    Heartbeat,
+    Progress,
+    PromptGroup,
+    TrajectoryGroup,
+    TransferOffer,
+    TransferRequest,
+    WeightVersion,
+)
 
 M = TypeVar("M")
+Q = TypeVar("Q")
+A = TypeVar("A")
 Kind = Literal["work", "log", "state"]
 
 
@@ -26,11 +37,24 @@ class Topic(Generic[M]):
     """State and log entries older than this are gone; 0 keeps them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Service(Generic[Q, A]):
+    """A question that whoever serves it answers at once. Nothing is stored: nobody there is an answer too."""
+
+    name: str
+    question_type: type[Q]
+    answer_type: type[A]
+
+
 PROMPTS = Topic("prompts", "work", PromptGroup)
 TRAJECTORIES = Topic("trajectories", "log", TrajectoryGroup)
 WEIGHTS = Topic("weights", "state", WeightVersion)
+SENT = "sent"
+"""Key in ``weights`` of the version that the learner sends from memory; the empty key is the version in a folder."""
 PROGRESS = Topic("progress", "state", Progress)
 ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
 
 ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, EVENTS)
+
+TRANSFERS = Service("transfers", TransferRequest, TransferOffer)

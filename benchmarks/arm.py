@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.actors.base import Actor, Heart
+from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -165,11 +166,6 @@ def _learner(
     settings = LearnerSettings(
         steps=plan.steps,
         mode=plan.mode,
-        groups_per_batch=plan.groups_per_batch,
-        max_staleness=plan.bound,
-        wait_for_stragglers=False,
-        ranks=1,
-        micro_batch_tokens=16_384,
         learning_rate=1e-6,
         warmup_steps=0,
         checkpoint_directory=folder / "checkpoints",
@@ -186,6 +182,18 @@ def _learner(
         consumed=buffer.consumed.as_json(),
         prompts=PromptState(),
     )
+    feed = BatchFeed(
+        BatchSettings(
+            groups_per_batch=plan.groups_per_batch,
+            max_staleness=plan.bound,
+            wait_for_stragglers=False,
+            shares=1,
+            micro_batch_tokens=16_384,
+        ),
+        buffer=buffer,
+        prompts=prompts,
+        algorithm=ALGORITHMS["grpo"],
+    )
     learner = Learner(
         "learner",
         bus,
@@ -194,9 +202,9 @@ def _learner(
         restore_from=None,
         buffer=buffer,
         prompts=prompts,
+        feed=feed,
         backend=backend,
         channel=NullChannel(),
-        algorithm=ALGORITHMS["grpo"],
         reporter=Reporter(bus, [window]),
     )
     return learner, prompts

@@ -16,7 +16,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+from asyncrl.snapshot import Snapshot
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
 LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")
@@ -233,6 +234,10 @@ class SimulatedEngine:
         return self._changes[-1][1]
 
     @property
+    def receiver(self) -> None:
+        return None
+
+    @property
     def busy_seconds(self) -> float:
         """How long at least one sequence was running, since the start."""
         self._advance()
@@ -287,8 +292,8 @@ class TimedBackend:
     def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
         return np.zeros(micro_batch.num_tokens, np.float32)
 
-    def export(self) -> Iterable[tuple[str, Any]]:
-        return ()
+    def export(self) -> Snapshot:
+        return Snapshot.of(())
 
     def save(self, folder: Path) -> None:
         pass
@@ -303,11 +308,15 @@ class TimedBackend:
 class NullChannel:
     """A WeightChannel without weights; what a load costs is the engine's ``load_seconds``."""
 
-    def publish(self, tensors: Iterable[tuple[str, Any]], *, run_epoch: int, policy_version: int) -> WeightVersion:
-        return WeightVersion(run_epoch=run_epoch, policy_version=policy_version, uri="", sha256="", num_bytes=0)
+    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
+        return WeightVersion(run_epoch=run_epoch, policy_version=policy_version)
 
     def verify(self, weights: WeightVersion) -> Path:
         return Path()
+
+    @property
+    def sender(self) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,15 @@ from asyncrl.policies.algorithms import ALGORITHMS
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend
 
-KINDS = ("reference", "megatron-1", "megatron-2")
+LAYOUTS = {
+    "reference": (1, 1),
+    "megatron-1": (1, 1),
+    "megatron-2": (2, 1),
+    "megatron-tp2": (2, 2),
+    "megatron-4": (4, 2),
+}
+"""Processes, and how many of them hold one copy of the model."""
+KINDS = ("reference", "megatron-1", "megatron-2", "megatron-tp2")
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 
@@ -29,7 +37,12 @@ SETTINGS = OptimizerSettings(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5, max_
 
 
 def num_ranks(kind: str) -> int:
-    return 2 if kind == "megatron-2" else 1
+    return LAYOUTS[kind][0]
+
+
+def num_shares(kind: str) -> int:
+    ranks, tensor_parallel = LAYOUTS[kind]
+    return ranks // tensor_parallel
 
 
 def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
@@ -74,7 +87,10 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
         backend = reference.ReferenceBackend(folder, options=reference.Options(), **arguments)
     else:
         made = megatron.Options(**({"timeout_seconds": 60.0} | options))
-        backend = megatron.MegatronBackend(folder, options=made, ranks=num_ranks(kind), **arguments)
+        ranks, tensor_parallel = LAYOUTS[kind]
+        backend = megatron.MegatronBackend(
+            folder, options=made, ranks=ranks, tensor_parallel=tensor_parallel, **arguments
+        )
     try:
         backend.start()
         yield backend
@@ -103,7 +119,13 @@ def documents(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12,
 
 
 def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
-    return pack_for_ranks(batch, ranks=num_ranks(kind), max_tokens=max_tokens)
+    return pack_for_ranks(batch, ranks=num_shares(kind), max_tokens=max_tokens)
+
+
+def learned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a step says of the batch and the model, without what it says of the machine."""
+    machine = ("learner/step_tokens_per_second", "learner/mfu", "learner/memory_bytes")
+    return {name: value for name, value in metrics.items() if name not in machine}
 
 
 def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: float = 1.0) -> NDArray[np.float32]:
@@ -116,7 +138,7 @@ def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: flo
 
 
 def weights(backend: Backend) -> dict[str, torch.Tensor]:
-    return dict(backend.export())
+    return dict(backend.export().tensors())
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

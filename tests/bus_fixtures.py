@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+import pytest
 
+from asyncrl.bus.lease import Lease
 from asyncrl.messages import Heartbeat, Progress, PromptGroup, Sampling, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.protocols import Bus, Delivery, Record
 from asyncrl.topics import PROMPTS, TRAJECTORIES, Topic
@@ -61,5 +65,65 @@ async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRA
         return [await anext(records) for _ in range(count)]
 
 
+def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of runs made from here on live for a second."""
+    monkeypatch.setattr(Lease, "TOPIC", dataclasses.replace(Lease.TOPIC, seconds_to_live=1.0))
+
+
 def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:
     return {delivery.message.group_id for delivery in deliveries if delivery.message is not None}
+
+
+class Proxy:
+    """A way to a server that can be cut: ``async with Proxy(port) as proxy`` listens at ``proxy.url``."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port, self._port = port, 0
+        self._ways: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> Proxy:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shut()
+        await asyncio.gather(*self._ways)
+
+    async def open(self) -> None:
+        self._listening = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+        _, self._port = self._listening.sockets[0].getsockname()
+
+    def shut(self) -> None:
+        """End what is connected and let nobody in until it is opened again."""
+        self._listening.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """End what is connected; it may come again."""
+        for writer in self._ways.values():
+            writer.transport.abort()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        way = asyncio.current_task()
+        assert way is not None
+        self._ways[way] = writer
+        await self._carry(reader, writer)
+        del self._ways[way]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        async with asyncio.TaskGroup() as ways:
+            ways.create_task(_pump(reader, server_writer))
+            ways.create_task(_pump(server_reader, writer))
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()

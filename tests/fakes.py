@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.actors.base import Heart
+from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -24,12 +25,13 @@ from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.algorithms import ALGORITHMS, Algorithm
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+from asyncrl.snapshot import Snapshot
 
 
 class Engine:
@@ -37,6 +39,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.version = (0, 0)
+        self.receiver = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
@@ -108,8 +111,8 @@ class Backend:
     def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
         return np.zeros(micro_batch.num_tokens, np.float32)
 
-    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return [("steps", torch.tensor([self.steps]))]
+    def export(self) -> Snapshot:
+        return Snapshot.of([("steps", torch.tensor([self.steps]))])
 
     def save(self, folder: Path) -> None:
         (folder / "steps").write_text(str(self.steps))
@@ -124,10 +127,10 @@ class Backend:
 class Channel:
     """Weights that are nowhere."""
 
-    def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
-    ) -> WeightVersion:
-        digest = hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
+    sender = None
+
+    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
+        digest = hashlib.sha256(repr(list(snapshot.tensors())).encode()).hexdigest()
         return WeightVersion(
             run_epoch=run_epoch, policy_version=policy_version, uri="nowhere", sha256=digest, num_bytes=0
         )
@@ -209,6 +212,7 @@ class Loop:
     wait_for_stragglers: bool = False
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
+    algorithm: Algorithm = ALGORITHMS["grpo"]
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -237,17 +241,24 @@ class Loop:
             state=state.prompts,
             groups=self.buffer.groups,
         )
+        feed = BatchFeed(
+            BatchSettings(
+                groups_per_batch=self.groups_per_batch,
+                max_staleness=self.max_staleness,
+                wait_for_stragglers=self.wait_for_stragglers,
+                shares=1,
+                micro_batch_tokens=1024,
+            ),
+            buffer=self.buffer,
+            prompts=self.prompts,
+            algorithm=self.algorithm,
+        )
         self.learner = Learner(
             "learner",
             self.bus,
             settings=LearnerSettings(
                 steps=self.steps,
                 mode=self.mode,
-                groups_per_batch=self.groups_per_batch,
-                max_staleness=self.max_staleness,
-                wait_for_stragglers=self.wait_for_stragglers,
-                ranks=1,
-                micro_batch_tokens=1024,
                 learning_rate=1e-3,
                 warmup_steps=0,
                 checkpoint_directory=self.directory / "checkpoints",
@@ -260,9 +271,9 @@ class Loop:
             restore_from=restore_from,
             buffer=self.buffer,
             prompts=self.prompts,
+            feed=feed,
             backend=self.backend,
             channel=Channel(),
-            algorithm=ALGORITHMS["grpo"],
             reporter=Reporter(self.bus, [self.recorder]),
         )
         return self.learner

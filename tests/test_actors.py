@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import AsyncRLError, EngineDied, RewardError, WeightsError
+from asyncrl.errors import EngineDied, EngineError, HopelessError, RewardError, WeightsError
 from asyncrl.messages import Progress
 from asyncrl.metrics import schema
 from asyncrl.protocols import Reward, Sample
@@ -52,6 +52,16 @@ async def test_every_metric_is_in_the_schema(loop: Loop, bus_factory: Any) -> No
     names = {name for row in loop.recorder.rows for name in row} - {"step"}
     assert {name for name in names if not schema.is_known(name)} == set()
     assert {"staleness/histogram", "weights/w0/lag_versions", "rollout/idle_ratio", "bus/lag"} <= names
+
+
+async def test_every_step_says_when_it_ended_and_where_its_time_went(loop: Loop, bus_factory: Any) -> None:
+    loop.checkpoint_every = 2
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    rows = loop.recorder.rows
+    assert [row["time"] for row in rows] == sorted(row["time"] for row in rows)
+    for name in ("step_seconds", "wait_seconds", "prepare_seconds", "export_seconds"):
+        assert all(row[f"learner/{name}"] >= 0 for row in rows), name
+    assert ["learner/checkpoint_seconds" in row for row in rows] == [False, False, True, False]  # the one before step 3
 
 
 async def test_the_window_bounds_what_is_outstanding(loop: Loop) -> None:
@@ -194,10 +204,10 @@ async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Lo
 
 
 async def test_a_rollout_function_that_raises_is_data(loop: Loop, bus_factory: Any) -> None:
-    async def picky(prompt: Any, generate: Any) -> Any:
+    async def picky(prompt: Any, generate: Any, *, index: int) -> Any:
         if prompt.label == 1:
             raise KeyError("a bug in the user's tool")
-        return await fakes.single_turn(prompt, generate)
+        return await fakes.single_turn(prompt, generate, index=index)
 
     await run_all(loop, worker(await bus_factory(), Engine(), rollout=picky))
     assert loop.trained_groups == 8
@@ -209,18 +219,25 @@ async def test_a_run_whose_groups_are_all_buried_ends_with_the_reason(loop: Loop
 
     loop.max_buried_in_a_row = 8
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(broken))))
-    with pytest.raises(AsyncRLError, match="last 8 groups were all buried.*judge is not reachable"):
+    with pytest.raises(HopelessError, match="last 8 groups were all buried.*judge is not reachable"):
         await loop.run_learner()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-async def test_a_group_that_fails_every_attempt_is_buried(loop: Loop, bus_factory: Any) -> None:
-    engine = Engine()
-    engine.failures = 2 * 3  # every attempt of the first group, one of its two samples each time at least
-    await run_all(loop, worker(await bus_factory(), engine, max_running_groups=1, max_attempts=2))
+async def test_a_group_that_fails_every_attempt_is_buried_with_the_last_reason(
+    loop: Loop, bus_factory: Any, caplog: Any
+) -> None:
+    async def unlucky(prompt: Any, generate: Any, *, index: int) -> Any:
+        if prompt.label == 0:
+            raise EngineError("out of memory")
+        return await fakes.single_turn(prompt, generate, index=index)
+
+    await run_all(loop, worker(await bus_factory(), Engine(), rollout=unlucky, max_attempts=2))
     assert loop.trained_groups == 8
+    assert "group 0: attempt 1 failed: out of memory" in caplog.text
+    assert "group 0 was buried by w0: gave up after 2 attempts, the last: out of memory" in caplog.text
 
 
 async def test_over_long_prompts_are_dropped_and_counted(loop: Loop, bus_factory: Any) -> None:

@@ -150,6 +150,28 @@ async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) ->
     assert task.cancelled()
 
 
+async def test_a_consumer_that_is_cancelled_twice_gives_its_messages_back(bus_factory: Any) -> None:
+    """As when its engine dies and the supervisor stops its actors in the same moment."""
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1)
+    has_taken = asyncio.Event()
+
+    async def worker() -> None:
+        async with bus.consume(PROMPTS) as deliveries:
+            await anext(deliveries)
+            has_taken.set()
+            await anext(deliveries)
+
+    task = asyncio.create_task(worker())
+    await has_taken.wait()
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    async with taken(other, 1) as (delivery,):
+        assert delivery.attempt == 2
+    assert task.cancelled()
+
+
 async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: Any) -> None:
     bus, other = await bus_factory(), await bus_factory()
     async with bus.consume(PROMPTS) as deliveries:
@@ -159,6 +181,33 @@ async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: 
         await publish_prompts(bus, 1)  # may go to the consumer that gave up waiting
     async with taken(other, 1) as (delivery,):
         assert delivery.key == "1"
+
+
+async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_factory: Any) -> None:
+    """As a worker does that drains: it finishes what it holds and takes nothing new."""
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as deliveries:
+        waiting = asyncio.ensure_future(anext(deliveries))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await asyncio.shield(waiting)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await publish_prompts(bus, 1)
+        async with taken(other, 1) as (delivery,):
+            assert (delivery.key, delivery.attempt) == ("1", 1)
+            await delivery.ack()
+
+
+async def test_a_retry_is_not_undone_by_a_keep_in_the_same_moment(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(delivery.keep())
+            group.create_task(delivery.retry(delay=0.1))
+            group.create_task(delivery.keep())
+        assert (await anext(deliveries)).attempt == 2
 
 
 async def test_a_wait_that_was_given_up_can_be_taken_up_again(bus: Bus) -> None:

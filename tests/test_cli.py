@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl import cli, config
+from asyncrl import cli, config, tables
 from asyncrl.data import demo_task
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
 
 RUN_FILE = """
 [run]
@@ -84,6 +85,43 @@ def test_check_does_not_print_the_token(run_file: Path, capsys: pytest.CaptureFi
     assert "hunter2" not in out
 
 
+def test_check_says_which_gpus_each_process_gets(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "GPUs              none, all on the CPU" in asyncrl("check", run_file, capsys=capsys)[1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    two = ["--set", "rollout.workers=2"]
+    assert "GPUs              learner 0; w0 1; w1 2" in asyncrl("check", run_file, *two, capsys=capsys)[1]
+    cpu = ["--set", "learner.device=cpu"]
+    assert "GPUs              w0 0; w1 1" in asyncrl("check", run_file, *two, *cpu, capsys=capsys)[1]
+    ranks = ["--set", "learner.backend=megatron", "--set", "learner.ranks=8"]
+    code, _, err = asyncrl("check", run_file, *ranks, capsys=capsys)
+    assert (code, "8 ranks need 8 GPUs, this machine has 4" in err) == (2, True)
+
+
+def test_what_no_restart_heals_has_an_exit_code_of_its_own(monkeypatch: pytest.MonkeyPatch, run_file: Path) -> None:
+    def ended_by(error: BaseException) -> int:
+        def verb(options: Any) -> int:
+            raise error
+
+        monkeypatch.setitem(cli._VERBS, "check", verb)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["check", str(run_file)])
+        return int(ended.value.code or 0)
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    checkpoint = CheckpointError("step-00000050")
+    checkpoint.__cause__ = full
+    assert ended_by(full) == 3
+    assert ended_by(checkpoint) == 3
+    assert ended_by(ExceptionGroup("two", [RuntimeError("boom"), ExceptionGroup("one", [full])])) == 3
+    assert ended_by(HopelessError("the last 64 groups were all buried")) == 3
+    assert ended_by(EngineDied("gone")) == 1
+    assert ended_by(PermissionError(errno.EACCES, "Permission denied")) == 1
+
+
 MISTAKES = {
     "misspelt key": ("learner.stesp=1", "learner: unknown key 'stesp'"),
     "near key": ("rollout.group_sise=4", "did you mean 'group_size'?"),
@@ -107,6 +145,14 @@ MISTAKES = {
     "truncated sampling": ("rollout.top_p=0.9", "truncated distribution"),
     "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
     "bad url": ("bus.url=localhost", "url must start with nats://"),
+    "odd ranks": ("learner.tensor_parallel=2", "ranks must be a multiple of tensor_parallel (2), got 1"),
+    "ranks of one process": ("learner.ranks=2", "the reference backend is one process"),
+    "gpu that is not there": ("learner.gpus=[0]", "there is no GPU 0; this machine has none that torch sees"),
+    "rollout that is no function": ("rollout.function=os:sep", "'os:sep' is a str, not a function or class"),
+    "engine that is no class": ("engine.kind=os:sep", "engine.kind: 'os:sep' is a str"),
+    "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not an Algorithm"),
+    "negative clip": ("algorithm.options={clip_low=-0.2}", "algorithm.options: clip_low must be >= 0, got -0.2"),
+    "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1.0"),
 }
 
 
@@ -157,10 +203,10 @@ def test_a_role_without_a_bus_says_what_to_start(role: str, override: str, messa
 
 def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
     with pytest.raises(ConfigError, match="betas must be a list"):
-        config.build(config.Learner, {"betas": 0.9}, "learner")
+        tables.build(config.Learner, {"betas": 0.9}, "learner")
     with pytest.raises(ConfigError, match="missing path"):
-        config.build(config.Data, {}, "data")
-    assert config.build(config.Learner, {"learning_rate": 1}, "learner").learning_rate == 1.0
+        tables.build(config.Data, {}, "data")
+    assert tables.build(config.Learner, {"learning_rate": 1}, "learner").learning_rate == 1.0
 
 
 def test_the_demo_run_file_names_every_section() -> None:

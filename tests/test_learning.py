@@ -53,12 +53,12 @@ def changed(run: RunConfig, section: str, **values: Any) -> RunConfig:
 
 async def train(run: RunConfig, bus: Bus, *, workers: int = 1) -> list[dict[str, Any]]:
     """Run to the end in this process; the rows of metrics.jsonl."""
-    learner, prompts = await app.build_learner(run, bus=bus, resume=False)
+    learner, helpers = await app.build_learner(run, bus=bus, resume=False)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
             worker, follower = await app.build_worker(run, bus=bus, name=f"w{number}")
             group.create_task(supervise(worker, follower, Heart(worker)))
-        await supervise(learner, prompts, Heart(learner))
+        await supervise(learner, *helpers, Heart(learner))
     return [json.loads(line) for line in (run.run_directory / "metrics.jsonl").read_text().splitlines()]
 
 

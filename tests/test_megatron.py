@@ -18,9 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from asyncrl.backends import huggingface, megatron_cpu, megatron_rank, micro_batches, token_logprobs
-from asyncrl.backends.packed_attention import PackedAttention
-from asyncrl.errors import BackendError, ConfigError
+from asyncrl.backends import flops, huggingface, kernels, megatron_cpu, megatron_model, micro_batches, token_logprobs
+from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.packing import pack
 from tests.backend_fixtures import (
     LEARNING_RATE,
@@ -167,14 +166,15 @@ class FakeGroup:
 @pytest.mark.parametrize("chunk", [2**26, 30], ids=["whole", "chunked"])
 def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch, ranks: int, chunk: int) -> None:
     """19 tokens in 20 columns: the last is padding, and as large as it is it must have no probability."""
-    monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", chunk)
-    monkeypatch.setattr(token_logprobs, "_reduced", lambda v, op, group: group.reduce(v, op) if group else v)
-    logits = 3 * torch.randn(7, 20, generator=torch.Generator().manual_seed(0))
-    logits[:, 19] = 50.0
+    monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": chunk})
+    monkeypatch.setattr(token_logprobs, "_reduced", lambda v, op, group: group.reduce(v, op))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 9, generator=generator)
+    weight = torch.randn(20, 9, generator=generator)
     targets = torch.tensor([0, 3, 9, 10, 11, 18, 5])
     scales = torch.linspace(0.5, 2.0, 7)
-    exact = logits[:, :19].clone().requires_grad_()
-    distribution = torch.log_softmax(exact / 0.7, -1)
+    exact = hidden.clone().requires_grad_(), weight[:19].clone().requires_grad_()
+    distribution = torch.log_softmax(exact[0] @ exact[1].T / 0.7, -1)
     expected = distribution.gather(-1, targets[:, None])[:, 0]
     expected_entropy = -(distribution.exp() * distribution).sum(-1)
     (expected * scales + expected_entropy).sum().backward()
@@ -184,35 +184,36 @@ def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.Monkey
     results: list[Any] = [None] * ranks
 
     def one_rank(rank: int) -> None:
-        own = logits.chunk(ranks, dim=1)[rank].clone().requires_grad_()
+        own = hidden.clone().requires_grad_(), weight.chunk(ranks)[rank].clone().requires_grad_()
         group: Any = FakeGroup(rank, slots, barrier) if ranks > 1 else None
-        logprobs, entropy = token_logprobs.token_logprobs(
-            own, targets, temperature=0.7, vocabulary_size=19, group=group
+        logprobs, entropy = token_logprobs.linear_logprobs(
+            *own, targets, temperature=0.7, vocabulary_size=19, group=group
         )
         (logprobs * scales + entropy).sum().backward()
-        results[rank] = (logprobs.detach(), entropy.detach(), own.grad)
+        results[rank] = (logprobs.detach(), entropy.detach(), own[0].grad, own[1].grad)
 
     threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    gradient = torch.cat([result[2] for result in results], dim=1)
-    for logprobs, entropy, _ in results:
+    of_weight = torch.cat([result[3] for result in results])
+    for logprobs, entropy, of_hidden, _ in results:
         torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
         torch.testing.assert_close(entropy, expected_entropy.detach(), atol=1e-5, rtol=0)
-    torch.testing.assert_close(gradient[:, :19], exact.grad, atol=1e-5, rtol=0)
-    assert not gradient[:, 19].any()
+        torch.testing.assert_close(of_hidden, exact[0].grad, atol=1e-5, rtol=0)
+    torch.testing.assert_close(of_weight[:19], exact[1].grad, atol=1e-5, rtol=0)
+    assert not of_weight[19].any()
 
 
 def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None:
     """Lengths 3, 8, 1, 7, 4: rectangles of 8 and 7; 4 and 3; 1. The document of 7 is filled up with its last token."""
     boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)
-    layout = micro_batches.rectangles(boundaries)
-    assert [tuple(indices.shape) for indices in layout.indices] == [(2, 8), (2, 4), (1, 1)]
-    flat = torch.cat([indices.flatten() for indices in layout.indices])
-    assert flat[layout.order].tolist() == list(range(23))
-    assert layout.indices[0][1].tolist() == [12, 13, 14, 15, 16, 17, 18, 18]
+    indices, order = micro_batches.rectangles(boundaries)
+    assert [part.shape for part in indices] == [(2, 8), (2, 4), (1, 1)]
+    flat = np.concatenate([part.ravel() for part in indices])
+    assert flat[order].tolist() == list(range(23))
+    assert indices[0][1].tolist() == [12, 13, 14, 15, 16, 17, 18, 18]
 
 
 # -- the shim ----------------------------------------------------------------------------------------------------------
@@ -241,21 +242,71 @@ def test_the_shim_answers_megatron_with_the_cpu() -> None:
     assert theirs.zeros(2, device="cuda").device.type == "cpu"
     assert theirs.cuda.current_device() == torch.device("cpu")
     assert theirs.Tensor is torch.Tensor
-    assert megatron_rank.GPTModel.__module__.startswith("megatron.core")
+    assert megatron_model.GPTModel.__module__.startswith("megatron.core")
 
 
 def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    attend = PackedAttention.forward
-    monkeypatch.setattr(PackedAttention, "forward", lambda *a, **k: (calls.append(1), attend(*a, **k))[1])
-    results = []
-    for recompute in ("none", "full"):
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(kernels, name)
+        return lambda *a: (calls.append(name), function(*a))[1]
+
+    for name in ("heads", "rms_norm", "swiglu"):
+        monkeypatch.setattr(kernels, name, counted(name))
+    results = {}
+    for recompute in ("none", "selective", "full"):
         calls.clear()
         with started("megatron-1", folder, options={"recompute": recompute}) as backend:
             backend.step(shares("megatron-1", documents(), max_tokens=1000), learning_rate=LEARNING_RATE)
-            results.append((len(calls), weights(backend)))
-    assert [count for count, _ in results] == [2, 4]  # two layers; all again in the backward pass
-    assert distance(results[0][1], results[1][1]) == 0.0
+            results[recompute] = ([calls.count(name) for name in ("heads", "rms_norm", "swiglu")], weights(backend))
+    # Two layers: attention, two norms and a gate each, and a last norm; again in the backward pass as the option says.
+    assert [results[name][0] for name in results] == [[2, 5, 2], [2, 9, 4], [4, 9, 4]]
+    assert distance(results["none"][1], results["selective"][1]) == 0.0
+    assert distance(results["none"][1], results["full"][1]) == 0.0
+
+
+def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: Path) -> None:
+    results = []
+    for offload in (False, True):
+        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
+            backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
+            backend.save(tmp_path)
+        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
+            backend.restore(tmp_path)
+            backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+            results.append(weights(backend))
+    assert distance(*results) == 0.0
+
+
+def test_arrays_reach_the_device_as_they_were() -> None:
+    arrays = {
+        "longs": np.arange(5),
+        "none": np.zeros(0, np.int64),
+        "flags": np.array([True, False, True]),
+        "strided": np.arange(12, dtype=np.float32)[::3],
+        "table": np.arange(6, dtype=np.int32).reshape(2, 3),
+    }
+    moved = micro_batches.to_device(arrays, torch.device("cpu"))
+    assert {name: tensor.tolist() for name, tensor in moved.items()} == {n: a.tolist() for n, a in arrays.items()}
+
+
+def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
+    """Of a token, per layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
+
+    Of a document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half of them masked, 3 passes: 6 x 100 x 64.
+    """
+    shape = huggingface.read_shape(folder)
+    sizes = (shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size)
+    assert (*sizes, shape.feed_forward_size, shape.num_layers) == (64, 64, 32, 128, 2)
+    per_token = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * shape.vocabulary_size
+    assert flops.matrix_parameters(shape) == per_token
+    assert flops.training_flops(shape, [10, 10]) == 6 * per_token * 20 + 2 * (2 * 6 * 100 * 64)
+
+
+def test_the_peak_of_a_device_is_known_by_its_name() -> None:
+    assert flops.peak_flops("NVIDIA H200") == 989e12
+    assert flops.peak_flops("NVIDIA GeForce GT 710") is None
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -292,6 +343,34 @@ def test_a_checkpoint_restores_on_another_number_of_ranks(
         backend.restore(tmp_path / "one")
         backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), expected) == 0.0
+
+
+@pytest.mark.slow
+def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
+    """Data-parallel and tensor-parallel at once, several micro-batches a rank."""
+    results = {}
+    for kind in ("reference", "megatron-4"):
+        with started(kind, folder) as backend:
+            for step in range(2):
+                backend.step(shares(kind, documents(step), max_tokens=30), learning_rate=LEARNING_RATE)
+            results[kind] = weights(backend)
+    assert distance(results["reference"], results["megatron-4"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_shards_is_refused_with_the_setting_that_reads_it(folder: Path, tmp_path: Path) -> None:
+    with started("megatron-tp2", folder) as backend:
+        backend.save(tmp_path)
+    with (
+        started("megatron-1", folder) as backend,
+        pytest.raises(CheckpointError, match="learner.tensor_parallel = 2"),
+    ):
+        backend.restore(tmp_path)
+
+
+def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
+        huggingface.require_divisible(huggingface.read_shape(folder), 4)
 
 
 def follower_pid(backend: Any) -> int:

@@ -17,7 +17,7 @@ from asyncrl.policies.admission import Admission
 from asyncrl.policies.algorithms import ALGORITHMS, LossInputs, resolve
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.ledger import Ledger
-from asyncrl.policies.packing import Document, pack, pack_for_ranks
+from asyncrl.policies.packing import Document, MicroBatch, cost, pack, pack_for_ranks
 from asyncrl.policies.staleness import effective_version, oldest_version, per_token
 
 
@@ -288,6 +288,31 @@ def test_packing_keeps_every_document_once_within_the_budget(lengths: list[int],
         assert micro_batch.num_tokens <= budget or len(sizes) == 1
         counts += np.bincount(micro_batch.tokens, minlength=len(counts))
     assert counts[1:].tolist() == lengths
+
+
+def sizes(micro_batches: list[MicroBatch]) -> list[list[int]]:
+    return [np.diff(micro_batch.boundaries).tolist() for micro_batch in micro_batches]
+
+
+def test_micro_batches_are_filled_evenly() -> None:
+    """14 tokens in rows of at most 10: two rows, 8 and 6, where filling one first would make 10 and 4."""
+    assert sizes(pack([document(n) for n in (4, 4, 2, 4)], max_tokens=10)) == [[4, 4], [4, 2]]
+
+
+def test_no_more_micro_batches_than_filling_one_after_the_other_needs() -> None:
+    """Dealt evenly into rows of 6 they would be 3 2 | 3 2 and no room for the last 2."""
+    assert sizes(pack([document(n) for n in (3, 3, 2, 2, 2)], max_tokens=6)) == [[3, 3], [2, 2, 2]]
+
+
+def test_ranks_share_the_cost_and_not_the_tokens() -> None:
+    """One document of 16384 costs as much as 32768 tokens of short ones: 32 x 992 tokens of short documents."""
+    batch = [document(16_384), *(document(496) for _ in range(64))]
+    shares = pack_for_ranks(batch, ranks=2, max_tokens=40_000)
+    (long,), (short,) = shares
+    assert long.num_tokens < 18_000
+    assert short.num_tokens > 30_000
+    totals = [sum(cost(n) for n in sizes(share)[0]) for share in shares]
+    assert totals[0] == pytest.approx(totals[1], rel=0.02)
 
 
 def test_positions_start_anew_in_every_document() -> None:

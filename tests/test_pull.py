@@ -1,15 +1,22 @@
-"""What a pull does with what a server may bring, in any order: no server, the test plays it."""
+"""What a pull and a lender do with what a server may bring, in any order: no server, the test plays it."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from asyncrl.bus.layout import reader
+from asyncrl.bus.lender import Lender
 from asyncrl.bus.pull import Pull
+
+
+async def nothing() -> None:
+    pass
 
 
 class ScriptedWire:
@@ -18,36 +25,57 @@ class ScriptedWire:
     def __init__(self) -> None:
         self.generation = 0
         self.consumers: list[dict[str, Any]] = []
-        self.meanwhile: Callable[[], None] = lambda: None
-        self._on_message: Callable[[Any], None] = lambda message: None
+        self.orders: list[str] = []
+        self.sent: list[tuple[str, bytes]] = []
+        self.meanwhile: Callable[[], Awaitable[None]] = nothing
+        self.leaving: Callable[[], Awaitable[None]] = nothing
+        self.listening: dict[str, Callable[[Any], Awaitable[None]]] = {}
+        self._inboxes = itertools.count(1)
 
     async def online(self) -> None:
         pass
 
     async def api(self, verb: str, body: Any = None) -> dict[str, Any]:
-        self.meanwhile()
+        await self.meanwhile()
         self.consumers.append(body["config"])
         return {}
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
-        pass
+        if ".MSG.NEXT." in subject:
+            self.orders.append(reply)
+        else:
+            self.sent.append((subject, data))
 
-    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any:
-        self._on_message = on_message
+    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
+        self.listening[subject] = on_message
+        return subject
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        pass
+        if drain:
+            await self.leaving()
+        del self.listening[subscription]
 
     def inbox(self) -> str:
-        return "inbox"
+        return f"inbox{next(self._inboxes)}"
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
-    def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int) -> None:
+    async def ordered(self, count: int) -> None:
+        while len(self.orders) < count:
+            await asyncio.sleep(0)
+
+    async def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int, attempt: int = 1) -> None:
+        """To whoever listens: a test has one at a time."""
+        (on_message,) = self.listening.values()
         name = self.consumers[consumer]["name"]
-        reply = f"$JS.ACK.s.{name}.1.{sequence}.{consumer_sequence}.0.0"
-        self._on_message(SimpleNamespace(subject="s.k", data=b"", headers=None, reply=reply))
+        reply = f"$JS.ACK.s.{name}.{attempt}.{sequence}.{consumer_sequence}.0.0"
+        await on_message(SimpleNamespace(subject="s.k", data=b"", headers=None, reply=reply))
+
+    async def refuse(self, status: str, description: str) -> None:
+        ((inbox, on_message),) = self.listening.items()
+        headers = {"Status": status, "Description": description}
+        await on_message(SimpleNamespace(subject=inbox, data=b"", headers=headers, reply=""))
 
 
 def reading_pull(wire: ScriptedWire) -> Pull:
@@ -59,7 +87,7 @@ async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_n
     wire = ScriptedWire()
     pull = reading_pull(wire)
     await pull.start()
-    wire.deliver(1, consumer=0, consumer_sequence=1)
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
     assert (await pull.take()).sequence == 1
     wire.generation += 1  # a reconnect that the consumer outlived
     wire.meanwhile = lambda: wire.deliver(2, consumer=0, consumer_sequence=2)
@@ -67,8 +95,8 @@ async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_n
     while len(wire.consumers) < 2:
         await asyncio.sleep(0)
     assert wire.consumers[1]["opt_start_seq"] == 2
-    wire.deliver(2, consumer=1, consumer_sequence=1)
-    wire.deliver(3, consumer=1, consumer_sequence=2)
+    await wire.deliver(2, consumer=1, consumer_sequence=1)
+    await wire.deliver(3, consumer=1, consumer_sequence=2)
     assert [(await waiting).sequence, (await pull.take()).sequence] == [2, 3]
 
 
@@ -76,12 +104,104 @@ async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
     wire = ScriptedWire()
     pull = reading_pull(wire)
     await pull.start()
-    wire.deliver(1, consumer=0, consumer_sequence=1)
-    wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    await wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
     assert (await pull.take()).sequence == 1
     waiting = asyncio.create_task(pull.take())
     while len(wire.consumers) < 2:
         await asyncio.sleep(0)
     assert wire.consumers[1]["opt_start_seq"] == 2
-    wire.deliver(2, consumer=1, consumer_sequence=1)
+    await wire.deliver(2, consumer=1, consumer_sequence=1)
     assert (await waiting).sequence == 2
+
+
+# -- a consumer that others share --------------------------------------------------------------------------------------
+
+
+def lender(wire: ScriptedWire) -> Lender:
+    return Lender(wire, stream="s", config={"name": "workers", "durable_name": "workers"})
+
+
+def given_back(wire: ScriptedWire) -> list[int]:
+    """Stream sequences of the messages that were given back."""
+    return [int(subject.split(".")[5]) for subject, word in wire.sent if word == b"-NAK"]
+
+
+async def test_an_order_that_ran_out_is_placed_again_and_the_consumer_stays() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    for number in range(1, 4):
+        await wire.ordered(number)
+        await wire.refuse("408", "Request Timeout")
+    await wire.ordered(4)
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+    assert len(wire.consumers) == 1
+    assert not wire.listening
+
+
+async def test_a_shared_consumer_that_is_gone_is_made_anew() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.refuse("409", "Consumer Deleted")
+    await wire.ordered(2)
+    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+
+
+async def test_a_message_that_comes_while_a_silent_order_is_withdrawn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.bus.lender.SILENCE_SECONDS", 0.0)
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    wire.leaving = lambda: wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await lent.take()).sequence == 1
+    assert len(wire.orders) == 1
+    assert given_back(wire) == []
+
+
+async def test_a_message_that_crosses_the_withdrawal_is_given_back() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    wire.leaving = lambda: wire.deliver(7, consumer=0, consumer_sequence=1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert given_back(wire) == [7]
+    assert not wire.listening
+
+
+async def test_a_message_that_comes_together_with_the_cancellation_is_given_back() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.deliver(7, consumer=0, consumer_sequence=1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert given_back(wire) == [7]
+
+
+async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
+    """The client listens at its inboxes again after a reconnect, so that the old order would be good again."""
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    wire.generation += 1
+    await wire.refuse("100", "Idle Heartbeat")  # woken, as by a reconnect
+    await wire.ordered(2)
+    assert list(wire.listening) == [wire.orders[1]]
+    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    assert (await waiting).sequence == 1

@@ -15,6 +15,7 @@ import transformers
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
 from asyncrl.messages import replace
+from asyncrl.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
 
@@ -31,8 +32,8 @@ def channel(tmp_path: Path, model_path: Path) -> FilesChannel:
     return FilesChannel(tmp_path / "weights", keep=2, model_path=model_path)
 
 
-def tensors(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    return [("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))]
+def tensors(value: float = 1.0) -> Snapshot:
+    return Snapshot.of([("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))])
 
 
 def visible(channel: FilesChannel) -> set[str]:
@@ -50,7 +51,7 @@ def test_what_is_read_is_bit_equal_to_what_was_published(channel: FilesChannel) 
         "bytes": torch.arange(5, dtype=torch.uint8),
         "special": torch.tensor([float("nan"), float("inf"), -0.0]),
     }
-    weights = channel.publish(published.items(), run_epoch=0, policy_version=1)
+    weights = channel.publish(Snapshot.of(published.items()), run_epoch=0, policy_version=1)
     read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
     assert read.keys() == published.keys()
     for name, tensor in published.items():
@@ -63,7 +64,7 @@ def test_a_version_loads_as_a_hugging_face_model(channel: FilesChannel, model_pa
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     for version in (1, 2):  # the second takes config and tokenizer from the first
-        weights = channel.publish(model.state_dict().items(), run_epoch=0, policy_version=version)
+        weights = channel.publish(Snapshot.of(model.state_dict().items()), run_epoch=0, policy_version=version)
     folder = channel.verify(weights)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.lm_head.weight.equal(model.lm_head.weight)
@@ -173,12 +174,13 @@ FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
 from asyncrl.errors import WeightsError
+from asyncrl.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 channel = FilesChannel(directory, keep=2, model_path=model_path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 try:
-    channel.publish([("a", torch.zeros(1 << 20))], run_epoch=0, policy_version=1)
+    channel.publish(Snapshot.of([("a", torch.zeros(1 << 20))]), run_epoch=0, policy_version=1)
 except WeightsError as error:
     print(error)
 print(sorted(path.name for path in directory.iterdir()))

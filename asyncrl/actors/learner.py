@@ -1,6 +1,6 @@
 """Trains continuously on what the trajectory log brings, and says where the new weights are.
 
-    log -> buffer -> (evict, take) -> documents -> backend.step -> weight version -> progress -> metrics -> checkpoint
+    log -> buffer -> batch feed -> backend.step -> weight version -> progress -> metrics -> checkpoint
 
 Invariants (tests/test_actors.py, tests/test_learning.py):
   L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
@@ -25,18 +25,17 @@ import numpy as np
 
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
+from asyncrl.actors.batch_feed import BatchFeed, Prepared
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import HopelessError
 from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
-from asyncrl.policies.algorithms import Algorithm
-from asyncrl.policies.batch import Batch, Metric
+from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.ledger import Ledger
-from asyncrl.policies.packing import MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
 
@@ -49,11 +48,6 @@ class LearnerSettings:
 
     steps: int
     mode: str
-    groups_per_batch: int
-    max_staleness: int
-    wait_for_stragglers: bool
-    ranks: int
-    micro_batch_tokens: int
     learning_rate: float
     warmup_steps: int
     checkpoint_directory: Path
@@ -78,9 +72,9 @@ class Learner(Actor):
         restore_from: Path | None,
         buffer: Buffer,
         prompts: PromptSource,
+        feed: BatchFeed,
         backend: Backend,
         channel: WeightChannel,
-        algorithm: Algorithm,
         reporter: Reporter,
     ) -> None:
         super().__init__(name, bus)
@@ -88,9 +82,9 @@ class Learner(Actor):
         self._restore_from = restore_from
         self._buffer = buffer
         self._prompts = prompts
+        self._feed = feed
         self._backend = backend
         self._weights = WeightPublisher(bus, channel)
-        self._algorithm = algorithm
         self._reporter = reporter
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
@@ -98,11 +92,12 @@ class Learner(Actor):
         self._buried_in_a_row = 0
         self._reporting: asyncio.Task[None] | None = None
         self._cursor = buffer.consumed.watermark - 1
-        self._changed = asyncio.Event()  # the buffer or the prompt source changed
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._generated_lengths: list[int] = []
         self._dropped_lengths: list[int] = []
         self._last_end = time.monotonic()
+        self._export_seconds = 0.0
+        self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -117,7 +112,7 @@ class Learner(Actor):
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read(), name=f"{self.name}.read")
             exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
-            if self.run_epoch > 0:  # the weights of the history this learner goes on from
+            if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
             await self._train(group)
@@ -133,7 +128,7 @@ class Learner(Actor):
 
     def drain(self) -> None:
         super().drain()
-        self._changed.set()
+        self._feed.drain()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -174,7 +169,7 @@ class Learner(Actor):
                 error=f"does not decode: {record.problem}",
             )
         became = self._buffer.add(record.sequence, group, now=time.monotonic())
-        self._changed.set()
+        self._feed.wake()
         if became == "held" and group is not None:
             self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
             self._buried_in_a_row = 0
@@ -184,7 +179,7 @@ class Learner(Actor):
             self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
             await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
             if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
-                raise AsyncRLError(
+                raise HopelessError(
                     f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
                 )
             await self._report_progress()
@@ -194,56 +189,26 @@ class Learner(Actor):
 
     async def _note_exhaustion(self) -> None:
         await self._prompts.exhausted.wait()
-        self._changed.set()
+        self._feed.wake()
 
     # -- buffer -> step ------------------------------------------------------------------------------------------------
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
+        """consumes: the buffer    waits for: a full batch    woken by: ``_add``, the end of the data, drain"""
         while not self.done and not self.draining.is_set():
             started = time.monotonic()
             with self.waiting("trajectories"):
-                taken = await self._take()
+                taken = await self._feed.take(self.policy_version, drop=self._drop)
             if taken is None:
                 return
-            wait_seconds = time.monotonic() - started
             self._batches_taken += 1
             if self._settings.mode == "one_step_off":  # taking a batch is what admits the next one
                 await self._report_progress()
-            await self._train_on(taken, wait_seconds=wait_seconds, group=group)
+            prepared = await self._feed.prepare(taken, policy_version=self.policy_version, owner=group)
+            await self._train_on(taken, prepared, wait_seconds=time.monotonic() - started, group=group)
 
-    async def _take(self) -> list[Held] | None:
-        """The next batch; None when drained, or when the data has ended and what is left cannot fill one."""
-        while True:
-            self._changed.clear()
-            if self.draining.is_set():
-                return None
-            await self._evict()
-            taken = self._buffer.take(self._settings.groups_per_batch)
-            if taken is not None and not self._holds_for_stragglers():
-                return taken
-            if self._prompts.exhausted.is_set() and not self._more_can_come():
-                self.log.warning(
-                    "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
-                    self.step,
-                    len(self._buffer.held),
-                    self._settings.groups_per_batch,
-                )
-                return None
-            await self._changed.wait()
-
-    def _more_can_come(self) -> bool:
-        return any(group_id not in self._buffer.held for group_id in self._prompts.state().outstanding)
-
-    def _holds_for_stragglers(self) -> bool:
-        if not self._settings.wait_for_stragglers:
-            return False
-        starts = self._prompts.oldest_start.items()
-        done = (self._buffer.held, self._buffer.groups)
-        missing = [start for group_id, start in starts if not any(group_id in known for known in done)]
-        return self._buffer.must_wait(self.policy_version, missing)
-
-    async def _evict(self) -> None:
-        stale = self._buffer.evict(self.policy_version)
+    async def _drop(self, stale: Sequence[Held]) -> None:
+        """These groups were too old to train."""
         for held in stale:
             self._dropped += 1
             lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
@@ -255,51 +220,45 @@ class Learner(Actor):
                 staleness=self.policy_version - held.oldest,
                 lengths=lengths,
             )
-        if stale:
-            await self._report_progress()
+        await self._report_progress()
 
-    async def _train_on(self, taken: Sequence[Held], *, wait_seconds: float, group: asyncio.TaskGroup) -> None:
+    async def _train_on(
+        self, taken: Sequence[Held], prepared: Prepared, *, wait_seconds: float, group: asyncio.TaskGroup
+    ) -> None:
+        """One step on ``taken``, and all that follows from it. The next batch is prepared while it runs."""
         started = time.monotonic()
-        batch, shares = await asyncio.to_thread(self._prepare, [held.group for held in taken])
-        prepared = time.monotonic()
-        result = await self._in_backend(
-            functools.partial(self._backend.step, shares, learning_rate=self._learning_rate())
-        )
+        ahead = group.create_task(self._feed.prepare_ahead(self.policy_version + 1, training=taken, owner=group))
+        try:
+            result = await self._in_backend(
+                functools.partial(self._backend.step, prepared.shares, learning_rate=self._learning_rate())
+            )
+        finally:
+            ahead.cancel()
         ended = time.monotonic()
         for held in taken:
             self._buffer.dispose(held)
         self._trained += len(taken)
         self.step += 1
         self.policy_version += 1
+        metrics: dict[str, Metric] = {
+            "time": time.time(),
+            "learner/wait_seconds": wait_seconds,
+            "learner/prepare_seconds": prepared.seconds,
+            "learner/step_seconds": ended - started,
+            "data/epoch": float(max(held.group.epoch for held in taken)),
+        }
         await self._publish_weights(group)
         await self._report_progress()
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
-        metrics = dict(batch.metrics) | dict(result.metrics)
         metrics |= {
-            "learner/wait_seconds": wait_seconds,
             "learner/idle_ratio": wait_seconds / elapsed,
-            "learner/prepare_seconds": prepared - started,
-            "learner/step_seconds": ended - prepared,
-            "learner/tokens_per_second": batch.num_tokens / elapsed,
-            "data/epoch": float(max(held.group.epoch for held in taken)),
+            "learner/tokens_per_second": prepared.batch.num_tokens / elapsed,
         }
-        await self._report(metrics | self._own_metrics(), group)
+        await self._report(dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics(), group)
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and not self.done:
             await self._checkpoint()
-
-    def _prepare(self, groups: Sequence[TrajectoryGroup]) -> tuple[Batch, list[list[MicroBatch]]]:
-        batch = batches.build(
-            groups,
-            algorithm=self._algorithm,
-            policy_version=self.policy_version,
-            max_staleness=self._settings.max_staleness,
-            forks=self._buffer.forks,
-        )
-        settings = self._settings
-        shares = pack_for_ranks(batch.documents, ranks=settings.ranks, max_tokens=settings.micro_batch_tokens)
-        return batch, shares
 
     def _learning_rate(self) -> float:
         warmup = self._settings.warmup_steps
@@ -308,10 +267,12 @@ class Learner(Actor):
     # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
 
     async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
-        """Snapshot now; write, hash and announce while the next step runs."""
-        await self._weights.wait()
-        tensors = await self._in_backend(lambda: list(self._backend.export()))
-        self._weights.start(tensors, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
+        """Snapshot now; send, write, hash and announce while the next step runs."""
+        started = time.monotonic()
+        snapshot = await self._in_backend(self._backend.export)
+        self._export_seconds = time.monotonic() - started
+        self._weights.num_engines = self._reporter.num_workers
+        await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 
     async def _report_progress(self, *, finished: bool = False) -> None:
         await self.bus.put(
@@ -338,6 +299,7 @@ class Learner(Actor):
             await self._report_progress(finished=True)
 
     async def _checkpoint(self) -> None:
+        started = time.monotonic()
         state = LearnerState(
             run_epoch=self.run_epoch,
             step=self.step,
@@ -348,7 +310,7 @@ class Learner(Actor):
             groups_trained=self._trained,
             groups_dropped=self._dropped,
             groups_buried=self._buried,
-            groups_per_batch=self._settings.groups_per_batch,
+            groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
         )
         folder = await self._in_backend(
@@ -363,6 +325,7 @@ class Learner(Actor):
         self.log.info("checkpoint %s", folder)
         if not self._settings.keep_log:
             await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
+        self._checkpoint_seconds = time.monotonic() - started
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -384,10 +347,14 @@ class Learner(Actor):
             "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
+            "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
             "length/generated": batches.histogram(self._generated_lengths),
             "length/dropped": batches.histogram(self._dropped_lengths),
         }
+        if self._checkpoint_seconds is not None:
+            metrics["learner/checkpoint_seconds"] = self._checkpoint_seconds
+        self._checkpoint_seconds = None
         self._generated_lengths, self._dropped_lengths = [], []
         return metrics
 

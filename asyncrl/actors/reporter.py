@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.messages import Heartbeat
+from asyncrl.metrics.alarm import MismatchAlarm
 from asyncrl.metrics.sinks import Sink
 from asyncrl.policies.batch import Metric
 from asyncrl.protocols import Bus
@@ -17,20 +17,21 @@ WORKER_ROLE = "rollout-worker"
 class Reporter:
     """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
 
-    def __init__(self, bus: Bus, sinks: Sequence[Sink]) -> None:
+    def __init__(self, bus: Bus, sinks: Sequence[Sink], *, mismatch_alarm: float = 0.0) -> None:
+        """``mismatch_alarm``: see MismatchAlarm."""
         self._bus = bus
         self._sinks = sinks
+        self._alarm = MismatchAlarm(mismatch_alarm)
+        self.num_workers = 0
+        """Rollout workers that lived at the last report."""
 
     async def report(self, step: int, metrics: Mapping[str, Metric], *, policy_version: int, cursor: int) -> None:
         """``cursor``: the last log sequence read."""
         heartbeats = await self._bus.states(ACTORS)
         workers = [beat for beat in heartbeats.values() if beat.role == WORKER_ROLE]
-        row = (
-            {"time": time.time()}
-            | dict(metrics)
-            | await self._bus_metrics(cursor)
-            | worker_metrics(workers, policy_version)
-        )
+        self.num_workers = len(workers)
+        row = dict(metrics) | self._alarm.look(metrics)
+        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         for sink in self._sinks:
             sink.write(step, row)
 

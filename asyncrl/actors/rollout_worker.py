@@ -32,7 +32,7 @@ from asyncrl.errors import (
     RolloutError,
 )
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
-from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
+from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
 
 RETRY_SECONDS = 0.5
@@ -137,14 +137,19 @@ class RolloutWorker(Actor):
         prompt = delivery.message
         if prompt is None:
             return _buried(int(delivery.key), self.name, f"the prompt does not decode: {delivery.problem}")
-        if delivery.attempt > self._max_attempts:  # it may have killed every process that tried
-            return _buried(prompt.group_id, self.name, f"gave up after {self._max_attempts} attempts", prompt)
+        gave_up = f"gave up after {self._max_attempts} attempts"
+        if delivery.attempt > self._max_attempts:
+            return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
         started = time.monotonic()
         try:
             trajectories = await self._rewarded(prompt, await self._generate(prompt))
         except (PromptError, RewardError, RolloutError) as error:
             self.log.warning("group %d is buried: %s", prompt.group_id, error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
+        except EngineError as error:
+            if isinstance(error, EngineDied) or delivery.attempt < self._max_attempts:
+                raise
+            return _buried(prompt.group_id, self.name, f"{gave_up}, the last: {error}", prompt)
         return TrajectoryGroup(
             group_id=prompt.group_id,
             prompt_tokens=prompt.prompt_tokens,
@@ -167,18 +172,21 @@ class RolloutWorker(Actor):
     async def _one(self, prompt: PromptGroup, index: int) -> Trajectory:
         calls = 0
 
-        async def generate(tokens: NDArray[np.int32]) -> Generation:
+        async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
             nonlocal calls
             seed = sample_seed(self._seed, prompt.group_id, index, calls)
             calls += 1
+            sampling = prompt.sampling
+            if max_new_tokens is not None:
+                sampling = messages.replace(sampling, max_new_tokens=max_new_tokens)
             async with self._follower.generation(prompt.min_policy_version):
                 with self._activity.running():
-                    generation = await self._engine.generate(tokens, prompt.sampling, seed=seed)
+                    generation = await self._engine.generate(tokens, sampling, seed=seed)
             self._activity.tokens += len(generation.tokens)
             return generation
 
         try:
-            made = await self._rollout(prompt, generate)
+            made = await self._rollout(prompt, generate, index=index)
             if not isinstance(made, Trajectory):
                 raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
             return made
@@ -278,9 +286,9 @@ def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
     return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)
 
 
-async def single_turn(prompt: PromptGroup, generate: Any) -> Trajectory:
+async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """The default RolloutFn: the model answers once, and every token of the answer is trained."""
-    answer: Generation = await generate(prompt.prompt_tokens)
+    answer = await generate(prompt.prompt_tokens)
     return Trajectory(
         tokens=answer.tokens,
         response_mask=np.ones(len(answer.tokens), np.bool_),

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
 from asyncrl.errors import WeightsError
-from asyncrl.messages import WeightVersion
-from asyncrl.protocols import Bus, Engine, LoadReport
-from asyncrl.topics import WEIGHTS
+from asyncrl.messages import TransferOffer, WeightVersion
+from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
+from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
 
 Verify = Callable[[WeightVersion], Path]
 
 ATTEMPTS = 5
 RETRY_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
+LOADING_SHARE = 1 / 8
+"""Of the engines, at least one: so many may be paused by a load at once."""
 
 
 class WeightFollower(Actor):
@@ -26,8 +31,10 @@ class WeightFollower(Actor):
     drain      as soon as nothing runs; new generations wait for it
     on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
 
-    Versions published while it was busy are skipped. A version that cannot be read (collected, torn, wrong checksum)
-    is tried again until a newer one comes; after ATTEMPTS it ends the worker, or prompts that ask for it would wait on.
+    Versions published while it was busy are skipped. What the learner sends from memory is preferred to its folder,
+    and the folder is taken when sending fails, as soon as it is there. A folder that cannot be loaded is tried again
+    until a newer one comes; after ATTEMPTS it ends the worker, or prompts that ask for it would wait on.
+    In flight, engines take turns on leases of the bus: at most LOADING_SHARE of them are paused at any instant.
     """
 
     role = "weight-follower"
@@ -37,23 +44,28 @@ class WeightFollower(Actor):
         self._engine = engine
         self._verify = verify
         self._load = load
-        self._newest: WeightVersion | None = None
+        self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
         self._demanded = 0
         self._changed = asyncio.Condition()
         self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads = 0
 
+    async def start(self) -> None:
+        """Meet the learner before anything runs, if it is there: the first collective of a group takes longer."""
+        if self._engine.receiver is not None and SENT in await self.bus.states(WEIGHTS):
+            with contextlib.suppress(WeightsError):  # the loop tries again
+                await self._receive(self._engine.receiver)
+
     async def run(self) -> None:
         """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch(), name=f"{self.name}.watch")
+            for key in ("", SENT) if self._engine.receiver else ("",):
+                group.create_task(self._watch(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
                 async with self._changed:
                     await self._changed.wait_for(self._may_load)
-                    weights = self._newest
-                assert weights is not None
-                await self._take(weights)
+                await self._catch_up()
                 await self._notify()
 
     @contextlib.asynccontextmanager
@@ -78,46 +90,110 @@ class WeightFollower(Actor):
         async with self._changed:
             self._changed.notify_all()
 
-    async def _watch(self) -> None:
-        async with self.bus.watch(WEIGHTS) as versions:
+    async def _watch(self, key: str) -> None:
+        async with self.bus.watch(WEIGHTS, key=key) as versions:
             async for version in versions:
                 async with self._changed:
-                    self._newest = version
+                    self._newest[key] = version
                     self._changed.notify_all()
 
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _newest_order(self) -> tuple[int, int]:
+        return max((weights.order for weights in self._newest.values()), default=(-1, -1))
+
     def _is_newer(self) -> bool:
-        return self._newest is not None and self._newest.order > self._engine.version
+        return self._newest_order > self._engine.version
 
     def _wants_quiet(self) -> bool:
         """A load is due that must not happen while something runs."""
         if not self._is_newer() or self._load == "in_flight":
             return False
-        assert self._newest is not None
-        is_new_history = self._newest.run_epoch > self._engine.version[0]  # its numbers do not compare with ours
+        is_new_history = self._newest_order[0] > self._engine.version[0]  # its numbers do not compare with ours
         return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
 
     def _may_load(self) -> bool:
         return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))
 
-    async def _take(self, weights: WeightVersion) -> None:
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
         for attempt in range(1, ATTEMPTS + 1):
+            newest = self._newest_order
             try:
-                await asyncio.to_thread(self._verify, weights)
-                self.last_load = await self._engine.load(weights)
-                self.loads += 1
+                await self._take()
                 return
             except WeightsError as error:
-                self.log.warning("version %d, attempt %d: %s", weights.policy_version, attempt, error)
+                self.log.warning("version %d, attempt %d: %s", newest[1], attempt, error)
                 if attempt == ATTEMPTS:
                     raise
-            if await self._superseded(weights):
+            if await self._superseded(newest):
                 return
 
-    async def _superseded(self, weights: WeightVersion) -> bool:
+    async def _take(self) -> None:
+        """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
+        sent = self._newest.get(SENT)
+        if self._engine.receiver is not None and sent is not None and sent.order == self._newest_order:
+            try:
+                await self._receive(self._engine.receiver)
+                return
+            except WeightsError as error:
+                self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
+                if self._newest[SENT] is sent:
+                    del self._newest[SENT]
+        stored = self._newest.get("")
+        if stored is None or stored.order <= self._engine.version:
+            return  # it is still being written
+        await asyncio.to_thread(self._verify, stored)
+        async with self._turn():
+            self._note(await self._engine.load(stored))
+
+    async def _receive(self, receiver: Receiver) -> None:
+        if not receiver.request.has_joined:
+            await receiver.join(await self._offer(receiver))
+        async with self._turn():
+            self._note(await receiver.receive(await self._offer(receiver)))
+
+    async def _offer(self, receiver: Receiver) -> TransferOffer:
+        with self.waiting("the learner's offer of weights"):
+            offer = await self.bus.ask(TRANSFERS, receiver.request, seconds=ANSWER_SECONDS)
+        if offer is None:
+            raise WeightsError("no learner answers that it sends weights")
+        if offer.problem:
+            await receiver.leave()
+            raise WeightsError(f"the learner sends no weights: {offer.problem}")
+        return offer
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Only engines that generate take turns: one that is quiet holds up nothing by its pause."""
+        if self._load != "in_flight":
+            yield
+            return
+        num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)
+        turns = max(1, math.ceil(num_engines * LOADING_SHARE))
+        lease = self.bus.lease(f"load-{zlib.crc32(self.name.encode()) % turns}", holder=self.name)
+        async with contextlib.AsyncExitStack() as stack:
+            with self.waiting("its turn to load weights"):
+                await stack.enter_async_context(lease)
+            yield
+
+    def _note(self, report: LoadReport) -> None:
+        self.last_load = report
+        self.loads += 1
+        self.log.info(
+            "loaded version %d: paused %.3f s, %.3f s in all",
+            self._engine.version[1],
+            report.pause_seconds,
+            report.load_seconds,
+        )
+
+    async def _superseded(self, order: tuple[int, int]) -> bool:
         """Whether a newer version is announced within RETRY_SECONDS."""
         try:
             async with asyncio.timeout(RETRY_SECONDS), self._changed:
-                await self._changed.wait_for(lambda: self._newest is not weights)
+                await self._changed.wait_for(lambda: self._newest_order > order)
         except TimeoutError:
             return False
         return True

@@ -5,46 +5,79 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols import Bus, WeightChannel
-from asyncrl.topics import WEIGHTS
+from asyncrl.topics import SENT, WEIGHTS
 
 if TYPE_CHECKING:
-    import torch
+    from asyncrl.snapshot import Snapshot
 
-    Tensors = list[tuple[str, torch.Tensor]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    snapshot: Snapshot
+    run_epoch: int
+    policy_version: int
+    since: float
 
 
 class WeightPublisher:
-    """One version at a time: the next waits until the one before is announced, so versions are announced in order."""
+    """The newest version wins: one that is being written is finished, those that came meanwhile but the last are not.
+
+    What the channel sends from memory is announced at once, what it writes when it is written: both always in order.
+    """
 
     def __init__(self, bus: Bus, channel: WeightChannel) -> None:
         self._bus = bus
         self._channel = channel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._announcing: asyncio.Task[None] | None = None
+        self._next: _Version | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self.num_engines = 0
+        """Workers known to the learner; goes out with every announcement."""
         self.seconds = 0.0
-        """From snapshot to announcement, of the last version announced."""
+        """From snapshot to announcement of the folder, of the last version written."""
 
-    def start(self, tensors: Tensors, *, run_epoch: int, policy_version: int, group: asyncio.TaskGroup) -> None:
-        """Write, hash and announce a snapshot as a task of ``group``. Call ``wait`` first."""
-        store = functools.partial(self._channel.publish, tensors, run_epoch=run_epoch, policy_version=policy_version)
-        self._announcing = group.create_task(self._announce(store), name=f"publish-{policy_version}")
+    @property
+    def sends(self) -> bool:
+        """Whether engines can have weights out of memory."""
+        return self._channel.sender is not None
+
+    async def publish(
+        self, snapshot: Snapshot, *, run_epoch: int, policy_version: int, group: asyncio.TaskGroup
+    ) -> None:
+        """Announce a snapshot; writing, hashing and announcing its folder go on as a task of ``group``."""
+        self._next = _Version(
+            snapshot=snapshot, run_epoch=run_epoch, policy_version=policy_version, since=time.monotonic()
+        )
+        if self._channel.sender is not None:
+            self._channel.sender.hold(snapshot, run_epoch=run_epoch, policy_version=policy_version)
+            sent = WeightVersion(run_epoch=run_epoch, policy_version=policy_version, num_engines=self.num_engines)
+            await self._bus.put(WEIGHTS, sent, key=SENT)
+        if self._writing is None or self._writing.done():
+            self._writing = group.create_task(self._write(), name="publish-weights")
 
     async def wait(self) -> None:
-        """Until what was started is announced."""
-        if self._announcing is not None:
-            await self._announcing
+        """Until the newest version is announced."""
+        if self._writing is not None:
+            await self._writing
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def _announce(self, store: Callable[[], WeightVersion]) -> None:
-        started = time.monotonic()
-        version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
-        await self._bus.put(WEIGHTS, version)
-        self.seconds = time.monotonic() - started
+    async def _write(self) -> None:
+        while (taken := self._next) is not None:
+            self._next = None
+            store = functools.partial(
+                self._channel.publish,
+                taken.snapshot,
+                run_epoch=taken.run_epoch,
+                policy_version=taken.policy_version,
+            )
+            version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
+            await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines))
+            self.seconds = time.monotonic() - taken.since

@@ -1,4 +1,4 @@
-"""The processes of a data-parallel Megatron learner: rank 0 leads, the others follow over a pipe.
+"""The processes of a Megatron learner: rank 0 leads, the others follow over a pipe.
 
 A command is a message of our codec on a follower's pipe; then all ranks meet in Megatron's collectives. A follower
 waits on its pipe and ends when that closes or its parent dies. The leader notices a dead follower before it joins, or
@@ -55,13 +55,15 @@ class Job:
     device: str
     dtype: str
     threads: int
+    tensor_parallel: int
     is_distributed_optimizer: bool
-    is_recomputing: bool
+    recompute: str
+    is_offloading: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One thing to do together: step, save or restore. ``micro_batches`` is the receiver's share."""
+    """One thing to do together: step, logprobs, export, save or restore. ``micro_batches`` is the receiver's share."""
 
     name: str
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -107,8 +109,8 @@ class Followers:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} closed its pipe") from None
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Give each follower its command. Raises BackendError when one is gone."""
-        for (place, connection, _), command in zip(self._links, commands, strict=True):
+        """Give the first followers a command each. Raises BackendError when one is gone."""
+        for (place, connection, _), command in zip(self._links, commands, strict=False):
             try:
                 connection.send_bytes(codec.encode(command))
             except OSError as error:

@@ -164,10 +164,10 @@ def weight_map(shape: ModelShape) -> list[Mapping]:
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
         attention = f"{theirs}.self_attn"
         table: list[tuple[str, Cut, tuple[str, ...]]] = [
-            ("input_layernorm.weight", "whole", (f"{theirs}.input_layernorm.weight",)),
+            ("self_attention.linear_qkv.layer_norm_weight", "whole", (f"{theirs}.input_layernorm.weight",)),
             ("self_attention.linear_qkv.weight", "qkv", tuple(f"{attention}.{x}_proj.weight" for x in "qkv")),
             ("self_attention.linear_proj.weight", "rows", (f"{attention}.o_proj.weight",)),
-            ("pre_mlp_layernorm.weight", "whole", (f"{theirs}.post_attention_layernorm.weight",)),
+            ("mlp.linear_fc1.layer_norm_weight", "whole", (f"{theirs}.post_attention_layernorm.weight",)),
             ("mlp.linear_fc1.weight", "gate_up", tuple(f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up"))),
             ("mlp.linear_fc2.weight", "rows", (f"{theirs}.mlp.down_proj.weight",)),
         ]
@@ -185,6 +185,18 @@ def weight_map(shape: ModelShape) -> list[Mapping]:
 
 
 _EMBEDDING = "model.embed_tokens.weight"
+
+
+def require_divisible(shape: ModelShape, tensor_parallel: int) -> None:
+    """Raise ConfigError when the model cannot be cut for so many tensor-parallel ranks."""
+    for what, number in (
+        ("num_key_value_heads", shape.num_key_value_heads),
+        ("intermediate_size", shape.feed_forward_size),
+    ):
+        if number % tensor_parallel:
+            raise ConfigError(
+                f"learner.tensor_parallel: {tensor_parallel} does not divide the model's {what}, {number}"
+            )
 
 
 def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
@@ -211,18 +223,22 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
 
 
 def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
-    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors."""
+    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors, views where that goes."""
     if cut == "whole":
         return [shards[0]]
     if cut == "vocabulary":
-        return [torch.cat(list(shards))[: shape.vocabulary_size]]
+        return [_joined(shards)[: shape.vocabulary_size]]
     if cut == "rows":
-        return [torch.cat(list(shards), dim=1)]
+        return [_joined(shards, dim=1)]
     if cut == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-    whole = torch.cat(list(shards))
+        return [_joined([half[part] for half in halves]) for part in (0, 1)]
+    whole = _joined(shards)
     queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
     grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
     parts = torch.split(grouped, [queries, shape.head_size, shape.head_size], dim=1)
     return [part.flatten(0, 1) for part in parts]
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)

@@ -6,25 +6,27 @@ followers.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import huggingface
+from asyncrl.backends import flops, huggingface
 from asyncrl.backends.followers import Command, Followers, Job, Place
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import StepResult
+from asyncrl.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from asyncrl.backends.megatron_rank import MegatronRank
@@ -38,14 +40,21 @@ class Options:
 
     distributed_optimizer: bool = True
     """With more than one rank: each keeps and updates its part of the float32 weights and AdamW's moments."""
-    recompute: Literal["none", "full"] = "none"
-    """full: keep one activation per layer and compute the rest again; a third more work, a fraction of the memory."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of kept. selective: what is cheap (norms and
+    gates), a fifth of the memory for nearly nothing. full: all but one per layer, a third more work.
+    """
+    offload_optimizer: bool = False
+    """AdamW's moments wait in the host's memory between steps: 8 bytes a parameter, taken there and back every step."""
     timeout_seconds: float = 600.0
     """A rank that makes the others wait longer than this is given up."""
 
 
 class MegatronBackend:
-    """Data-parallel training; rank 0 runs in the caller's process. One per process, as Megatron's state is global."""
+    """Rank 0 runs in the caller's process. One per process, as Megatron's state is global.
+
+    ``tensor_parallel`` neighbouring ranks of ``ranks`` hold one copy of the model; copies train different data.
+    """
 
     def __init__(
         self,
@@ -59,7 +68,10 @@ class MegatronBackend:
         threads: int,
         options: Options,
         ranks: int = 1,
+        tensor_parallel: int = 1,
     ) -> None:
+        if ranks % tensor_parallel:
+            raise BackendError(f"{ranks} ranks cannot be split into groups of tensor_parallel = {tensor_parallel}")
         self._job = Job(
             model_path=model_path,
             algorithm=algorithm,
@@ -68,18 +80,22 @@ class MegatronBackend:
             device=device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
             dtype=dtype,
             threads=threads,
-            is_distributed_optimizer=options.distributed_optimizer and ranks > 1,
-            is_recomputing=options.recompute == "full",
+            tensor_parallel=tensor_parallel,
+            is_distributed_optimizer=options.distributed_optimizer and ranks > tensor_parallel,
+            recompute=options.recompute,
+            is_offloading=options.offload_optimizer,
         )
         self._timeout_seconds = options.timeout_seconds
         self._ranks = ranks
+        self._shape: huggingface.ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
 
     def start(self) -> None:
         if dist.is_initialized():
             raise BackendError("torch.distributed is in use in this process; a MegatronBackend needs it for itself")
-        huggingface.read_shape(self._job.model_path)  # a wrong model is told before any process starts
+        self._shape = huggingface.read_shape(self._job.model_path)  # a wrong model is told before any process starts
+        huggingface.require_divisible(self._shape, self._job.tensor_parallel)
         timeout = timedelta(seconds=self._timeout_seconds)
         store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         places = [
@@ -96,17 +112,33 @@ class MegatronBackend:
             self._own = MegatronRank(self._job, places[0], store=store)
 
     def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
-        if len(shares) != self._ranks:
-            raise BackendError(f"{self._ranks} learner ranks need as many shares, got {len(shares)}")
-        return self._together(
-            [Command(name="step", micro_batches=tuple(share), learning_rate=learning_rate) for share in shares]
-        )
+        copies = self._ranks // self._job.tensor_parallel
+        if len(shares) != copies:
+            raise BackendError(f"{copies} data-parallel learner ranks need as many shares, got {len(shares)}")
+        commands = [Command(name="step", micro_batches=tuple(share), learning_rate=learning_rate) for share in shares]
+        began = time.perf_counter()
+        result: StepResult = self._together([c for c in commands for _ in range(self._job.tensor_parallel)])
+        return StepResult(metrics={**result.metrics, **self._speed(shares, time.perf_counter() - began)})
+
+    def _speed(self, shares: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
+        """Of one step over all ranks; utilisation only on a device whose peak is known."""
+        lengths = np.concatenate([np.diff(row.boundaries) for share in shares for row in share] or [np.zeros(0, int)])
+        metrics = {"learner/step_tokens_per_second": float(lengths.sum()) / seconds}
+        peak = flops.peak_flops(torch.cuda.get_device_name()) if self._job.device == "cuda" else None
+        if peak and self._shape:
+            work = flops.training_flops(self._shape, lengths.tolist())
+            metrics["learner/mfu"] = work / (seconds * peak * self._ranks)
+        return metrics
 
     def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        return self._started().logprobs(micro_batch)
+        logprobs: NDArray[np.float32] = self._together(
+            [Command(name="logprobs", micro_batches=(micro_batch,))] * self._job.tensor_parallel
+        )
+        return logprobs
 
-    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self._started().export()
+    def export(self) -> Snapshot:
+        snapshot: Snapshot = self._together([Command(name="export")] * self._job.tensor_parallel)
+        return snapshot
 
     def save(self, folder: Path) -> None:
         self._together([Command(name="save", folder=str(folder))] * self._ranks)
@@ -124,9 +156,9 @@ class MegatronBackend:
             self._followers.close()
             self._followers = None
 
-    def _together(self, commands: Sequence[Command]) -> StepResult:
-        """Every rank obeys its command; what rank 0 makes of it."""
-        if self._followers:
+    def _together(self, commands: Sequence[Command]) -> Any:
+        """The first ranks obey a command each; what rank 0 makes of its own."""
+        if self._followers and self._own:
             self._followers.send(commands[1:])
         with self._explaining(commands[0].name):
             return self._started().obey(commands[0])

@@ -14,6 +14,8 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # Defaults of Megatron's own that it complains about.
     (r"full scope is deprecated", UserWarning),
     (r"MimoModelConfig is experimental", UserWarning),
+    # Tensor parallelism works without; the order it would fix is that of one all-reduce and one matrix product.
+    (r"When using async grad allreduce it is recommended", UserWarning),
     # optimizer.py looks whether the distributed optimizer's views have a gradient; they have main_grad.
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     # torch 2.13 renamed what distributed/param_and_grad_buffer.py calls.

@@ -1,8 +1,10 @@
-"""What every backend reads out of a micro-batch: rows that need a logprob, documents of similar length, loss inputs."""
+"""What every backend reads out of a micro-batch, and its way to the device in one copy nobody waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +33,83 @@ class Rectangles:
     order: torch.Tensor
 
 
-def rectangles(boundaries: NDArray[np.int32]) -> Rectangles:
-    """Documents by falling length, a new rectangle when they get shorter than LENGTH_RATIO of the first.  i32[D+1]"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """A micro-batch on the device.
+
+    tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest document
+    rows               i64[M]: tokens that need a logprob
+    layout             the documents as rectangles, for attention that has no use for boundaries
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    boundaries: torch.Tensor
+    longest: int
+    rows: torch.Tensor
+    layout: Rectangles | None
+    _loss: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls, micro_batch: MicroBatch, rows: NDArray[np.int64], *, device: torch.device, in_rectangles: bool
+    ) -> PackedRow:
+        arrays: dict[str, NDArray[Any]] = {
+            "tokens": micro_batch.tokens.astype(np.int64),
+            "positions": micro_batch.positions.astype(np.int64),
+            "boundaries": micro_batch.boundaries,
+            "rows": rows,
+        }
+        loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
+        parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
+        rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
+        moved = to_device(arrays | loss | rectangular, device)
+        layout = Rectangles(indices=tuple(moved[f"rectangle {i}"] for i in range(len(parts))), order=moved["order"])
+        return cls(
+            **{name: moved[name] for name in arrays},
+            longest=int(np.diff(micro_batch.boundaries).max()),
+            layout=layout if in_rectangles else None,
+            _loss={name: moved[name] for name in _LOSS},
+        )
+
+    def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
+        """The numbers of ``rows`` beside their logprobs and entropy f32[M]."""
+        return LossInputs(logprobs=logprobs, entropy=entropy, **self._loss)
+
+
+_LOSS = ("behavior_logprobs", "advantages", "loss_weights", "is_fresh")
+_ALIGNMENT = 16
+
+
+def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of the arrays, in one transfer that the host does not wait for."""
+    starts, end = {}, 0
+    for name, array in arrays.items():
+        starts[name], end = end, end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for name, array in arrays.items():
+        buffer.numpy()[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    moved = buffer.to(device, non_blocking=True)
+    return {
+        name: moved[starts[name] : starts[name] + array.nbytes].view(_TORCH[array.dtype.str]).view(array.shape)
+        for name, array in arrays.items()
+    }
+
+
+_TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32, "|b1": torch.bool}
+
+
+def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """The arrays of Rectangles: documents by falling length, a new one when they get shorter than LENGTH_RATIO of its
+    first.  i32[D+1]
+    """
     lengths = np.diff(boundaries).astype(np.int64)
     groups: list[list[int]] = []
     for document in np.argsort(-lengths, kind="stable"):
         if not groups or lengths[document] < LENGTH_RATIO * lengths[groups[-1][0]]:
             groups.append([])
         groups[-1].append(int(document))
-    indices: list[torch.Tensor] = []
+    indices: list[NDArray[np.int64]] = []
     order = np.zeros(int(boundaries[-1]), np.int64)
     offset = 0
     for group in groups:
@@ -48,8 +118,8 @@ def rectangles(boundaries: NDArray[np.int32]) -> Rectangles:
         is_token = columns < lengths[group][:, None]
         order[rows[is_token]] = offset + np.flatnonzero(is_token)
         offset += rows.size
-        indices.append(torch.from_numpy(rows))
-    return Rectangles(indices=tuple(indices), order=torch.from_numpy(order))
+        indices.append(rows)
+    return indices, order
 
 
 def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
@@ -62,23 +132,3 @@ def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
 def predicted_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
     """i64[N - D]: every token that has one before it in its document."""
     return np.flatnonzero(micro_batch.positions)
-
-
-def tensor(array: NDArray[np.generic], device: torch.device | str) -> torch.Tensor:
-    """A copy: arrays out of messages are read-only, and tensors do not know that."""
-    return torch.from_numpy(np.array(array)).to(device)
-
-
-def loss_inputs(
-    micro_batch: MicroBatch, rows: NDArray[np.int64], *, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> LossInputs:
-    """The response tokens' numbers beside their logprobs and entropy f32[M], on the same device."""
-    device = logprobs.device
-    return LossInputs(
-        logprobs=logprobs,
-        entropy=entropy,
-        behavior_logprobs=tensor(micro_batch.behavior_logprobs[rows], device),
-        advantages=tensor(micro_batch.advantages[rows], device),
-        loss_weights=tensor(micro_batch.loss_weights[rows], device),
-        is_fresh=tensor(micro_batch.is_fresh[rows], device),
-    )

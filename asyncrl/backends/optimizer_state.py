@@ -2,7 +2,9 @@
 
 A rank owns pieces of parameters: ``name[start:start + len]`` of the flattened parameter. A piece is saved as its
 float32 value and what AdamW keeps for it, each under ``kind|start|name``. Whoever restores puts a parameter together
-from the pieces in all files and takes its own part. Test: test_restored_training_equals_uninterrupted_training.
+from the pieces in all files and takes its own part. Under tensor parallelism a parameter here is one rank's shard of
+the model's, and only the same number of tensor-parallel ranks can read it.
+Test: test_restored_training_equals_uninterrupted_training.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from safetensors.torch import save_file
 
 from asyncrl.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 _INDEX = "backend.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
@@ -51,10 +53,10 @@ def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Ten
         raise CheckpointError(f"{folder}: cannot write rank {rank}'s optimizer state: {error}") from error
 
 
-def write_index(folder: Path, *, ranks: int) -> None:
+def write_index(folder: Path, *, ranks: int, tensor_parallel: int = 1) -> None:
     """What makes the ranks' files a checkpoint, written when all of them are there. Raises CheckpointError."""
     try:
-        (folder / _INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks}))
+        (folder / _INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks, "tensor_parallel": tensor_parallel}))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot write {_INDEX}: {error}") from error
 
@@ -104,12 +106,17 @@ class SavedState:
 
 
 @contextmanager
-def open_state(folder: Path) -> Iterator[SavedState]:
+def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState]:
     """The checkpoint in ``folder``. Raises CheckpointError."""
     try:
         index = json.loads((folder / _INDEX).read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {index['format']} is not {FORMAT}, the one this version reads")
+        if index["tensor_parallel"] != tensor_parallel:
+            raise CheckpointError(
+                f"{folder}: written with tensor_parallel = {index['tensor_parallel']}, cannot be read with "
+                f"{tensor_parallel}; set learner.tensor_parallel = {index['tensor_parallel']} to resume it"
+            )
         with ExitStack() as stack:
             files = [
                 stack.enter_context(safe_open(folder / _file(rank), framework="pt")) for rank in range(index["ranks"])
@@ -120,9 +127,9 @@ def open_state(folder: Path) -> Iterator[SavedState]:
 
 
 def shaped(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments as AdamW wants them beside the tensor it updates; its step count is a scalar on the CPU."""
+    """Moments as AdamW wants them beside the tensor it updates: on its device, the step count of fused AdamW too."""
     return {
-        kind: value.reshape(()) if kind == "step" else value.to(like.device, copy=True).view(like.shape)
+        kind: value.to(like.device, copy=True).reshape(() if kind == "step" else like.shape)
         for kind, value in moments.items()
     }
 

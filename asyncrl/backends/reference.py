@@ -6,7 +6,7 @@ float32, clipped by their global norm, AdamW on float32 weights, and those round
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends import micro_batches, optimizer_state
+from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies import diagnostics
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import StepResult
+from asyncrl.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class ReferenceBackend:
             ],
             betas=self._settings.betas,
             eps=self._settings.eps,
+            fused=self._device.type == "cuda",
         )
 
     def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
@@ -102,32 +105,30 @@ class ReferenceBackend:
         rows = micro_batches.response_rows(micro_batch)
         if not len(rows):
             return diagnostics.zero(self._device)
-        logprobs, entropy = self._token_logprobs(micro_batch, rows)
-        inputs = micro_batches.loss_inputs(micro_batch, rows, logprobs=logprobs, entropy=entropy)
-        loss, sums = self._algorithm.objective(inputs)
+        row = self._row(micro_batch, rows)
+        loss, sums = self._algorithm.objective(row.loss_inputs(*self._token_logprobs(row)))
         gradients = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
         for weight, gradient in zip(self._weights.values(), gradients, strict=True):
             if gradient is not None and weight.grad is not None:
                 weight.grad += gradient
         return sums
 
-    def _token_logprobs(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of the tokens at ``rows``, f32[M] each, from the hidden states one position before."""
-        tokens = micro_batches.tensor(micro_batch.tokens.astype(np.int64), self._device)
-        layout = micro_batches.rectangles(micro_batch.boundaries)
+    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> PackedRow:
+        return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=True)
+
+    def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
+        assert row.layout is not None
         hidden = torch.cat(
             [
-                self._model.base_model(
-                    input_ids=tokens[indices.to(self._device)], use_cache=False
-                ).last_hidden_state.flatten(0, 1)
-                for indices in layout.indices
+                self._model.base_model(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
+                for indices in row.layout.indices
             ]
         )
-        wanted = torch.from_numpy(rows)
-        before = hidden[layout.order[wanted - 1].to(self._device)]
+        before = hidden[row.layout.order[row.rows - 1]]
         logits = self._model.get_output_embeddings()(before).float() / self._temperature
         distribution = torch.log_softmax(logits, dim=-1)
-        logprobs = distribution.gather(-1, tokens[wanted.to(self._device)][:, None])[:, 0]
+        logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
         return logprobs, entropy
 
@@ -148,14 +149,11 @@ class ReferenceBackend:
         result = np.zeros(micro_batch.num_tokens, np.float32)
         rows = micro_batches.predicted_rows(micro_batch)
         if len(rows):
-            result[rows] = self._token_logprobs(micro_batch, rows)[0].cpu().numpy()
+            result[rows] = self._token_logprobs(self._row(micro_batch, rows))[0].cpu().numpy()
         return result
 
-    def export(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return [
-            (name, parameter.detach().to("cpu", self._export_dtype, copy=True).contiguous())
-            for name, parameter in self._parameters.items()
-        ]
+    def export(self) -> Snapshot:
+        return Snapshot.of(self._parameters.items(), dtype=self._export_dtype)
 
     def save(self, folder: Path) -> None:
         optimizer_state.write_pieces(folder, self._pieces(), self._optimizer.state, rank=0)

@@ -1,42 +1,52 @@
-"""Logprob of one token and entropy of its distribution per row of logits, over a vocabulary that ranks may share.
+"""The output layer: hidden states to the logprob of one token each and the entropy, without all the logits at once.
 
-One pass, float32 inside, in chunks of rows: beside the logits themselves memory holds a few numbers per row, and the
-softmax is made again in the backward pass. Test: test_logprobs_and_entropy_over_a_split_vocabulary.
+Logits of a whole micro-batch are the largest tensor there would be (16k rows of 152k: 5 GB in 16 bits, twice that in
+float32). Here rows come in chunks: a matrix product, then a few float32 numbers per row; the backward pass makes the
+chunk's logits again, a third more work of this layer, and turns them into gradients at once.
+Test: test_logprobs_and_entropy_over_a_split_vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_CHUNK_NUMBERS = 2**26
-"""Logits turned to float32 at once: 256 MiB."""
+from asyncrl.backends import kernels
+
+_CHUNK_NUMBERS = {"cuda": 2**29, "cpu": 2**26}
+"""Logits made at once: 1 GiB in 16 bits; on a CPU 256 MiB, as nothing fuses the float32 steps between."""
 
 
-def token_logprobs(
-    logits: torch.Tensor,
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     *,
     temperature: float,
     vocabulary_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [M, V / ranks], targets i64[M] -> logprobs f32[M], entropy f32[M] (nats), both with gradient.
+    """hidden [M, H], weight [V / ranks, H], targets i64[M] -> logprobs f32[M], entropy f32[M] (nats), with gradient.
 
-    Rank r of ``group`` holds columns [r V / ranks, (r + 1) V / ranks); columns from ``vocabulary_size`` on are padding
-    and have no probability. The distribution is softmax(logits / temperature).
+    The distribution is softmax(hidden weight^T / temperature). Rank r of ``group`` holds rows [r V / ranks,
+    (r + 1) V / ranks) of the weight; rows from ``vocabulary_size`` on are padding and have no probability. Every rank
+    has the same hidden states; their gradient is summed over the ranks.
     """
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
-    start = rank * logits.shape[1]
-    num_valid = min(vocabulary_size - start, logits.shape[1])
-    return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits, targets - start, temperature, num_valid, group if ranks > 1 else None
+    start = rank * weight.shape[0]
+    num_valid = min(vocabulary_size - start, weight.shape[0])
+    is_here = (targets >= start) & (targets < start + num_valid)
+    columns = torch.where(is_here, targets - start, -1)
+    return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None
     )
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _LinearLogprobs(torch.autograd.Function):
     """With x the scaled logits, Z = log sum exp x, p = exp(x - Z), m = sum p x: logprob = x[t] - Z, entropy = Z - m.
 
     d logprob / dx = onehot(t) - p;  d entropy / dx = p (m - x).
@@ -45,53 +55,90 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        columns: torch.Tensor,
         temperature: float,
         num_valid: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_here = (targets >= 0) & (targets < num_valid)
-        columns = torch.where(is_here, targets, 0)[:, None]
-        results = []
-        for rows in _chunks(logits):
-            x = logits[rows, :num_valid].float() / temperature
-            largest = _reduced(x.amax(dim=-1), dist.ReduceOp.MAX, group)
-            exponentials = (x - largest[:, None]).exp()
-            own = x.gather(-1, columns[rows])[:, 0] * is_here[rows]
-            sums = torch.stack([exponentials.sum(-1), (exponentials * x).sum(-1), own])
-            total, weighted, target = _reduced(sums, dist.ReduceOp.SUM, group)
-            log_total = largest + total.log()
-            results.append(torch.stack([target - log_total, log_total, weighted / total]))
-        logprobs, log_total, mean = torch.cat(results, dim=1) if results else logits.new_zeros(3, 0).float()
-        ctx.save_for_backward(logits, columns, is_here, log_total, mean)
-        ctx.temperature, ctx.num_valid = temperature, num_valid
+        valid = weight[:num_valid].t()
+        statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+        for rows in _chunks(hidden, num_valid):
+            statistics[:, rows] = kernels.row_statistics(hidden[rows] @ valid, columns[rows], temperature)
+        logprobs, log_total, mean = _normalised(statistics, group)
+        ctx.save_for_backward(hidden, weight, columns, log_total, mean)
+        ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
         ctx.set_materialize_grads(False)
         return logprobs, log_total - mean
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None) -> Any:
-        logits, columns, is_here, log_total, mean = ctx.saved_tensors
-        gradient = torch.zeros_like(logits)
-        for rows in _chunks(logits):
-            x = logits[rows, : ctx.num_valid].float() / ctx.temperature
-            p = (x - log_total[rows, None]).exp()
-            part = torch.zeros_like(p)
-            if of_logprobs is not None:
-                part -= p * of_logprobs[rows, None]
-                part.scatter_add_(-1, columns[rows], (of_logprobs[rows] * is_here[rows])[:, None])
-            if of_entropy is not None:
-                part += p * (mean[rows, None] - x) * of_entropy[rows, None]
-            gradient[rows, : ctx.num_valid] = (part / ctx.temperature).to(logits.dtype)
-        return gradient, None, None, None, None
+        hidden, weight, columns, log_total, mean = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(log_total)
+        valid = weight[: ctx.num_valid]
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in _chunks(hidden, ctx.num_valid):
+            logits = hidden[rows] @ valid.t()
+            common = (logits, columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
+            if of_entropy is None:
+                of_logits = kernels.logits_gradient(*common)
+            else:
+                of_logits = kernels.logits_gradient_with_entropy(*common, mean[rows], of_entropy[rows])
+            of_hidden[rows] = of_logits @ valid
+            _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
+        if ctx.group is not None:
+            of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(logits: torch.Tensor) -> list[slice]:
-    step = max(1, _CHUNK_NUMBERS // logits.shape[1])
-    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
-
-
-def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _normalised(
+    statistics: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row statistics f32[4, M] of each rank's columns -> logprob, Z and m over all columns, f32[M] each."""
+    largest, total, weighted, own = statistics
     if group is not None:
-        dist.all_reduce(values, op=operation, group=group)
+        local, largest = largest, _reduced(largest.clone(), dist.ReduceOp.MAX, group)
+        scale = (local - largest).exp()
+        total, weighted, own = _reduced(torch.stack([total * scale, weighted * scale, own]), dist.ReduceOp.SUM, group)
+    log_total = largest + total.log()
+    return own - log_total, log_total, weighted / total
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total f32 += left x right, the product never rounded to 16 bits."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif not left.is_cuda:
+        total += left @ right
+    elif _adds_to_float32(left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+
+
+@functools.cache
+def _adds_to_float32(dtype: torch.dtype) -> bool:
+    """Whether CUDA's addmm adds a 16-bit product to float32 in place; torch's versions differ and do not say."""
+    total, ones = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17.0).all())
+
+
+def _chunks(hidden: torch.Tensor, width: int) -> Iterator[slice]:
+    """Rows in equal parts, each of so many that their logits stay below the bound."""
+    rows = hidden.shape[0]
+    parts = -(-rows * width // _CHUNK_NUMBERS["cuda" if hidden.is_cuda else "cpu"])
+    step = -(-rows // max(1, parts))
+    for start in range(0, rows, max(1, step)):
+        yield slice(start, start + step)
+
+
+def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(values, op=operation, group=group)
     return values

@@ -196,6 +196,18 @@ class Connection:
             await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
             pause = min(2 * pause, 2.0)
 
+    async def ask(self, subject: str, data: bytes, *, seconds: float) -> bytes | None:
+        """The answer of another client, asked once; None when nobody listens there, or it takes too long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.online()
+                message = await self._ask(subject, data, None, seconds=seconds)
+        except TimeoutError:
+            return None
+        if message is None or (message.headers or {}).get("Status") == "503":
+            return None
+        return bytes(message.data)
+
     async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """One request of the JetStream API. Raises Refused."""
         data = json.dumps(body).encode() if body else b""
@@ -214,14 +226,16 @@ class Connection:
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.publish(subject, data, reply=reply))
 
-    async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None) -> Any:
+    async def _ask(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = _ANSWER_SECONDS
+    ) -> Any:
         """The answer, or None when there is none: too late, or the connection went."""
         number = str(next(self._numbers))
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             reply = f"{self._inbox}.{number}"
             await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await future
         except _PASSING:
             return None
@@ -235,12 +249,9 @@ class Connection:
     def inbox(self) -> str:
         return str(self._client.new_inbox())
 
-    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any:
-        async def deliver(message: Any) -> None:
-            on_message(message)
-
+    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
         await self.online()
-        return await guarded(self._client.subscribe(subject, cb=deliver))
+        return await guarded(self._client.subscribe(subject, cb=on_message))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
         """Leave; with ``drain``, what is on its way still arrives. A cancelled caller does not cancel the leaving:
@@ -268,7 +279,7 @@ class Connection:
         self._listeners.add(on_change)
         return lambda: self._listeners.discard(on_change)
 
-    def _on_answer(self, message: Any) -> None:
+    async def _on_answer(self, message: Any) -> None:
         future = self._answers.get(message.subject.rpartition(".")[2])
         if future is not None and not future.done():
             future.set_result(message)

@@ -11,6 +11,7 @@ Where things lie is in layout.py; what makes them outlive a restarted server, in
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -22,14 +23,20 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.bus.connection import Connection, Refused, Unanswered
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
+from asyncrl.bus.lease import Lease
+from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
+from asyncrl.bus.service import Asked, Line
+from asyncrl.codec import decode, encode
 from asyncrl.errors import BusFull, ConfigError
 from asyncrl.protocols import Delivery, Record
-from asyncrl.topics import ALL, Topic
+from asyncrl.topics import ALL, Service, Topic
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096
@@ -94,24 +101,20 @@ class JetStreamBus:
 
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[AsyncIterator[Delivery[M]]]:
-        pull = Pull(
-            self._connection, stream=await self._stream(topic), create=lambda last: self._layout.workers(), batch=1
-        )
+        lender = Lender(self._connection, stream=await self._stream(topic), config=self._layout.workers())
         held: list[_Delivery[M]] = []
 
         async def take() -> Delivery[M]:
-            held[:] = [delivery for delivery in held if delivery.is_ours()]
-            while True:
-                delivery = _Delivery(self._connection, await pull.take(), topic, self._layout)
-                if delivery.is_ours():  # not if it lay here so long that somebody else has it now
-                    held.append(delivery)
-                    return delivery
+            delivery = _Delivery(self._connection, await lender.take(), topic, self._layout)
+            if delivery.attempt > 1:
+                logger.info("%s %s: comes for the %d. time", topic.name, delivery.key, delivery.attempt)
+            held[:] = [one for one in held if one.is_ours()] + [delivery]
+            return delivery
 
         try:
-            await pull.start()
+            await lender.start()
             yield Each(take)
         finally:
-            held += [_Delivery(self._connection, item, topic, self._layout) for item in await pull.stop()]
             for delivery in held:
                 await delivery.give_back()
 
@@ -223,7 +226,39 @@ class JetStreamBus:
         if "error" in found:
             raise Refused(f"{topic.name} {key}", found["error"])
 
+    # -- services ----------------------------------------------------------------------------------------------------
+
+    async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
+        data = await self._connection.ask(self._layout.service(service), encode(question), seconds=seconds)
+        return None if data is None else decode(data, service.answer_type)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
+        line = Line(service)
+
+        async def on_message(message: Any) -> None:
+            async def send(data: bytes) -> None:
+                await self._connection.send(message.reply, data, reply="")
+
+            line.add(message.data, send)
+
+        subscription = await self._connection.subscribe(self._layout.service(service), on_message)
+        try:
+            yield Each(line.take)
+        finally:
+            await self._connection.unsubscribe(subscription, drain=False)
+
     # -- all --------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
+        stream = await self._stream(Lease.TOPIC)
+        lease = Lease(self._connection, self._layout, stream=stream, name=name, holder=holder)
+        await lease.take()
+        try:
+            yield
+        finally:
+            await lease.release()
 
     @property
     def max_message_bytes(self) -> int:
@@ -280,6 +315,8 @@ class _Delivery(Generic[M]):
 
     A late nak would take it from whoever has it by then: the server does not tell them apart. A server that was killed
     may have forgotten that it lent the message; it leaves an ack for it unanswered, so the message is deleted instead.
+    One word at a time: a keep that overtakes a retry would have the message wait for ack_seconds
+    (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
     """
 
     def __init__(self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout) -> None:
@@ -288,6 +325,7 @@ class _Delivery(Generic[M]):
         self._ack_seconds = layout.ack_seconds
         self._until = item.time + layout.ack_seconds
         self._content = opened(item.data, topic)
+        self._speaking = asyncio.Lock()
         self.key = layout.key(topic, item.subject)
         self.attempt = item.attempt
 
@@ -304,28 +342,31 @@ class _Delivery(Generic[M]):
 
     async def ack(self) -> None:
         """Also when somebody else holds it by now: it was done."""
-        try:
-            await self._ask(b"+ACK")
-        except Unanswered:
-            await self._delete()
-        self._until = 0.0
-
-    async def retry(self, *, delay: float = 0.0) -> None:
-        if self.is_ours():
-            await self._ask_or_tell(b'-NAK {"delay": %d}' % int(delay * 1e9))
+        async with self._speaking:
+            try:
+                await self._ask(b"+ACK")
+            except Unanswered:
+                await self._delete()
             self._until = 0.0
 
+    async def retry(self, *, delay: float = 0.0) -> None:
+        async with self._speaking:
+            if self.is_ours():
+                await self._ask_or_tell(GIVE_BACK + b' {"delay": %d}' % int(delay * 1e9))
+                self._until = 0.0
+
     async def keep(self) -> None:
-        if self.is_ours():
-            kept = time.monotonic()
-            await self._ask_or_tell(b"+WPI")
-            self._until = kept + self._ack_seconds
+        async with self._speaking:
+            if self.is_ours():
+                kept = time.monotonic()
+                await self._ask_or_tell(b"+WPI")
+                self._until = kept + self._ack_seconds
 
     async def give_back(self) -> None:
         """At once and without an answer: who leaves waits for nobody. Lost, it comes again after ack_seconds."""
         if self.is_ours():
             self._until = 0.0
-            await self._tell(b"-NAK")
+            await self._tell(GIVE_BACK)
 
     async def _ask(self, word: bytes) -> None:
         await self._connection.request(self._item.reply, word, only_in=self._item.generation)

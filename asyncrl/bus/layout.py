@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from asyncrl.errors import BusError
-from asyncrl.topics import Topic
+from asyncrl.topics import Service, Topic
 
 HEADER_BYTES: Final = 1024
 """Room for headers in the server's max_payload."""
@@ -39,6 +39,14 @@ class Layout:
     max_log_bytes: int
     ack_seconds: float
     storage: Literal["file", "memory"]
+
+    def service(self, service: Service[Any, Any]) -> str:
+        """Where a service's questions go; no stream takes them."""
+        return f"asyncrl-ask.{self.run}.{service.name}"
+
+    def freed(self, lease: str) -> str:
+        """Where it is told that a lease came free; no stream takes it."""
+        return f"asyncrl-freed.{self.run}.{token(lease)}"
 
     def stream(self, topic: Topic[Any]) -> str:
         return f"KV_{self._bucket(topic)}" if topic.kind == "state" else f"asyncrl-{self.run}-{topic.name}"

@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.handover import Each, encoded, opened
-from asyncrl.bus.layout import DUPLICATE_SECONDS
-from asyncrl.errors import BusFull
+from asyncrl.bus.service import Asked, Line
+from asyncrl.bus.stores import Item, Log, States, Work
+from asyncrl.codec import decode, encode
 from asyncrl.protocols import Delivery, Record
-from asyncrl.topics import Topic
+from asyncrl.topics import Service, Topic
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 
 class MemoryBus:
@@ -34,9 +34,11 @@ class MemoryBus:
         self._max_log_bytes = max_log_bytes
         self._ack_seconds = ack_seconds
         self._max_message_bytes = max_message_bytes
-        self._works: dict[str, _Work] = {}
-        self._logs: dict[str, _Log] = {}
-        self._states: dict[str, _States] = {}
+        self._works: dict[str, Work] = {}
+        self._logs: dict[str, Log] = {}
+        self._states: dict[str, States] = {}
+        self._lines: dict[str, Line[Any, Any]] = {}
+        self._leases: dict[str, asyncio.Lock] = {}
 
     async def publish(self, topic: Topic[M], message: M, *, key: str) -> bool:
         await _let_others_run()
@@ -136,6 +138,38 @@ class MemoryBus:
         await _let_others_run()
         return self._queue(topic).last_sequence
 
+    async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
+        await _let_others_run()
+        line = self._lines.get(service.name)
+        if line is None:
+            return None
+        answered = asyncio.get_running_loop().create_future()
+
+        async def send(data: bytes) -> None:
+            if not answered.done():
+                answered.set_result(data)
+
+        line.add(encode(question), send)
+        try:
+            async with asyncio.timeout(seconds):
+                return decode(await answered, service.answer_type)
+        except TimeoutError:
+            return None
+
+    @contextlib.asynccontextmanager
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
+        line = self._lines[service.name] = Line(service)
+        try:
+            yield Each(line.take)
+        finally:
+            del self._lines[service.name]
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
+        """Who holds it dies with this process, so that nobody waits for its time."""
+        async with self._leases.setdefault(name, asyncio.Lock()):
+            yield
+
     @property
     def max_message_bytes(self) -> int:
         return self._max_message_bytes
@@ -143,21 +177,21 @@ class MemoryBus:
     async def close(self) -> None:
         """Nothing: other actors may still use it."""
 
-    def _queue(self, topic: Topic[Any]) -> _Work | _Log:
+    def _queue(self, topic: Topic[Any]) -> Work | Log:
         return self._work(topic) if topic.kind == "work" else self._log(topic)
 
-    def _work(self, topic: Topic[Any]) -> _Work:
+    def _work(self, topic: Topic[Any]) -> Work:
         assert topic.kind == "work", topic
-        return self._works.setdefault(topic.name, _Work(topic.name, self._max_prompts, self._ack_seconds))
+        return self._works.setdefault(topic.name, Work(topic.name, self._max_prompts, self._ack_seconds))
 
-    def _log(self, topic: Topic[Any]) -> _Log:
+    def _log(self, topic: Topic[Any]) -> Log:
         assert topic.kind == "log", topic
         max_bytes = self._max_log_bytes if not topic.seconds_to_live else 0
-        return self._logs.setdefault(topic.name, _Log(topic.name, max_bytes, topic.seconds_to_live))
+        return self._logs.setdefault(topic.name, Log(topic.name, max_bytes, topic.seconds_to_live))
 
-    def _state(self, topic: Topic[Any]) -> _States:
+    def _state(self, topic: Topic[Any]) -> States:
         assert topic.kind == "state", topic
-        return self._states.setdefault(topic.name, _States(topic.seconds_to_live))
+        return self._states.setdefault(topic.name, States(topic.seconds_to_live))
 
 
 async def _let_others_run() -> None:
@@ -165,123 +199,8 @@ async def _let_others_run() -> None:
     await asyncio.sleep(0)
 
 
-class _Changed:
-    """Wakes everybody who waits. Who waits looks first, without an await between look and wait."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    async def wait(self) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            await future
-        finally:
-            self._waiting.discard(future)
-
-    def tell(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-
-
-class _Keys:
-    """Keys published in the last ten minutes, oldest first."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {}
-
-    def add(self, key: str) -> None:
-        self._times[key] = time.monotonic()
-
-    def __contains__(self, key: str) -> bool:
-        old = time.monotonic() - DUPLICATE_SECONDS
-        while self._times and self._times[first := next(iter(self._times))] < old:
-            del self._times[first]
-        return key in self._times
-
-
-@dataclass(slots=True, eq=False)
-class _Item:
-    """``holder`` counts deliveries and returns: a delivery is in force as long as it has not changed."""
-
-    key: str
-    data: bytes
-    attempt: int = 0
-    holder: int = 0
-    timer: asyncio.TimerHandle | None = None
-
-    def set_timer(self, seconds: float, then: Callable[[], None]) -> None:
-        self.stop_timer()
-        self.timer = asyncio.get_running_loop().call_later(seconds, then)
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-
-
-class _Work:
-    def __init__(self, name: str, max_messages: int, ack_seconds: float) -> None:
-        self.changed = _Changed()
-        self.last_sequence = 0
-        self._name, self._max_messages, self._ack_seconds = name, max_messages, ack_seconds
-        self._stored: dict[str, _Item] = {}
-        self._ready: deque[_Item] = deque()
-        self._known = _Keys()
-
-    def keys(self) -> list[str]:
-        return list(self._stored)
-
-    def add(self, key: str, data: bytes) -> bool:
-        if key in self._stored or key in self._known:
-            return False
-        if len(self._stored) >= self._max_messages:
-            raise BusFull(f"{self._name}: holds {len(self._stored)} messages, as many as it may")
-        self._known.add(key)
-        self._stored[key] = item = _Item(key, data)
-        self._ready.append(item)
-        self.last_sequence += 1
-        self.changed.tell()
-        return True
-
-    def take(self) -> _Item | None:
-        if not self._ready:
-            return None
-        item = self._ready.popleft()
-        item.attempt += 1
-        item.holder += 1
-        self.keep(item)
-        return item
-
-    def keep(self, item: _Item) -> None:
-        """Start the redelivery clock anew."""
-        item.set_timer(self._ack_seconds, lambda: self._offer(item))
-
-    def ack(self, item: _Item) -> None:
-        item.holder += 1
-        item.stop_timer()
-        if self._stored.get(item.key) is item:
-            del self._stored[item.key]
-        if item in self._ready:
-            self._ready.remove(item)
-
-    def give_back(self, item: _Item, delay: float) -> None:
-        item.holder += 1
-        if delay:
-            item.set_timer(delay, lambda: self._offer(item))
-        else:
-            self._offer(item)
-
-    def _offer(self, item: _Item) -> None:
-        item.stop_timer()
-        if item not in self._ready:
-            self._ready.append(item)
-            self.changed.tell()
-
-
 class _Delivery(Generic[M]):
-    def __init__(self, work: _Work, item: _Item, topic: Topic[M]) -> None:
+    def __init__(self, work: Work, item: Item, topic: Topic[M]) -> None:
         self._work, self._item, self._holder = work, item, item.holder
         self.attempt = item.attempt
         self._content = opened(item.data, topic)
@@ -312,85 +231,3 @@ class _Delivery(Generic[M]):
     async def keep(self) -> None:
         if self.is_ours() and self._item.timer is not None:
             self._work.keep(self._item)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    sequence: int
-    key: str
-    data: bytes
-    time: float
-
-
-class _Log:
-    def __init__(self, name: str, max_bytes: int, seconds_to_live: float) -> None:
-        self.changed = _Changed()
-        self.last_sequence = 0
-        self._name, self._max_bytes, self._seconds_to_live = name, max_bytes, seconds_to_live
-        self._entries: deque[_Entry] = deque()
-        self._stored: set[str] = set()
-        self._num_bytes = 0
-        self._known = _Keys()
-
-    def keys(self) -> list[str]:
-        self._expire()
-        return list(self._stored)
-
-    def add(self, key: str, data: bytes) -> bool:
-        self._expire()
-        if key in self._stored or key in self._known:
-            return False
-        if self._max_bytes and self._num_bytes + len(data) > self._max_bytes:
-            raise BusFull(f"{self._name}: holds {self._num_bytes:,} bytes of the {self._max_bytes:,} it may")
-        self.last_sequence += 1
-        self._entries.append(_Entry(self.last_sequence, key, data, time.monotonic()))
-        self._known.add(key)
-        self._stored.add(key)
-        self._num_bytes += len(data)
-        self.changed.tell()
-        return True
-
-    def first_after(self, sequence: int) -> _Entry | None:
-        self._expire()
-        if not self._entries or sequence >= self.last_sequence:
-            return None
-        first = self._entries[0].sequence
-        return self._entries[max(0, sequence + 1 - first)]
-
-    def trim(self, through: int) -> None:
-        while self._entries and self._entries[0].sequence <= through:
-            gone = self._entries.popleft()
-            self._stored.discard(gone.key)
-            self._num_bytes -= len(gone.data)
-
-    def _expire(self) -> None:
-        if self._seconds_to_live:
-            old = time.monotonic() - self._seconds_to_live
-            while self._entries and self._entries[0].time < old:
-                self.trim(self._entries[0].sequence)
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    revision: int
-    data: bytes
-    time: float
-
-
-@dataclass(slots=True)
-class _States:
-    seconds_to_live: float
-    values: dict[str, _Value] = field(default_factory=dict)
-    revision: int = 0
-    changed: _Changed = field(default_factory=_Changed)
-
-    def put(self, key: str, data: bytes) -> None:
-        self.revision += 1
-        self.values[key] = _Value(self.revision, data, time.monotonic())
-        self.changed.tell()
-
-    def present(self) -> dict[str, _Value]:
-        if self.seconds_to_live:
-            old = time.monotonic() - self.seconds_to_live
-            self.values = {key: value for key, value in self.values.items() if value.time >= old}
-        return self.values

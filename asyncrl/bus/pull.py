@@ -4,6 +4,7 @@ A pull is a standing order: at most so many messages and bytes, within so many s
 none. When the order is used up the next one is placed, only once everything that arrived was taken: a reader that does
 not read holds back the server and fills no memory. The consumer is made anew when the connection was lost, when the
 server says it is gone, when heartbeats stay away or when a message is missing; ``create`` says from where it goes on.
+A consumer that others share is lender.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -21,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 _EXPIRES_SECONDS: Final = 30.0
 _HEARTBEAT_SECONDS: Final = 5.0
-_SILENCE_SECONDS: Final = 2.5 * _HEARTBEAT_SECONDS
+SILENCE_SECONDS: Final = 2.5 * _HEARTBEAT_SECONDS
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
-_USED_UP: Final = ("408", "404")  # the order's time is over; nothing there
+USED_UP: Final = ("408", "404")  # the order's time is over; nothing there
 _TOO_BIG: Final = "Message Size Exceeds MaxBytes"
 
 
@@ -46,7 +47,9 @@ class Wire(Protocol):
         """May be lost."""
         ...
 
-    async def subscribe(self, subject: str, on_message: Callable[[Any], None]) -> Any: ...
+    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
+        """``on_message`` is awaited for one message after the other."""
+        ...
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
         """``drain``: what is on the way still arrives."""
@@ -93,11 +96,31 @@ def arrival(message: Any, *, generation: int) -> Arrival:
     )
 
 
-class Pull:
-    """``create(last)`` is the consumer's configuration, to go on after stream sequence ``last`` (0 at first).
+async def make_consumer(wire: Wire, stream: str, config: Mapping[str, Any]) -> None:
+    filtered = f".{config['filter_subject']}" if "filter_subject" in config else ""
+    await wire.api(
+        f"CONSUMER.CREATE.{stream}.{config['name']}{filtered}", {"stream_name": stream, "config": dict(config)}
+    )
 
-    A configuration with a durable name is one that others share: its messages are kept whichever order they answer.
-    """
+
+def next_pause(pause: float) -> float:
+    """How long to wait before a consumer that was lost again is made again."""
+    return min(max(2 * pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
+
+
+def order_body(*, batch: int, max_bytes: int = 0) -> bytes:
+    order = {
+        "batch": batch,
+        "expires": int(_EXPIRES_SECONDS * 1e9),
+        "idle_heartbeat": int(_HEARTBEAT_SECONDS * 1e9),
+    }
+    if max_bytes:
+        order["max_bytes"] = max_bytes
+    return json.dumps(order).encode()
+
+
+class Pull:
+    """``create(last)`` is the consumer's configuration, to go on after stream sequence ``last`` (0 at first)."""
 
     def __init__(
         self, wire: Wire, *, stream: str, create: Callable[[int], dict[str, Any]], batch: int, max_bytes: int = 0
@@ -135,7 +158,7 @@ class Pull:
             if not self._open:
                 await self._place_order()
             try:
-                async with asyncio.timeout(_SILENCE_SECONDS):
+                async with asyncio.timeout(SILENCE_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
                 self._lose("no heartbeat")
@@ -146,32 +169,23 @@ class Pull:
         self._arrived.clear()
         return newest
 
-    async def stop(self) -> list[Arrival]:
-        """End; returns what arrived and nobody took."""
+    async def stop(self) -> None:
         self._unlisten()
         if self._subscription is not None:
-            shared = "durable_name" in self._config
-            await self._wire.unsubscribe(self._subscription, drain=shared)
-            if not shared and self._config:
+            await self._wire.unsubscribe(self._subscription, drain=False)
+            if self._config:
                 gone = f"$JS.API.CONSUMER.DELETE.{self._stream}.{self._config['name']}"
                 await self._wire.send(gone, b"", reply=f"{self._inbox}.gone")
-        left = list(self._arrived)
-        self._arrived.clear()
-        return left
 
     async def _create_consumer(self) -> None:
         if self._pause:
             await asyncio.sleep(self._pause)  # lost again before it brought anything: do not spin
-        self._pause = min(max(2 * self._pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
+        self._pause = next_pause(self._pause)
         # From here on what the consumer so far may still bring is dropped: the new one starts behind ``last``.
         self._is_lost = True
         generation = self._wire.generation
         config = self._create(self._last)
-        filtered = f".{config['filter_subject']}" if "filter_subject" in config else ""
-        await self._wire.api(
-            f"CONSUMER.CREATE.{self._stream}.{config['name']}{filtered}",
-            {"stream_name": self._stream, "config": config},
-        )
+        await make_consumer(self._wire, self._stream, config)
         self._config, self._generation, self._is_lost = config, generation, False
         self._last_consumer_sequence = 0
         self._open = 0
@@ -179,21 +193,15 @@ class Pull:
     async def _place_order(self) -> None:
         self._order += 1
         self._open = self._batch
-        order = {
-            "batch": self._batch,
-            "expires": int(_EXPIRES_SECONDS * 1e9),
-            "idle_heartbeat": int(_HEARTBEAT_SECONDS * 1e9),
-        }
-        if self._max_bytes:
-            order["max_bytes"] = self._max_bytes
+        order = order_body(batch=self._batch, max_bytes=self._max_bytes)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._config['name']}"
         try:
-            await self._wire.send(subject, json.dumps(order).encode(), reply=f"{self._inbox}.{self._order}")
+            await self._wire.send(subject, order, reply=f"{self._inbox}.{self._order}")
         except BaseException:
             self._open = 0  # cancelled on the way: two orders are better than none
             raise
 
-    def _on_message(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         status = (message.headers or {}).get("Status")
         if status is None or not message.subject.startswith(self._inbox):
             self._on_arrival(arrival(message, generation=self._wire.generation))
@@ -202,12 +210,11 @@ class Pull:
         self._changed.set()
 
     def _on_arrival(self, item: Arrival) -> None:
-        if "durable_name" not in self._config:
-            if item.consumer != self._config.get("name") or self._is_lost:
-                return  # of a consumer given up; the present one brings it again
-            if item.consumer_sequence != self._last_consumer_sequence + 1:
-                self._lose("a message is missing")
-                return
+        if item.consumer != self._config.get("name") or self._is_lost:
+            return  # of a consumer given up; the present one brings it again
+        if item.consumer_sequence != self._last_consumer_sequence + 1:
+            self._lose("a message is missing")
+            return
         self._last_consumer_sequence = item.consumer_sequence
         self._last = item.sequence
         self._open = max(0, self._open - 1)
@@ -221,7 +228,7 @@ class Pull:
         if description == _TOO_BIG and self._open == self._batch:
             self._max_bytes *= 2  # stored when the server took larger messages
         self._open = 0
-        if status not in _USED_UP and description != _TOO_BIG:
+        if status not in USED_UP and description != _TOO_BIG:
             self._lose(f"{status} {description}")
 
     def _lose(self, reason: str) -> None:

@@ -80,7 +80,12 @@ def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozens
         raise WeightsError(f"{where}: {error}") from error
     if num_bytes != weights.num_bytes:
         raise WeightsError(f"{where}: {WEIGHTS_FILE} has {num_bytes} bytes, published were {weights.num_bytes}")
-    found = read_shapes(folder)
+    check_layout(read_shapes(folder), expected=expected, optional=optional, where=where)
+    return folder
+
+
+def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:
+    """Raises WeightsError unless ``found`` are exactly the tensors ``expected``; ``optional`` ones may be absent."""
     problems = [f"{name} is missing" for name in expected if name not in found and name not in optional]
     problems += [f"{name} is not in the model" for name in found if name not in expected and name not in optional]
     problems += [
@@ -91,4 +96,3 @@ def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozens
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise WeightsError(f"{where}: {'; '.join(problems[:3])}{more}")
-    return folder

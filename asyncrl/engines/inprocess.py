@@ -153,6 +153,11 @@ class InProcessEngine:
     def version(self) -> Version:
         return self._decoder.version if self._decoder else self._first_version
 
+    @property
+    def receiver(self) -> None:
+        """Folders only."""
+        return None
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.checks import Shapes, check_prompt, check_sampling, check_weights, read_shapes
 from asyncrl.engines.sglang_reply import Reply
 from asyncrl.engines.sglang_server import ServerProcess, check_installed, free_port, server_command, server_environment
+from asyncrl.engines.sglang_weights import SGLangReceiver, WeightLoader
 from asyncrl.engines.spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, WeightVersion
@@ -76,13 +77,14 @@ class SGLangEngine:
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
     ) -> None:
-        """``log_path``: where the output of a launched server goes."""
+        """``log_path``: where the output of a launched server goes; its name without endings is the engine's."""
         self._model_path = model_path
         self._device = device
         self._dtype = dtype
-        self._first_version = self._version = version
+        self._first_version = version
         self._options = options
         self._log_path = log_path
+        self._name = log_path.name.partition(".")[0]
         self.url = options.url.rstrip("/")
         self._server: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -92,11 +94,11 @@ class SGLangEngine:
         self._vocabulary_size = self._context_tokens = self._max_running = 2**31
         self._has_spans = False
         self._late_tokens = 1
-        # The prefix cache's name: ours alone, and another one after every load.
-        self._cache_owner, self._num_loads = uuid.uuid4().hex, 0
-        self._loading = asyncio.Lock()
+        self._cache_owner = uuid.uuid4().hex
         self._is_open = asyncio.Event()
         self._is_open.set()
+        self._loader = WeightLoader(self._told, pause=options.pause, first_version=version, is_open=self._is_open)
+        self._receiver: SGLangReceiver | None = None
         self._sent = self._held = self._tokens_generated = 0
 
     async def start(self) -> None:
@@ -132,26 +134,22 @@ class SGLangEngine:
             context_tokens=self._context_tokens,
         )
         async with self._place():
-            reply = Reply(sent_version=self._version, first_version=self._first_version)
+            reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
             await self._sample(reply, self._request(prompt_tokens, sampling, stream=not self._has_spans))
         return reply.generation()
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._session()
-        asked = time.monotonic()
-        async with self._loading:
-            folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
-            self._is_open.clear()
-            try:
-                pause_seconds = await self._switch(folder, weights)
-            finally:
-                self._is_open.set()
-            self._version = weights.order
-        return LoadReport(pause_seconds=pause_seconds, load_seconds=time.monotonic() - asked)
+        folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
+        return await self._loader.load(weights, folder)
 
     @property
     def version(self) -> Version:
-        return self._version
+        return self._loader.version
+
+    @property
+    def receiver(self) -> SGLangReceiver | None:
+        return self._receiver
 
     def stats(self) -> EngineStats:
         running = min(self._sent, self._max_running)
@@ -232,7 +230,16 @@ class SGLangEngine:
         model = await self._get("/model_info")
         self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
         self._max_running = int(info.get("max_running_requests") or self._max_running)
-        self._version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
+        self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
+        self._loader.has_sessions = await self._knows("/begin_weight_update")
+        self._receiver = SGLangReceiver(
+            self._told,
+            self._loader,
+            name=self._name,
+            num_ranks=int(info.get("tp_size") or 1),
+            shapes=self._shapes,
+            optional=self._optional_names,
+        )
         number = tuple(int(part) for part in str(info.get("version", "0")).split(".")[:3] if part.isdecimal())
         if self._options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
             raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
@@ -274,7 +281,8 @@ class SGLangEngine:
             },
             "return_logprob": True,
             "stream": stream,
-            "extra_key": f"{self._cache_owner}:{self._num_loads}",
+            # The prefix cache's name: ours alone, and another one after every load.
+            "extra_key": f"{self._cache_owner}:{self._loader.num_loads}",
         }
 
     async def _sample(self, reply: Reply, request: Mapping[str, Any]) -> None:
@@ -302,39 +310,6 @@ class SGLangEngine:
     def _check_weights(self, weights: WeightVersion) -> Path:
         return check_weights(weights, expected=self._shapes, optional=self._optional_names)
 
-    async def _switch(self, folder: Path, weights: WeightVersion) -> float:
-        """Seconds during which no token was decoded. However it ends, the server goes on."""
-        is_retracted = self._options.pause == "retract"
-        began = time.monotonic()
-        self._num_loads += 1  # now: should the update succeed and its answer get lost, no old key is found
-        update = {
-            "model_path": str(folder),
-            "weight_version": format_version(weights.order),
-            # Keys of requests in place cannot be flushed; those of retracted ones must be.
-            "flush_cache": is_retracted,
-        }
-        try:
-            async with self._post("/pause_generation", {"mode": self._options.pause}):
-                pass
-            async with self._post("/update_weights_from_disk", update) as response:
-                answer = await response.json()
-        except EngineDied:
-            raise
-        except EngineError as error:
-            raise WeightsError(f"weights {format_version(weights.order)} at {folder}: {error}") from error
-        finally:
-            await self._continue()
-        if not answer.get("success"):
-            raise WeightsError(f"weights {format_version(weights.order)} at {folder}: {answer.get('message')}")
-        return time.monotonic() - began
-
-    async def _continue(self) -> None:
-        try:
-            async with self._post("/continue_generation", {}):
-                pass
-        except EngineError as error:
-            raise EngineDied(f"SGLang at {self.url} stays paused: {error}") from error
-
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _session(self) -> aiohttp.ClientSession:
@@ -347,8 +322,18 @@ class SGLangEngine:
             text = await response.text()
         return json.loads(text) if text else {}
 
+    async def _knows(self, path: str) -> bool:
+        """Whether the server has this POST: to a GET it says "not allowed", not "not found"."""
+        async with self._session().get(self.url + path) as response:
+            return response.status != 404
+
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._ask("POST", path, body)
+
+    async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
+        async with self._post(path, body) as response:
+            text = await response.text()
+        return json.loads(text) if text else {}
 
     @asynccontextmanager
     async def _ask(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from asyncrl.config import RunConfig
 from asyncrl.policies.batch import Histogram, Metric
 
 
@@ -63,10 +64,33 @@ class Console:
             f"  {number('learner/tokens_per_second'):8,.0f} tok/s"
             f"  wait {number('learner/wait_seconds'):5.2f} s"
             f"  train {number('learner/step_seconds'):5.2f} s"
-            f"  dropped {number('staleness/dropped_groups'):.0f}",
+            f"  dropped {number('staleness/dropped_groups'):.0f}"
+            + (f"  MISMATCH {number('mismatch/fresh_mean'):.3f}" if number("mismatch/alarm") else ""),
             file=self._out,
             flush=True,
         )
 
     def close(self) -> None:
         pass
+
+
+def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
+    """Those that the run file asks for. A resumed run goes on with its file and its W&B run."""
+    made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
+    if run.metrics.console:
+        made.append(Console(run.run.steps))
+    if run.metrics.wandb:
+        from asyncrl.metrics.wandb import WandB
+
+        settings = json.loads(json.dumps(dataclasses.asdict(run), default=str))
+        settings["bus"]["token"] = "***" if settings["bus"]["token"] else ""
+        made.append(
+            WandB(
+                project=run.metrics.wandb_project,
+                name=run.run.name,
+                directory=run.run_directory,
+                config=settings,
+                resume=resume,
+            )
+        )
+    return made

@@ -121,5 +121,7 @@ def resolve(row: Algorithm, *, correction: str = "", options: Mapping[str, Any] 
             raise ConfigError(f"algorithm.options: {row.name} has no option {key!r}; it has {', '.join(owner)}")
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
+        if not value >= 0:  # NaN neither
+            raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value!r}")
         owner[key][key] = float(value)
     return replace(row, advantage_options=tables[0], loss_options=tables[1], correction_options=tables[2])

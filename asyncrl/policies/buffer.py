@@ -8,7 +8,7 @@ Invariants (tests/test_policies.py):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.messages import TrajectoryGroup
@@ -64,7 +64,7 @@ class Buffer:
 
     def evict(self, policy_version: int) -> list[Held]:
         """Remove what is too old to be trained by the step that starts from ``policy_version``."""
-        stale = [held for held in self.held.values() if policy_version - held.oldest > self.max_staleness]
+        stale = [held for held in self.held.values() if self._is_stale(held, policy_version)]
         for held in stale:
             self.dispose(held)
         return stale
@@ -74,9 +74,13 @@ class Buffer:
 
         They stay held until ``dispose``: a failed step loses nothing. None when there are fewer.
         """
-        if len(self.held) < count:
-            return None
-        return sorted(self.held.values(), key=lambda held: (held.oldest, held.group.group_id))[:count]
+        return _oldest(count, self.held.values())
+
+    def foresee(self, count: int, *, policy_version: int, training: Sequence[Held]) -> list[Held] | None:
+        """What ``take`` would give at ``policy_version``, behind ``evict``, once ``training`` is disposed of."""
+        busy = {held.group.group_id for held in training}
+        left = (held for group_id, held in self.held.items() if group_id not in busy)
+        return _oldest(count, [held for held in left if not self._is_stale(held, policy_version)])
 
     def dispose(self, held: Held) -> None:
         """The group is trained or dropped: it and its record are done with for good."""
@@ -94,6 +98,15 @@ class Buffer:
     def num_tokens(self) -> int:
         return sum(held.num_tokens for held in self.held.values())
 
+    def _is_stale(self, held: Held, policy_version: int) -> bool:
+        return policy_version - held.oldest > self.max_staleness
+
     def _dispose(self, sequence: int, group_id: int) -> None:
         self.consumed.add(sequence)
         self.groups.add(group_id)
+
+
+def _oldest(count: int, candidates: Collection[Held]) -> list[Held] | None:
+    if len(candidates) < count:
+        return None
+    return sorted(candidates, key=lambda held: (held.oldest, held.group.group_id))[:count]

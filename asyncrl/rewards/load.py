@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncrl import config, plugins
+from asyncrl import config, plugins, tables
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.guard import GuardedReward
 
@@ -66,7 +66,7 @@ def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
     """``found`` itself, or the object of the class that it is."""
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
     if options_type is not None:
-        made = found(config.build(options_type, section.options, "reward.options"))
+        made = found(tables.build(options_type, section.options, "reward.options"))
     elif section.options:
         raise ConfigError(f"reward.options: {section.kind!r} takes no options, got {', '.join(section.options)}")
     else:

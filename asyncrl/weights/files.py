@@ -9,9 +9,9 @@ Invariants (tests/test_weights_contract.py):
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
+from asyncrl.snapshot import Bucket, Snapshot
 from asyncrl.weights import safetensors_file
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -37,19 +38,23 @@ class FilesChannel:
         self._keep = max(keep, 1)
         self._model_path = model_path
         self._previous: Path | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
-    def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, run_epoch: int, policy_version: int
-    ) -> WeightVersion:
+    @property
+    def sender(self) -> None:
+        """Nothing is sent: engines read the folder."""
+        return None
+
+    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         """Write one version and collect old ones. Raises WeightsError when it cannot be written (disk full)."""
-        ordered, header = safetensors_file.layout(tensors)
-        num_bytes = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in ordered)
+        header = safetensors_file.header(snapshot.entries)
+        num_bytes = len(header) + snapshot.num_bytes
         name = f"{run_epoch}-{policy_version}"
         folder, temporary = self._directory / name, self._directory / f"{_TEMPORARY}{name}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-            sha256 = self._write(temporary, ordered, header)
+            sha256 = self._write(temporary, snapshot, header)
             if folder.exists():  # published before a crash that nobody remembers
                 self._discard(folder)
             temporary.rename(folder)
@@ -80,16 +85,29 @@ class FilesChannel:
             raise WeightsError(f"{file}: sha256 is {found[:12]}..., {weights.sha256[:12]}... was published")
         return folder
 
-    def _write(self, temporary: Path, tensors: list[torch.Tensor], header: bytes) -> str:
+    def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
         """A whole model folder, on disk when this returns; returns the checksum of its weights."""
         temporary.mkdir()
         self._add_companions(temporary)
         with (temporary / WEIGHTS_FILE).open("wb") as stream:
-            sha256 = safetensors_file.write(stream, tensors, header)
+            sha256 = safetensors_file.write(stream, itertools.chain([header], map(self._to_host, snapshot.buckets)))
             stream.flush()
             os.fsync(stream.fileno())
         _sync(temporary)
         return sha256
+
+    def _to_host(self, bucket: Bucket) -> memoryview:
+        """The bucket's bytes on the CPU, good until the next call; the device's other work goes on meanwhile."""
+        data = bucket.data
+        if data.is_cuda:
+            if self._staging.numel() < data.numel():
+                self._staging = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+            stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                self._staging[: data.numel()].copy_(data, non_blocking=True)
+            stream.synchronize()
+            data = self._staging[: data.numel()]
+        return memoryview(data.numpy())  # type: ignore[arg-type]
 
     def _add_companions(self, folder: Path) -> None:
         """Config and tokenizer: links to those of the version before, or copies of the model's."""

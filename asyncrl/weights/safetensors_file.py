@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import torch
+
+from asyncrl.snapshot import TensorEntry
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -31,36 +32,30 @@ _DTYPES: Final = {
 }
 
 
-def layout(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[torch.Tensor], bytes]:
-    """The tensors in file order, and the header that says so. Wide types first, so that each is aligned."""
-    ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
+def header(entries: Iterable[TensorEntry]) -> bytes:
+    """What comes before the tensors' bytes, for tensors that follow each other in this order without gaps."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in ordered:
-        if name in table:
-            raise ValueError(f"two tensors are named {name!r}")
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{name}: safetensors has no {tensor.dtype}")
-        num_bytes = math.prod(tensor.shape) * tensor.element_size()
-        table[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + num_bytes],
+    for entry in entries:
+        if entry.dtype not in _DTYPES:
+            raise ValueError(f"{entry.name}: safetensors has no {entry.dtype}")
+        table[entry.name] = {
+            "dtype": _DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.num_bytes],
         }
-        offset += num_bytes
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    return [tensor for _, tensor in ordered], len(header).to_bytes(8, "little") + header
+        offset += entry.num_bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def write(stream: BinaryIO, tensors: Iterable[torch.Tensor], header: bytes) -> str:
-    """Header and tensors to ``stream``; returns the SHA-256 of it all, hexadecimal."""
-    digest = hashlib.sha256(header)
-    stream.write(header)
-    for tensor in tensors:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        stream.write(data)
-        digest.update(data)
+def write(stream: BinaryIO, blocks: Iterable[bytes | memoryview]) -> str:
+    """Header and tensors, in order, to ``stream``; returns the SHA-256 of it all, hexadecimal."""
+    digest = hashlib.sha256()
+    for block in blocks:
+        stream.write(block)
+        digest.update(block)
     return digest.hexdigest()
 
 

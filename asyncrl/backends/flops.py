@@ -1,0 +1,50 @@
+"""How much arithmetic a training step is, and how much of it a device could do: model FLOP/s utilisation.
+
+Counted as in arXiv:2204.02311, appendix B: forward and backward passes of every matrix product, 6 x parameters x tokens
+(the embedding is a look-up and not counted, the output layer is), and of attention's two products with half of the
+scores, as the other half is masked. Computing activations again is not counted: it is no progress.
+Test: test_flops_of_a_step_are_counted_by_hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from asyncrl.backends.huggingface import ModelShape
+
+PEAK_BF16: Final = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+"""Dense bfloat16 FLOP/s of the vendor's data sheets, by a word in the device's name. Clocks under load allow less: an
+H200 multiplies large matrices at 700e12 to 790e12.
+"""
+
+
+def matrix_parameters(shape: ModelShape) -> int:
+    """Parameters that every token is multiplied with."""
+    queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
+    attention = shape.hidden_size * (2 * queries + 2 * keys)
+    feed_forward = 3 * shape.hidden_size * shape.feed_forward_size
+    return shape.num_layers * (attention + feed_forward) + shape.hidden_size * shape.vocabulary_size
+
+
+def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
+    """FLOPs of one optimizer step on documents of so many tokens."""
+    tokens, scores = 0, 0
+    for length in lengths:
+        tokens += length
+        scores += length * length
+    width = shape.num_heads * shape.head_size
+    return 6.0 * matrix_parameters(shape) * tokens + 6.0 * shape.num_layers * width * scores
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOP/s of a device in bfloat16; None for one that is not in the table."""
+    return next((peak for word, peak in PEAK_BF16.items() if word in device_name), None)

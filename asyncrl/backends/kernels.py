@@ -1,0 +1,162 @@
+"""The arithmetic between the matrix products, written plainly: as it stands on a CPU, one fused kernel each on CUDA.
+
+All of it is bound by memory, so what counts is how often a number is read and written; torch.compile makes one kernel
+of each function and one of its gradient. Inside everything is float32. ``torch.compiler.set_stance("force_eager")``
+turns the compiler off. Tests: tests/test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Compiled when its first argument is on CUDA, once for any number of rows; untouched elsewhere."""
+
+    @functools.cache
+    def compiled() -> Callable[P, R]:
+        return on_rows(torch.compile(function, fullgraph=True))  # imports for two seconds: not before it is needed
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        first: Any = arguments[0]
+        return compiled()(*arguments, **options) if first.is_cuda else function(*arguments, **options)
+
+    return run
+
+
+def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
+    """``compiled`` told that the first dimension of its first argument, and of those alike, is the one that varies."""
+
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        first: Any = arguments[0]
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.ndim and argument.shape[0] == first.shape[0]:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments, **options)
+
+    return run
+
+
+@fused
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., H] x [H] -> [..., H]"""
+    return _normed(x, weight, eps)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@fused
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Gate and up side by side [..., 2 F] -> silu(gate) x up [..., F]"""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [N], radians per position f32[d / 2] -> cosines and signed sines f32[N, 1, d] for ``heads``."""
+    angles = (positions[:, None] * frequencies)[:, None, :]
+    cosines, sines = angles.cos(), angles.sin()
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+@fused
+def heads(
+    mixed: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What attention takes out of one projection: split, normalised where there are weights f32[d], rotated.
+
+    mixed [N, groups x (queries + 2) x d], a group being its queries, its key, its value
+    -> query [N, groups x queries, d], key and value [N, groups, d]
+    """
+    size = cosines.shape[-1]
+    grouped = mixed.view(mixed.shape[0], groups, -1, size)
+    query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
+    if query_weight is not None and key_weight is not None:
+        query, key = _normed(query, query_weight, eps), _normed(key, key_weight, eps)
+    return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value.contiguous()
+
+
+def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    swapped = x.reshape(*x.shape[:-1], 2, -1).flip(-2).reshape(x.shape)
+    return (x.float() * cosines + swapped.float() * sines).to(x.dtype)
+
+
+@fused
+def row_statistics(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits [M, V], columns i64[M] (negative: none here) -> f32[4, M] of x = logits / temperature:
+    largest x; sum of e = exp(x - largest); sum of e x; x at the column, or 0.
+    """
+    x = logits.float() / temperature
+    largest = x.amax(dim=-1)
+    exponentials = (x - largest[:, None]).exp()
+    own = x.gather(-1, columns.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([largest, exponentials.sum(-1), (exponentials * x).sum(-1), torch.where(columns >= 0, own, 0.0)])
+
+
+@fused
+def logits_gradient(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    log_total: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Gradient of sum(logprobs x of_logprobs) by the logits [M, V], with p = exp(x - log_total): one-hot - p."""
+    p = (logits.float() / temperature - log_total[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    return ((is_target.float() - p) * (of_logprobs / temperature)[:, None]).to(logits.dtype)
+
+
+@fused
+def logits_gradient_with_entropy(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    log_total: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    temperature: float,
+    mean: torch.Tensor,
+    of_entropy: torch.Tensor,
+) -> torch.Tensor:
+    """The same plus that of sum(entropy x of_entropy): p (mean - x), where mean = sum p x."""
+    x = logits.float() / temperature
+    p = (x - log_total[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    slope = (is_target.float() - p) * of_logprobs[:, None] + p * (mean[:, None] - x) * of_entropy[:, None]
+    return (slope / temperature).to(logits.dtype)
+
+
+@contextmanager
+def remade(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """What is computed inside keeps ``make`` for its backward pass where it would keep ``tensor``."""
+    address, shape = tensor.data_ptr(), tensor.shape
+
+    def keep(saved: torch.Tensor) -> Any:
+        return make if saved.data_ptr() == address and saved.shape == shape else saved
+
+    def give_back(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        with torch.no_grad():
+            return make()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, give_back):
+        yield

@@ -1,0 +1,107 @@
+"""Which GPUs of one machine each process of a run gets. Pure: numbers in, numbers out.
+
+GPUs are numbered as this machine's processes see them, from 0. The learner's ranks take the first ones, workers the
+next ones; when those run out, workers start again at the first of theirs, and where nothing is left for them they share
+with the learner. `learner.gpus` and `rollout.gpus` say it otherwise. Processes on the CPU get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError
+
+Gpus = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """learner: the GPU of each rank, the same one several times when ranks share it.  workers: of each its GPUs."""
+
+    learner: Gpus
+    workers: tuple[Gpus, ...]
+
+    @property
+    def processes(self) -> dict[str, Gpus]:
+        """By the names that `asyncrl run` gives them: learner, w0, w1, …"""
+        return {"learner": self.learner} | {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
+
+    def __str__(self) -> str:
+        shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]
+        return "; ".join(shown) or "none, all on the CPU"
+
+
+def place(
+    num_gpus: int,
+    *,
+    ranks: int,
+    workers: int,
+    gpus_per_worker: int,
+    learner_gpus: Sequence[int] = (),
+    rollout_gpus: Sequence[int] = (),
+) -> Placement:
+    """``ranks`` or ``gpus_per_worker`` 0: the learner, or the workers, train or sample on the CPU.
+
+    Raises ConfigError for a GPU that is not there, and for ranks that would share one without saying so.
+    """
+    _check_exist(learner_gpus, num_gpus, "learner.gpus")
+    _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
+    if num_gpus == 0:
+        return Placement(learner=(), workers=((),) * workers)
+    learner = _learner(num_gpus, ranks, learner_gpus)
+    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus) if workers and gpus_per_worker else ()
+    return Placement(
+        learner=learner,
+        workers=tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(workers)),
+    )
+
+
+def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
+    if not given:
+        if ranks > num_gpus:
+            raise ConfigError(
+                f"learner.ranks: {ranks} ranks need {ranks} GPUs, this machine has {num_gpus}; to share them name each "
+                f"rank's, as in learner.gpus = {[rank % num_gpus for rank in range(ranks)]}"
+            )
+        return tuple(range(ranks))
+    if len(given) != ranks and ranks:
+        raise ConfigError(f"learner.gpus: names {len(given)} GPUs for {ranks} ranks; name one for each rank")
+    return tuple(given[:ranks])
+
+
+def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int]) -> Gpus:
+    """What workers are dealt from: enough different GPUs for one of them at least."""
+    if given:
+        if len(set(given)) < len(given):
+            raise ConfigError(f"rollout.gpus: names a GPU twice: {list(given)}; workers share by themselves")
+        if len(given) < needed:
+            raise ConfigError(f"rollout.gpus: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
+        return tuple(given)
+    if num_gpus < needed:
+        raise ConfigError(f"engine.options.tensor_parallel: a worker needs {needed} GPUs, this machine has {num_gpus}")
+    free = tuple(gpu for gpu in range(num_gpus) if gpu not in learner)
+    return free if len(free) >= needed else tuple(range(num_gpus))
+
+
+def _deal(pool: Gpus, start: int, count: int) -> Gpus:
+    """``count`` different GPUs from place ``start`` on, beginning again behind the last."""
+    return tuple(pool[(start + index) % len(pool)] for index in range(count))
+
+
+def _check_exist(given: Sequence[int], num_gpus: int, where: str) -> None:
+    for gpu in given:
+        if not 0 <= gpu < num_gpus:
+            seen = f"{num_gpus}, numbered from 0" if num_gpus else "none that torch sees"
+            raise ConfigError(f"{where}: there is no GPU {gpu}; this machine has {seen}")
+
+
+def visible_devices(gpus: Gpus, *, inherited: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that gets ``gpus``, in the names that its parent's own list gives them."""
+    names = None if inherited is None else [name.strip() for name in inherited.split(",")]
+    return ",".join(str(gpu) if names is None else names[gpu] for gpu in dict.fromkeys(gpus))
+
+
+def numbers(gpus: Gpus) -> str:
+    """For a person: ``0, 1``."""
+    return ", ".join(str(gpu) for gpu in gpus)

@@ -1,0 +1,88 @@
+"""One process of a run, from the check of its run file to its exit code: the learner, or a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.actors.base import Heart
+from asyncrl.actors.supervisor import supervise
+from asyncrl.app import build_learner, build_worker, connect
+from asyncrl.check import check
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+
+
+def run_learner(run: RunConfig, *, resume: bool, token: str) -> int:
+    """The learner's process, to the end of the run. Raises ConfigError while another one has this run."""
+    check(run)
+    with _only_learner(run.run_directory):
+        return _in_event_loop(_learner(run, resume=resume, token=token))
+
+
+@contextlib.contextmanager
+def _only_learner(directory: Path) -> Iterator[None]:
+    """Two learners would publish over each other's weights; the lock goes with the process, however it ends."""
+    path = directory / "learner.lock"
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{directory}: another learner has this run ({path} is locked); end it first") from None
+        yield
+
+
+async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
+    bus = await connect(run, token=token)
+    try:
+        started = time.monotonic()
+        learner, helpers = await build_learner(run, bus=bus, resume=resume)
+        await supervise(learner, *helpers, Heart(learner))
+        seconds = time.monotonic() - started
+        outcome = "done" if learner.done else "stopped"
+        print(
+            f"{outcome}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy version "
+            f"{learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
+        )
+        return 0
+    finally:
+        await bus.close()
+
+
+def run_worker(run: RunConfig, *, name: str, token: str) -> int:
+    """A rollout worker's process, until it is drained or the run is finished."""
+    check(run)
+    return _in_event_loop(_worker(run, name=name, token=token))
+
+
+async def _worker(run: RunConfig, *, name: str, token: str) -> int:
+    bus = await connect(run, token=token)
+    try:
+        worker, follower = await build_worker(run, bus=bus, name=name)
+        await supervise(worker, follower, Heart(worker))
+        return 0
+    finally:
+        await bus.close()
+
+
+def worker_name() -> str:
+    """Unique among the machines and processes of a run, and fit for a subject."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return f"{host}-{os.getpid()}"
+
+
+def _in_event_loop(main: Coroutine[Any, Any, int]) -> int:
+    """On uvloop where there is one; asyncio's own loop elsewhere."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    result: int = uvloop.run(main)
+    return result

@@ -1,0 +1,70 @@
+"""A TOML table as a frozen dataclass, every key known and of its type; errors that name the section and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from asyncrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
+    """``table`` as a ``kind``, every key known and of its type. Raises ConfigError naming ``where`` and the key."""
+    hints = typing.get_type_hints(kind)
+    for key in table:
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hints)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.default is f.default_factory is dataclasses.MISSING and f.name not in table
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    try:
+        return kind(**{key: _value(value, hints[key], where, key) for key, value in table.items()})
+    except ConfigError as error:
+        raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+
+def _value(value: Any, hint: Any, where: str, key: str) -> Any:
+    """``value`` as a ``hint``, with the few conversions TOML needs (int to float, list to tuple)."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        _typed(isinstance(value, dict), where, key, "a table", value)
+        return build(typing.cast(type, hint), value, f"{where}: {key}")
+    if origin is Literal:
+        if value not in arguments:
+            known = ", ".join(repr(option) for option in arguments if option != "")
+            raise ConfigError(f"{where}: {key} must be one of {known}, got {value!r}")
+        return value
+    if origin is tuple:
+        _typed(isinstance(value, list), where, key, "a list", value)
+        return tuple(_value(item, arguments[0], where, key) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        return _value(value, next(a for a in arguments if a is not type(None)), where, key)
+    if origin is not None and issubclass(origin, Mapping):
+        _typed(isinstance(value, dict), where, key, "a table", value)
+        return value
+    if hint is float:
+        _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
+        return float(value)
+    if isinstance(hint, type):
+        _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
+    return value
+
+
+_TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
+
+
+def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
+    if not condition:
+        raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}")

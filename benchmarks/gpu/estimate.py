@@ -1,0 +1,74 @@
+"""What a comparison would show and how long it would take, before any GPU is held: modes.py --estimate prints it.
+
+The loop's rules on a clock (benchmarks/ideal.py), with decoding and training speeds of an H200. Short samples of its
+decoding and training set them. Bus, actors and Python take no time here, so the real arms are slower; async_drain far
+slower: that its engines run empty before they load is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from benchmarks import ideal
+from benchmarks.gpu.plans import Plan
+from benchmarks.simulated import Lengths, Timing
+
+START_SECONDS: Final = 15.0
+"""From one arm's end to the first sequence of the next one."""
+
+SPEEDS: Final[Mapping[str, tuple[float, float, float]]] = {
+    "tiny": (0.010, 1e-4, 1_000.0),
+    "0.6B": (0.0022, 1.9e-5, 50_000.0),
+    "1.7B": (0.0032, 2.2e-5, 28_000.0),
+    "4B": (0.0050, 3.2e-5, 12_000.0),
+}
+"""Of one GPU: seconds of a decode step, more for each sequence, tokens trained a second."""
+
+
+def speeds(
+    plans: Sequence[Plan],
+    *,
+    shape: str,
+    groups_per_batch: int,
+    group_size: int,
+    max_staleness: int,
+    running: int,
+    length_mean: float,
+    length_max: int,
+    seed: int,
+) -> Iterator[tuple[Plan, float, float]]:
+    """(plan, tokens trained a second, seconds of a step) of each plan. Lengths have sigma 1."""
+    step, sequence, rate = SPEEDS[shape]
+    timing = Timing(
+        seconds_per_token=step,
+        seconds_per_sequence=sequence,
+        capacity=running,
+        load_seconds=0.05,
+        train_tokens_per_second=rate,
+        train_seconds=0.2,
+    )
+    lengths = Lengths("lognormal", mean=round(length_mean), maximum=length_max)
+    of_group = ideal.group_lengths(lengths, group_size=group_size, seed=seed)
+    for plan in plans:
+        bound = plan.max_staleness(max_staleness)
+        simulated = ideal.Plan(
+            mode=plan.kind.mode,
+            workers=plan.workers,
+            learner_machines=plan.learners,
+            groups_per_batch=groups_per_batch,
+            group_size=group_size,
+            max_staleness=bound,
+            warmup=2 * (bound + 1),
+            steps=2 * (bound + 1) + 12,
+            seed=seed,
+            is_colocated=plan.is_colocated,
+        )
+        found = ideal.Ideal(simulated, timing, of_group).tokens_per_second()
+        yield plan, found, groups_per_batch * group_size * lengths.mean / found
+
+
+def arm_seconds(*, step_seconds: float, warmup: int, window_seconds: float, min_steps: int = 2) -> float:
+    """Of one arm with its start: the warm-up, then whole steps until the window is full."""
+    steps = max(min_steps, -(-window_seconds // step_seconds))
+    return START_SECONDS + (warmup + steps) * step_seconds

@@ -1,0 +1,97 @@
+"""Answers of given lengths: each drawn from (seed, group id, index) alone, so every arm meets the same ones.
+
+    rollout.function = "benchmarks.gpu.lengths:capped"   with rollout.ignore_eos = true
+    reward.kind = "benchmarks.gpu.lengths:noise"
+
+Each prompt row carries the ``Lengths`` it is drawn from as its metadata.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.messages import PromptGroup, Trajectory
+from asyncrl.protocols import Generate, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lognormal lengths in tokens. ``mean`` is before they are cut at ``maximum``; ``sigma`` of the logarithm."""
+
+    mean: float
+    sigma: float
+    maximum: int
+    seed: int
+
+    def of(self, *, group_id: int, index: int) -> int:
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, group_id, index])))
+        logarithm = math.log(self.mean) - self.sigma**2 / 2 + self.sigma * random.standard_normal()
+        return max(1, min(self.maximum, round(math.exp(logarithm))))
+
+    def drawn(self, *, groups: int, group_size: int) -> NDArray[np.int64]:
+        """Of the first ``groups`` groups."""
+        return np.array(
+            [self.of(group_id=group, index=index) for group in range(groups) for index in range(group_size)]
+        )
+
+    def as_metadata(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def capped(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """A RolloutFn: one answer of exactly the length drawn for it."""
+    length = Lengths(**prompt.metadata).of(group_id=prompt.group_id, index=index)
+    return await single_turn(prompt, cast(Generate, partial(generate, max_new_tokens=length)), index=index)
+
+
+async def noise(samples: Sequence[Sample]) -> list[float]:
+    """A RewardFn: numbers in [0, 1) by the answer's first tokens, so that advantages are not zero."""
+    return [zlib.crc32(sample.trajectory.tokens[:16].tobytes()) / 2**32 for sample in samples]
+
+
+# -- what a run reports of its lengths ---------------------------------------------------------------------------------
+
+QUANTILES = (0.5, 0.95, 0.99)
+
+Histogram = Mapping[str, Sequence[float]]
+"""As in metrics.jsonl: counts[i] lengths fell in [edges[i], edges[i + 1]), edges 0, 1, 2, 4, 8, ..."""
+
+
+def merged(histograms: Sequence[Histogram]) -> dict[float, int]:
+    """Lower edge -> count, over steps."""
+    total: dict[float, int] = {}
+    for histogram in histograms:
+        for edge, count in zip(histogram["edges"], histogram["counts"], strict=False):
+            total[edge] = total.get(edge, 0) + int(count)
+    return {edge: count for edge, count in sorted(total.items()) if count}
+
+
+def summary(counts: Mapping[float, int], drawn: NDArray[np.int64]) -> dict[str, float]:
+    """count, mean, p50, p95, p99 and max of lengths of which only the octave is known.
+
+    Within an octave they are taken to lie as those of ``drawn`` do. Generated and trained lengths are read in the same
+    way, so what differs between them is real. max is the largest drawn in the highest octave.
+    """
+    number = sum(counts.values())
+    if not number:
+        return {"count": 0}
+    within = {low: np.sort(drawn[(drawn >= low) & (drawn < max(2 * low, 1))]) for low in counts}
+    lengths = np.concatenate([_spread(within[low], count, low=low) for low, count in counts.items()])
+    found = {f"p{quantile * 100:.0f}": float(np.quantile(lengths, quantile)) for quantile in QUANTILES}
+    return {"count": number, "mean": float(lengths.mean()), **found, "max": float(lengths[-1])}
+
+
+def _spread(known: NDArray[np.int64], count: int, *, low: float) -> NDArray[np.float64]:
+    """``count`` lengths at even ranks of the sorted ``known`` ones; at the octave's edge if there is none."""
+    if not len(known):
+        return np.full(count, low)
+    return known[((np.arange(count) + 0.5) * len(known) / count).astype(np.int64)].astype(np.float64)

@@ -1,0 +1,101 @@
+"""Which arms a comparison has, on which GPUs each runs, and in which order. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """mode, load: of the run file; an empty load is what the mode implies."""
+
+    mode: str
+    load: str = ""
+    is_colocated: bool = False
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "async": Kind(mode="async", load="in_flight"),
+    "sync_colocated": Kind(mode="sync", is_colocated=True),
+    "one_step_off": Kind(mode="one_step_off"),
+    "async_drain": Kind(mode="async", load="drain"),
+    "sync": Kind(mode="sync"),
+}
+"""The order is the order they run in: if time runs out, what is left out matters least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One arm: ``learners`` ranks on the first GPUs, ``workers`` engines on the last ones."""
+
+    arm: str
+    gpus: int
+    learners: int
+    workers: int
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.arm]
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.kind.is_colocated
+
+    @property
+    def split(self) -> str:
+        return f"{self.gpus}" if self.is_colocated else f"{self.learners}+{self.workers}"
+
+    @property
+    def learner_gpus(self) -> tuple[int, ...]:
+        return tuple(range(self.learners))
+
+    @property
+    def engine_gpus(self) -> tuple[int, ...]:
+        return tuple(range(self.gpus - self.workers, self.gpus))
+
+    def max_staleness(self, bound_of_async: int) -> int:
+        return {"sync": 0, "one_step_off": 1, "async": bound_of_async}[self.kind.mode]
+
+    def warmup(self, bound_of_async: int) -> int:
+        """Steps until the window was filled once."""
+        return self.max_staleness(bound_of_async) + 1
+
+    def running_groups(self, groups_per_batch: int, running_groups_of_async: int) -> int:
+        """Groups one worker holds at once. With a barrier it is its even part of the batch: whoever takes more is the
+        one all wait for."""
+        even = math.ceil(groups_per_batch / self.workers)
+        return max(1, running_groups_of_async) if self.kind.mode == "async" else even
+
+
+def plans(arms: Sequence[str], *, splits: Sequence[str], gpus: int) -> list[Plan]:
+    """All ``arms`` at the first split, then those that are apart at the others. Raises ValueError."""
+    found = [parse_arm(f"{arm}@{splits[0] if splits else _half(gpus)}", gpus=gpus) for arm in KINDS if arm in arms]
+    for split in splits[1:]:
+        found += [
+            parse_arm(f"{arm}@{split}", gpus=gpus)
+            for arm, kind in KINDS.items()
+            if arm in arms and not kind.is_colocated
+        ]
+    return found
+
+
+def parse_arm(text: str, *, gpus: int) -> Plan:
+    """ARM@L+W, or ARM for a colocated one. Raises ValueError."""
+    arm, _, split = text.partition("@")
+    if arm not in KINDS:
+        raise ValueError(f"{text!r}: no such arm; there are {', '.join(KINDS)}")
+    if KINDS[arm].is_colocated:
+        return Plan(arm=arm, gpus=gpus, learners=gpus, workers=gpus)
+    learners, _, workers = split.partition("+")
+    if not (learners.isdigit() and workers.isdigit() and int(learners) and int(workers)):
+        raise ValueError(f"{text!r}: the split must be L+W, such as {arm}@{_half(gpus)}")
+    if int(learners) + int(workers) != gpus:
+        raise ValueError(f"{text!r}: {split} is not {gpus} GPUs")
+    return Plan(arm=arm, gpus=gpus, learners=int(learners), workers=int(workers))
+
+
+def _half(gpus: int) -> str:
+    return f"{gpus // 2}+{gpus - gpus // 2}"

@@ -1,0 +1,137 @@
+"""Model folders of real sizes with random weights, made in seconds, for benchmarks that need no model that can speak.
+
+    python -m benchmarks.gpu.shapes 0.6B FOLDER [bfloat16 | float32]
+
+Qwen3's layers and vocabulary; the tokenizer is asyncrl.data.tiny_model's, which knows the first forty ids and decodes
+the others to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+PROMPT_CHARACTERS: Final = 100
+"""Of one prompt, and so its tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    hidden: int
+    layers: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_size: int = 128
+    vocabulary: int = 151_936
+    positions: int = 40_960
+
+
+SHAPES: Final[Mapping[str, Shape]] = {
+    "tiny": Shape(hidden=64, layers=2, ffn=128, heads=4, kv_heads=2, head_size=16, vocabulary=1024, positions=4096),
+    "0.6B": Shape(hidden=1024, layers=28, ffn=3072, heads=16, kv_heads=8),
+    "1.7B": Shape(hidden=2048, layers=28, ffn=6144, heads=16, kv_heads=8),
+    "4B": Shape(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8),
+}
+
+
+def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Config, weights (normal, 0.02; tied embeddings) and tokenizer in ``folder``, which is returned."""
+    import safetensors.torch
+    import torch
+    import transformers
+
+    from asyncrl.data.tiny_model import make_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(max_positions=shape.positions)
+    tokenizer.save_pretrained(folder)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    transformers.GenerationConfig(**special).save_pretrained(folder)
+    transformers.Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        dtype=getattr(torch, dtype),
+        **special,
+    ).save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def tensor(size: tuple[int, ...]) -> torch.Tensor:
+        if len(size) == 1:  # a norm's weight
+            return torch.ones(size, dtype=getattr(torch, dtype))
+        random = torch.randn(size, generator=generator, device=device, dtype=getattr(torch, dtype))
+        return random.mul_(0.02).cpu()
+
+    weights = {name: tensor(size) for name, size in sizes(shape)}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor's Hugging Face name and size."""
+    queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    yield "model.embed_tokens.weight", (shape.vocabulary, shape.hidden)
+    for layer in range(shape.layers):
+        parts = {
+            "input_layernorm": (shape.hidden,),
+            "post_attention_layernorm": (shape.hidden,),
+            "self_attn.q_proj": (queries, shape.hidden),
+            "self_attn.k_proj": (keys, shape.hidden),
+            "self_attn.v_proj": (keys, shape.hidden),
+            "self_attn.o_proj": (shape.hidden, queries),
+            "self_attn.q_norm": (shape.head_size,),
+            "self_attn.k_norm": (shape.head_size,),
+            "mlp.gate_proj": (shape.ffn, shape.hidden),
+            "mlp.up_proj": (shape.ffn, shape.hidden),
+            "mlp.down_proj": (shape.hidden, shape.ffn),
+        }
+        for name, size in parts.items():
+            yield f"model.layers.{layer}.{name}.weight", size
+    yield "model.norm.weight", (shape.hidden,)
+
+
+def num_parameters(shape: Shape) -> int:
+    return sum(int(np.prod(size)) for _, size in sizes(shape))
+
+
+def write_prompts(path: Path, *, metadata: Mapping[str, Any], rows: int = 4096, seed: int = 0) -> Path:
+    """Random text, PROMPT_CHARACTERS a row, all different; each row carries ``metadata``."""
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
+    random = np.random.default_rng(seed)
+    with path.open("w") as file:
+        for _ in range(rows):
+            prompt = "".join(random.choice(letters, PROMPT_CHARACTERS))
+            file.write(json.dumps({"prompt": prompt, "metadata": dict(metadata)}) + "\n")
+    return path
+
+
+def main() -> int:
+    if len(sys.argv) not in (3, 4) or sys.argv[1] not in SHAPES:
+        print(__doc__, f"shapes: {', '.join(SHAPES)}", sep="\n", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    shape, folder = SHAPES[sys.argv[1]], Path(sys.argv[2])
+    make_model(shape, folder, dtype=sys.argv[3] if len(sys.argv) == 4 else "bfloat16")
+    print(f"{folder}: {num_parameters(shape) / 1e9:.2f} B parameters in {time.monotonic() - began:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`asyncrl run` starts its processes where they belong, again when that may help, and not when it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config, launch
+from asyncrl.config import RunConfig
+from asyncrl.placement import Placement
+
+SCRIPT = """#!/bin/sh
+# In place of `python -m asyncrl ROLE RUN.toml ...`
+echo "$3 $CUDA_VISIBLE_DEVICES $6" >> {log}
+{body}
+"""
+
+
+class Stage:
+    """Launches a script in place of every process of a run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._monkeypatch = folder, monkeypatch
+        self._log = folder / "starts"
+        monkeypatch.setattr(launch, "BACK_OFF_SECONDS", 0.0)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def run(self, body: str, *, placement: Placement) -> int:
+        """The exit code of a run whose processes are ``body``, which may read $3 (the role) and the log of starts."""
+        script = self._folder / "process"
+        script.write_text(SCRIPT.format(log=self._log, body=body.replace("LOG", str(self._log))))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        self._monkeypatch.setattr(sys, "executable", str(script))
+        self._monkeypatch.setattr(launch, "placement", lambda run: placement)
+        return launch.run(self._config(), run_file=Path("RUN.toml"), overrides=[], resume=False, token="")
+
+    def _config(self) -> RunConfig:
+        made = config.load(Path(__file__).parent.parent / "examples" / "demo.toml")
+        return dataclasses.replace(
+            made,
+            run=dataclasses.replace(made.run, directory=str(self._folder)),
+            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server; nobody connects
+        )
+
+    @property
+    def starts(self) -> list[str]:
+        """Role, visible GPUs and name of each process started, in any order."""
+        return sorted(line.rstrip() for line in self._log.read_text().splitlines())
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, monkeypatch)
+
+
+ON_THE_CPU = Placement(learner=(), workers=())
+ONCE_MORE = '[ "$3" = rollout-worker ] || [ $(grep -c ^learner LOG) -ge 2 ]'
+"""Workers end well, the learner at its second start."""
+
+
+def test_every_process_sees_its_gpus_and_keeps_them_when_started_again(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(0, 1), workers=((2,), (3,)))) == 0
+    assert stage.starts == ["learner 0,1", "learner 0,1", "rollout-worker 2 w0", "rollout-worker 3 w1"]
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert said == [["learner", "GPU", "0,", "1"], ["w0", "GPU", "2"], ["w1", "GPU", "3"]]
+
+
+def test_a_launcher_that_sees_some_gpus_gives_those(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(0,), workers=((1,),))) == 0
+    assert stage.starts == ["learner 4", "learner 4", "rollout-worker 6 w0"]
+
+
+def test_without_gpus_nothing_is_set_and_nothing_said(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(), workers=((),))) == 0
+    assert stage.starts == ["learner", "learner", "rollout-worker  w0"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_process_that_keeps_dying_is_started_three_times_more(stage: Stage) -> None:
+    assert stage.run("exit 5", placement=ON_THE_CPU) == 5
+    assert stage.starts == ["learner"] * 4
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_no_restart_heals_is_not_tried_again(stage: Stage, code: int) -> None:
+    assert stage.run(f"exit {code}", placement=ON_THE_CPU) == code
+    assert stage.starts == ["learner"]

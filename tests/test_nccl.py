@@ -1,0 +1,363 @@
+"""Weights out of the learner's memory, over gloo: what arrives, and what is left of it when an engine dies.
+
+The engine's side is a process that makes its end of the group as SGLang does; a dead engine is a dead process.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import WeightsError
+from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.snapshot import Bucket, Snapshot, TensorEntry
+from asyncrl.weights.nccl import NCCLChannel, Sender
+
+pytestmark = pytest.mark.timeout(60)
+
+PATIENCE = 30.0
+"""Seconds within which anything in these tests answers; the limits of the sender are far below."""
+
+
+# -- the engine's side -------------------------------------------------------------------------------------------------
+
+
+def serve_engine(orders: Connection) -> None:
+    """A process: makes its end of a group and takes buckets as it is told."""
+    group: Any = None
+    while True:
+        kind, *arguments = orders.recv()
+        try:
+            if kind == "join":
+                group = join_group(*arguments)
+                orders.send(b"joined")
+            else:
+                orders.send(take_bucket(group, *arguments))
+        except RuntimeError as error:
+            orders.send(error)
+
+
+def join_group(host: str, port: int, name: str, collective: str) -> Any:
+    """As an SGLang scheduler does it, rank 1 of 2."""
+    limit = timedelta(seconds=PATIENCE)
+    store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        c10d.Backend(collective),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        backend_options=None,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def take_bucket(group: Any, layout: BucketLayout) -> bytes:
+    entries = tuple(
+        TensorEntry(name=name, dtype=getattr(torch, dtype), shape=shape)
+        for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+    )
+    data = torch.zeros(sum(entry.num_bytes for entry in entries), dtype=torch.uint8)
+    dist.broadcast(data, src=0, group=group)
+    assert all(tensor.numel() for _, tensor in Bucket(entries=entries, data=data).tensors())
+    return data.numpy().tobytes()
+
+
+class Peer:
+    """An engine: one life of the process that holds its weights."""
+
+    def __init__(self, engine: str = "w0", group: str = "") -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._orders, theirs = context.Pipe()
+        self._process = context.Process(target=serve_engine, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.request = TransferRequest(engine=engine, group=group or f"{engine}-{self._process.pid}", num_ranks=1)
+        self._threads = ThreadPoolExecutor(1)
+
+    @property
+    def joined(self) -> TransferRequest:
+        return replace(self.request, has_joined=True)
+
+    def join(self, offer: TransferOffer) -> Future[bytes]:
+        return self._told("join", offer.host, offer.port, self.request.group, offer.collective)
+
+    def take(self, layout: BucketLayout) -> Future[bytes]:
+        return self._told("take", layout)
+
+    def meet(self, sender: Sender) -> None:
+        transfer = sender.begin(self.request)
+        joining = self.join(transfer.offer)
+        transfer.send()
+        joining.result(PATIENCE)
+
+    def receive(self, sender: Sender) -> list[bytes]:
+        """The bytes of every bucket."""
+        transfer = sender.begin(self.joined)
+        with ThreadPoolExecutor(1) as thread:
+            sending = thread.submit(transfer.send)
+            buckets = [self.take(layout).result(PATIENCE) for layout in transfer.offer.buckets]
+            sending.result(PATIENCE)
+        return buckets
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def freeze(self) -> None:
+        assert self._process.pid
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.kill()
+        self._threads.shutdown()
+        self._orders.close()
+
+    def _told(self, *order: Any) -> Future[bytes]:
+        def tell() -> bytes:
+            self._orders.send(order)
+            try:
+                answer: bytes | RuntimeError = self._orders.recv()
+            except (EOFError, ConnectionResetError):
+                return b""  # it died meanwhile
+            if isinstance(answer, RuntimeError):
+                raise answer
+            return answer
+
+        return self._threads.submit(tell)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Imports torch once for all peers."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.test_nccl"])
+
+
+@pytest.fixture
+def peers() -> Iterator[Any]:
+    """``peers("w0")``: an engine that is gone after the test."""
+    made: list[Peer] = []
+
+    def make(engine: str = "w0", group: str = "") -> Peer:
+        made.append(Peer(engine, group))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.close()
+
+
+def weights(seed: int) -> Snapshot:
+    """Five tensors of three types in four buckets."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = [(f"wide.{n}", torch.randn(7, 30, generator=generator)) for n in range(3)]  # 840 bytes each
+    narrow = ("narrow", torch.randn(11, generator=generator).bfloat16())
+    flags = ("flags", torch.randint(0, 255, (5, 3), generator=generator, dtype=torch.uint8))
+    return Snapshot.of([*wide, narrow, flags], bucket_bytes=1700)
+
+
+def bytes_of(snapshot: Snapshot) -> list[bytes]:
+    return [bucket.data.numpy().tobytes() for bucket in snapshot.buckets]
+
+
+def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = PATIENCE) -> Sender:
+    sender = Sender("127.0.0.1", patience_seconds=patience_seconds)
+    sender.hold(snapshot, run_epoch=0, policy_version=version)
+    return sender
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -> None:
+    snapshot = weights(0)
+    sender, peer = holding(snapshot, version=3), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    assert transfer.offer.order == (0, 3)
+    assert [len(layout.names) for layout in transfer.offer.buckets] == [2, 1, 1, 1]
+    assert transfer.offer.buckets[2] == BucketLayout(names=("narrow",), dtypes=("bfloat16",), shapes=((11,),))
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert [peer.take(layout).result(PATIENCE) for layout in transfer.offer.buckets] == bytes_of(snapshot)
+        sending.result(PATIENCE)
+
+
+def test_every_transfer_of_a_group_sends_what_is_held_then(peers: Any) -> None:
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    for seed in (0, 1, 2):
+        sender.hold(weights(seed), run_epoch=0, policy_version=seed)
+        assert peer.receive(sender) == bytes_of(weights(seed))
+
+
+def test_a_transfer_sends_what_it_offered_although_newer_weights_are_held_by_now(peers: Any) -> None:
+    sender, peer = holding(weights(0), version=0), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    sender.hold(weights(1), run_epoch=0, policy_version=1)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        taken = [peer.take(layout).result(PATIENCE) for layout in transfer.offer.buckets]
+        sending.result(PATIENCE)
+    assert transfer.offer.policy_version == 0
+    assert taken == bytes_of(weights(0))
+
+
+def test_engines_take_weights_at_their_own_pace(peers: Any) -> None:
+    """The second engine is served from begin to end while the first one has its transfer open."""
+    sender, slow, quick = holding(weights(0)), peers("w0"), peers("w1")
+    slow.meet(sender)
+    quick.meet(sender)
+    transfer = sender.begin(slow.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert quick.receive(sender) == bytes_of(weights(0))
+        assert [slow.take(layout).result(PATIENCE) for layout in transfer.offer.buckets] == bytes_of(weights(0))
+        sending.result(PATIENCE)
+
+
+# -- engines that die --------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_before_it_joins_is_given_up(peers: Any) -> None:
+    sender, dead, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
+    alive.meet(sender)
+    transfer = sender.begin(dead.request)
+    dead.kill()
+    with pytest.raises(WeightsError, match=dead.request.group):
+        transfer.send()
+    assert alive.receive(sender) == bytes_of(weights(0))
+
+
+@pytest.mark.parametrize("fate", ["killed", "frozen"])
+def test_an_engine_that_is_lost_between_two_buckets_breaks_its_own_group_only(peers: Any, fate: str) -> None:
+    sender, lost, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
+    lost.meet(sender)
+    alive.meet(sender)
+    transfer = sender.begin(lost.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert lost.take(transfer.offer.buckets[0]).result(PATIENCE) == bytes_of(weights(0))[0]
+        lost.kill() if fate == "killed" else lost.freeze()
+        assert alive.receive(sender) == bytes_of(weights(0))
+        with pytest.raises(WeightsError, match=lost.request.group):
+            sending.result(PATIENCE)
+    assert alive.receive(sender) == bytes_of(weights(0))
+    with pytest.raises(WeightsError, match="broken"):
+        sender.begin(lost.joined)
+
+
+def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
+    """It took the first bucket and came too late for the others: its end must not wait for ever."""
+    sender, late = holding(weights(0), patience_seconds=2.0), peers()
+    late.meet(sender)
+    transfer = sender.begin(late.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        late.take(transfer.offer.buckets[0]).result(PATIENCE)
+        with pytest.raises(WeightsError, match="in time"):
+            sending.result(PATIENCE)
+    with pytest.raises(RuntimeError):
+        for layout in transfer.offer.buckets[1:]:  # one may be on its way already
+            late.take(layout).result(PATIENCE)
+
+
+def test_an_engine_hears_of_it_when_the_learner_is_gone(peers: Any) -> None:
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    layout = sender.begin(peer.joined).offer.buckets[0]
+    waiting = peer.take(layout)
+    del sender
+    gc.collect()
+    with pytest.raises(RuntimeError):
+        waiting.result(PATIENCE)
+
+
+def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
+    """Also while the learner is still busy with the one before."""
+    sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
+    first.meet(sender)
+    transfer = sender.begin(first.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        first.take(transfer.offer.buckets[0]).result(PATIENCE)
+        first.freeze()
+        second = peers("w0")
+        second.meet(sender)
+        assert second.receive(sender) == bytes_of(weights(0))
+        with pytest.raises(WeightsError):
+            sending.result(PATIENCE)
+    assert second.receive(sender) == bytes_of(weights(0))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_before_the_first_weights() -> None:
+    with pytest.raises(WeightsError, match="no weights to send yet"):
+        Sender("127.0.0.1").begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
+
+
+def test_an_engine_that_joined_another_life_of_the_learner_is_told_to_join_again(peers: Any) -> None:
+    peer = peers()
+    peer.meet(holding(weights(0)))
+    restarted = holding(weights(0))
+    with pytest.raises(WeightsError, match="join again"):
+        restarted.begin(peer.joined)
+    again = peers(group="w0-again")
+    again.meet(restarted)
+    assert again.receive(restarted) == bytes_of(weights(0))
+
+
+def test_a_busy_group_is_refused() -> None:
+    sender = holding(weights(0))
+    request = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+    sender.begin(request)
+    with pytest.raises(WeightsError, match="busy"):
+        sender.begin(request)
+
+
+def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_everything(peers: Any) -> None:
+    """Its collective ends before ours: what it asks next comes while our thread is still on its way out."""
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(sender.begin, peer.joined)
+        sending = threads.submit(transfer.send)
+        for layout in transfer.offer.buckets:
+            peer.take(layout).result(PATIENCE)
+        sending.result(PATIENCE)
+        assert asking.result(PATIENCE).offer == transfer.offer
+
+
+# -- the channel -------------------------------------------------------------------------------------------------------
+
+
+def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1")
+    version = channel.publish(weights(0), run_epoch=0, policy_version=1)
+    assert version.order == (0, 1)
+    assert channel.verify(version) == Path(version.uri)
+    with pytest.raises(WeightsError, match="yet"):
+        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # who publishes holds, too

@@ -1,0 +1,475 @@
+"""Weights from the learner's memory into SGLang: what a fake server is asked, and what a real one does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import safetensors.torch
+from aiohttp import test_utils, web
+
+from asyncrl.engines import sglang, sglang_weights
+from asyncrl.errors import EngineDied, WeightsError
+from asyncrl.messages import BucketLayout, Sampling, TransferOffer
+from asyncrl.protocols import Generation, LoadReport
+from asyncrl.snapshot import Snapshot
+from asyncrl.weights.nccl import Sender
+from tests.engine_fixtures import PROMPT, Check, Model, switched_logprobs
+from tests.fakes import until
+from tests.test_sglang import FakeServer
+
+LONG = Sampling(max_new_tokens=400, ignore_eos=True)
+SHORT = Sampling(max_new_tokens=20, ignore_eos=True)
+TOLERANCE = 1e-4
+BUCKET_BYTES = 20_000
+"""Of the tiny model's weights: some buckets of several tensors each."""
+
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+FROM_FOLDER = "/update_weights_from_disk"
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+def snapshot(model: Model) -> Snapshot:
+    tensors = safetensors.torch.load_file(model.folder / "model.safetensors")
+    return Snapshot.of(tensors.items(), bucket_bytes=BUCKET_BYTES)
+
+
+def layouts(model: Model) -> tuple[BucketLayout, ...]:
+    return tuple(
+        BucketLayout(
+            names=tuple(entry.name for entry in bucket.entries),
+            dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
+            shapes=tuple(entry.shape for entry in bucket.entries),
+        )
+        for bucket in snapshot(model).buckets
+    )
+
+
+# -- what a server is asked --------------------------------------------------------------------------------------------
+
+
+class Server(FakeServer):
+    """``refuses``: what the so-many-th call of a path answers no to; ``hangs``: a path that never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_sessions = True
+        self.refuses: set[tuple[str, int]] = set()
+        self.hangs = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if path == BEGIN and request.method == "GET":
+            return web.Response(status=405 if self.has_sessions else 404)
+        answer = await super().answer(request)
+        if path == self.hangs:
+            await asyncio.Event().wait()
+        if (path, self.paths.count(path)) in self.refuses:
+            return web.json_response({"success": False, "message": "torn"}, status=400)
+        if path in (BEGIN, UPDATE, END, JOIN, LEAVE):
+            return web.json_response({"success": True, "message": ""})
+        return answer
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for asked, body in self.asked if asked == path]
+
+
+class Attached:
+    """An engine on a fake server; ``begun``: the server's requests before ours do not count."""
+
+    def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
+        self.server, self.engine, self.offer = server, engine, offer
+        assert engine.receiver is not None
+        self.receiver = engine.receiver
+
+    @property
+    def paths(self) -> list[str]:
+        return self.server.paths
+
+    async def join(self) -> None:
+        await self.receiver.join(self.offer)
+        self.server.asked.clear()
+
+    async def receive(self) -> LoadReport:
+        return await self.receiver.receive(self.offer)
+
+
+Attach = Callable[..., Any]
+
+
+@pytest.fixture
+async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
+    """``await attach(has_sessions=..., pause=...)``: an engine that is attached to a fake server."""
+    server = Server()
+    engines: list[sglang.SGLangEngine] = []
+
+    async with test_utils.TestServer(server.application) as running:
+
+        async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
+            server.has_sessions = has_sessions
+            server.version = "0.5.23"
+            url = str(running.make_url("")).rstrip("/")
+            engine = sglang.SGLangEngine(
+                old.folder,
+                device="cpu",
+                dtype="float32",
+                version=(0, 3),
+                options=sglang.Options(url=url, **options),
+                log_path=tmp_path / "w7.engine.log",
+            )
+            engines.append(engine)
+            await engine.start()
+            offer = TransferOffer(
+                host="learner", port=5, collective="gloo", run_epoch=0, policy_version=4, buckets=layouts(old)
+            )
+            return Attached(server, engine, offer)
+
+        yield make
+        for engine in engines:
+            await engine.close()
+
+
+async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) -> None:
+    attached = await attach()
+    request = attached.receiver.request
+    assert (request.engine, request.num_ranks, request.has_joined) == ("w7", 1, False)
+    await attached.receiver.join(attached.offer)
+    assert attached.server.bodies(JOIN) == [
+        {
+            "master_address": "learner",
+            "master_port": 5,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": request.group,
+            "backend": "gloo",
+        }
+    ]
+    assert attached.receiver.request == replace(request, has_joined=True)
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Attach, has_sessions: bool) -> None:
+    attached = await attach(has_sessions=has_sessions)
+    await attached.join()
+    report = await attached.receive()
+    updates = [UPDATE] * len(attached.offer.buckets)
+    expected = [BEGIN, *updates, END] if has_sessions else updates
+    assert attached.paths == [PAUSE, *expected, CONTINUE]
+    assert [tuple(body["names"]) for body in attached.server.bodies(UPDATE)] == [
+        bucket.names for bucket in attached.offer.buckets
+    ]
+    assert attached.engine.version == (0, 4)
+    assert 0 <= report.pause_seconds <= report.load_seconds
+
+
+async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    await attached.receive()
+    versions = [body.get("weight_version") for body in attached.server.bodies(UPDATE)]
+    assert len(versions) > 2
+    assert versions == [None] * (len(versions) - 1) + ["0:4"]
+
+
+@pytest.mark.parametrize(("pause", "is_flushed"), [("in_place", False), ("retract", True)])
+async def test_keys_are_flushed_only_when_requests_are_retracted(attach: Attach, pause: str, is_flushed: bool) -> None:
+    attached = await attach(pause=pause)
+    await attached.join()
+    await attached.receive()
+    assert {body["flush_cache"] for body in attached.server.bodies(UPDATE)} == {is_flushed}
+
+
+async def test_every_transfer_changes_the_name_of_the_prefix_cache(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    for _ in range(2):
+        await attached.engine.generate(PROMPT, SHORT, seed=0)
+        await attached.receive()
+    await attached.engine.generate(PROMPT, SHORT, seed=0)
+    assert len({body["extra_key"] for body in attached.server.bodies("/generate")}) == 3
+
+
+async def test_a_torn_update_keeps_the_server_paused(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    group = attached.receiver.request.group
+    attached.server.refuses = {(UPDATE, 2)}
+    with pytest.raises(WeightsError, match="torn"):
+        await attached.receive()
+    assert attached.paths == [PAUSE, BEGIN, UPDATE, UPDATE, LEAVE]
+    assert attached.server.bodies(LEAVE) == [{"group_name": group}]
+    assert attached.engine.version < (0, 0)  # any weights are newer than none
+    waiting = asyncio.ensure_future(attached.engine.generate(PROMPT, SHORT, seed=0))
+    await until(lambda: attached.engine.stats().queued == 1)
+    assert "/generate" not in attached.paths
+    waiting.cancel()
+
+
+async def test_a_folder_brings_a_torn_server_back(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    attached.server.asked.clear()
+    await attached.engine.load(old.version(4))
+    assert attached.paths == [PAUSE, END, FROM_FOLDER, CONTINUE]
+    assert attached.engine.version == (0, 4)
+    assert len((await attached.engine.generate(PROMPT, SHORT, seed=0)).tokens)
+
+
+async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2), (FROM_FOLDER, 1)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    with pytest.raises(WeightsError):
+        await attached.engine.load(old.version(4))
+    assert CONTINUE not in attached.paths
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-1] == CONTINUE
+
+
+async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    attached.server.refuses = {(FROM_FOLDER, 1)}
+    with pytest.raises(WeightsError):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
+    assert attached.engine.version == (0, 3)
+
+
+async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    with pytest.raises(WeightsError, match="missing"):
+        await attached.receiver.receive(replace(attached.offer, buckets=attached.offer.buckets[1:]))
+    assert PAUSE not in attached.paths
+    assert attached.engine.version == (0, 3)
+
+
+@pytest.mark.parametrize("failure", ["join", "update"])
+async def test_after_a_failure_the_learner_is_met_under_another_name(attach: Attach, failure: str) -> None:
+    attached = await attach()
+    first = attached.receiver.request.group
+    attached.server.refuses = {(JOIN if failure == "join" else UPDATE, 1)}
+    with pytest.raises(WeightsError):
+        await attached.receiver.join(attached.offer)
+        await attached.receive()
+    request = attached.receiver.request
+    assert request.group != first
+    assert not request.has_joined
+
+
+async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    joined = attached.receiver.request
+    await attached.receiver.leave()
+    assert attached.server.bodies(LEAVE) == [{"group_name": joined.group}]
+    assert attached.receiver.request.group != joined.group
+    assert not attached.receiver.request.has_joined
+
+
+@pytest.mark.parametrize("path", [JOIN, UPDATE])
+async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
+    attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is inside a collective that never returns, and does nothing else meanwhile."""
+    attached = await attach()
+    monkeypatch.setattr(sglang_weights, "_STUCK_SECONDS", 0.2)
+    attached.server.hangs = path
+    with pytest.raises(EngineDied):
+        await attached.join()
+        await attached.receive()
+    assert CONTINUE not in attached.paths
+
+
+# -- what a server does ------------------------------------------------------------------------------------------------
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def on_a_server(test: T) -> T:
+    """Needs the one server of this file."""
+    marks = (
+        pytest.mark.sglang,
+        pytest.mark.slow,
+        pytest.mark.timeout(300),
+        pytest.mark.asyncio(loop_scope="module"),
+    )
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(old: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[sglang.SGLangEngine]:
+    engine = sglang.SGLangEngine(
+        old.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 0),
+        options=sglang.Options(server_arguments={"max-total-tokens": 20_000}),
+        log_path=tmp_path_factory.mktemp("sglang") / "w0.engine.log",
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(server: sglang.SGLangEngine, old: Model) -> AsyncIterator[sglang.SGLangEngine]:
+    """It samples from the old model as version 0:1 and knows no learner."""
+    await server.load(old.version(1))
+    yield server
+    assert server.receiver is not None
+    await server.receiver.leave()
+
+
+def holding(model: Model, version: int) -> Sender:
+    sender = Sender("127.0.0.1")
+    sender.hold(snapshot(model), run_epoch=0, policy_version=version)
+    return sender
+
+
+async def meet(engine: sglang.SGLangEngine, sender: Sender) -> None:
+    assert engine.receiver is not None
+    transfer = sender.begin(engine.receiver.request)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(transfer.send))
+        group.create_task(engine.receiver.join(transfer.offer))
+
+
+async def receive(engine: sglang.SGLangEngine, sender: Sender) -> LoadReport:
+    assert engine.receiver is not None
+    transfer = sender.begin(engine.receiver.request)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(transfer.send))
+        receiving = group.create_task(engine.receiver.receive(transfer.offer))
+    return receiving.result()
+
+
+async def tear(engine: sglang.SGLangEngine, model: Model, version: int) -> None:
+    """A learner that sends the first bucket and is gone."""
+    whole, receiver = snapshot(model), engine.receiver
+    assert receiver is not None
+    sender = Sender("127.0.0.1")
+    sender.hold(Snapshot(buckets=whole.buckets[:1]), run_epoch=0, policy_version=version)
+    await meet(engine, sender)
+    transfer = sender.begin(receiver.request)
+    offer = replace(transfer.offer, buckets=layouts(model))
+    receiving = asyncio.ensure_future(receiver.receive(offer))
+    await asyncio.to_thread(transfer.send)
+    del transfer, sender
+    gc.collect()
+    with pytest.raises(WeightsError):
+        await receiving
+
+
+async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
+    """A long generation that has some tokens: a short one begun with it is done."""
+    task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
+    await engine.generate(PROMPT, SHORT, seed=2)
+    assert not task.done()
+    return task
+
+
+def check_switch(generation: Generation, old: Model, new: Model, *, versions: tuple[int, int]) -> None:
+    """The old weights' logprobs up to the boundary, and from it on those of the new weights on the old keys."""
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == versions
+    distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
+    boundary = int(np.argmax(distance > 1e-3))
+    assert boundary == second.start
+    expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
+    assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
+
+
+@on_a_server
+async def test_a_generation_goes_on_with_the_weights_that_were_sent(
+    engine: sglang.SGLangEngine, old: Model, new: Model
+) -> None:
+    sender = holding(new, 2)
+    await meet(engine, sender)
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        report = await receive(engine, sender)
+        assert not task.done()
+    assert 0 <= report.pause_seconds <= report.load_seconds
+    assert len(task.result().tokens) == LONG.max_new_tokens
+    check_switch(task.result(), old, new, versions=(1, 2))
+    assert engine.version == (0, 2)
+
+
+@on_a_server
+async def test_many_transfers_pass_through_one_group(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
+    """The same long prompt every time: keys of other weights must not be found in a prefix cache."""
+    sender = holding(old, 1)
+    await meet(engine, sender)
+    assert engine.receiver is not None
+    group, prompt = engine.receiver.request.group, np.tile(PROMPT, 20)
+    for version, model in ((2, new), (3, old), (4, new)):
+        sender.hold(snapshot(model), run_epoch=0, policy_version=version)
+        await receive(engine, sender)
+        generation = await engine.generate(prompt, SHORT, seed=0)
+        assert Check(model)(generation, prompt) < TOLERANCE
+        assert [span.policy_version for span in generation.version_spans] == [version]
+    assert engine.receiver.request.group == group
+
+
+@on_a_server
+async def test_folders_and_transfers_take_turns(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
+    sender = holding(new, 2)
+    await meet(engine, sender)
+    await receive(engine, sender)
+    await engine.load(old.version(3))
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    sender.hold(snapshot(new), run_epoch=0, policy_version=4)
+    await receive(engine, sender)
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+@on_a_server
+async def test_nothing_is_sampled_from_torn_weights(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
+    """The learner dies between two buckets; the folder of that version brings the server back."""
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        await tear(engine, new, 2)
+        held = tasks.create_task(engine.generate(PROMPT, SHORT, seed=3))
+        await until(lambda: engine.stats().queued == 1)
+        assert not task.done()
+        await engine.load(new.version(2))
+    check_switch(task.result(), old, new, versions=(1, 2))
+    assert Check(new)(held.result()) < TOLERANCE
+    assert engine.version == (0, 2)
+
+
+@on_a_server
+async def test_another_learner_is_met_after_one_that_died(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
+    """And what it sends brings the server back as well as a folder does."""
+    await tear(engine, new, 2)
+    sender = holding(old, 3)
+    await meet(engine, sender)
+    await receive(engine, sender)
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert engine.version == (0, 3)
