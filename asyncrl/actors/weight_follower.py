@@ -55,7 +55,7 @@ class WeightFollower(Actor):
         """Meet the learner before anything runs, if it is there: the first collective of a group takes longer."""
         if self._engine.receiver is not None and SENT in await self.bus.states(WEIGHTS):
             with contextlib.suppress(WeightsError):  # the loop tries again
-                await self._receive(self._engine.receiver)
+                await self._receive(self._engine.receiver, turn=contextlib.nullcontext())
 
     async def run(self) -> None:
         """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""
@@ -136,7 +136,7 @@ class WeightFollower(Actor):
         sent = self._newest.get(SENT)
         if self._engine.receiver is not None and sent is not None and sent.order == self._newest_order:
             try:
-                await self._receive(self._engine.receiver)
+                await self._receive(self._engine.receiver, turn=self._turn())
                 return
             except WeightsError as error:
                 self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
@@ -149,10 +149,10 @@ class WeightFollower(Actor):
         async with self._turn():
             self._note(await self._engine.load(stored))
 
-    async def _receive(self, receiver: Receiver) -> None:
+    async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
         if not receiver.request.has_joined:
             await receiver.join(await self._offer(receiver))
-        async with self._turn():
+        async with turn:
             self._note(await receiver.receive(await self._offer(receiver)))
 
     async def _offer(self, receiver: Receiver) -> TransferOffer:

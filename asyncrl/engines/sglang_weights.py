@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +30,8 @@ _NO_VERSION: Final = (-1, -1)
 """Of a server left between two versions: whichever is offered is newer."""
 _STUCK_SECONDS: Final = 90.0
 """A collective that the learner left never returns, and the server does nothing else meanwhile."""
+_SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
+"""What a large model may take beside that; the learner gives up earlier."""
 
 
 class WeightLoader:
@@ -152,11 +155,12 @@ class SGLangReceiver:
             for name, shape in zip(bucket.names, bucket.shapes, strict=True)
         }
         check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {self._group}")
+        seconds = _STUCK_SECONDS + sum(map(math.prod, shapes.values())) / _SLOWEST_WEIGHTS_PER_SECOND
         try:
-            async with asyncio.timeout(_STUCK_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await self._loader.receive(offer, self._group)
         except TimeoutError:
-            raise EngineDied(f"the learner did not send its weights within {_STUCK_SECONDS:g} s") from None
+            raise EngineDied(f"the learner did not send its weights within {seconds:g} s") from None
         except WeightsError:
             await self.leave()
             raise

@@ -76,13 +76,15 @@ class Sender:
                 raise WeightsError("the learner has no weights to send yet")
             (run_epoch, policy_version), snapshot = self._newest
             kind = "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
-            group = self._groups.get(request.engine)
-            if group is None or group.name != request.group:  # a new life of this engine; its old group is nobody's
+            group = before = self._groups.get(request.engine)
+            if group is None or group.name != request.group:
                 if request.has_joined:
                     raise WeightsError(f"the learner has no group {request.group}: it was started anew; join again")
                 group = self._groups[request.engine] = _Group(
                     request.group, kind, 1 + request.num_ranks, seconds=self._patience
                 )
+        if before is not None and before is not group:  # of a life of this engine that is over
+            before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
             raise WeightsError(f"group {request.group} is broken or still busy; join under another name")
         offer = TransferOffer(
@@ -161,6 +163,8 @@ class _Group:
                     time.sleep(_POLL_SECONDS)
                 if self._kind == "gloo":
                     work.wait()  # says what went wrong; on CUDA it would only order streams
+                elif (error := work.exception()) is not None:
+                    raise WeightsError(str(error))
 
     def give_up(self) -> None:
         """So that nobody waits on: not the kernel on the learner's GPU, nor the engine."""

@@ -19,8 +19,8 @@ START_SECONDS: Final = 15.0
 
 SPEEDS: Final[Mapping[str, tuple[float, float, float]]] = {
     "tiny": (0.010, 1e-4, 1_000.0),
-    "0.6B": (0.0022, 1.9e-5, 50_000.0),
-    "1.7B": (0.0032, 2.2e-5, 28_000.0),
+    "0.6B": (0.0022, 1.9e-5, 85_000.0),
+    "1.7B": (0.0032, 2.2e-5, 42_000.0),
     "4B": (0.0050, 3.2e-5, 12_000.0),
 }
 """Of one GPU: seconds of a decode step, more for each sequence, tokens trained a second."""

@@ -261,6 +261,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(line(row), flush=True)
                 keep(row, options.json)
+                if len(rows) == 1 and "error" in row:
+                    break  # the others would fail alike, and GPUs are held
     except (FleetError, subprocess.CalledProcessError) as error:
         print(f"modes: {error}", file=sys.stderr)
         return 1
