@@ -163,8 +163,6 @@ class _Group:
                     time.sleep(_POLL_SECONDS)
                 if self._kind == "gloo":
                     work.wait()  # says what went wrong; on CUDA it would only order streams
-                elif (error := work.exception()) is not None:
-                    raise WeightsError(str(error))
 
     def give_up(self) -> None:
         """So that nobody waits on: not the kernel on the learner's GPU, nor the engine."""
