@@ -65,11 +65,19 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 def _exit_code(error: BaseException) -> int:
     """Of a process that ``error`` ends: what no restart heals decides, be it a cause or one of a group."""
-    if isinstance(error, OSError) and error.errno in _FULL_DISK:
-        return HopelessError.exit_code
-    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    codes = [_exit_code(inner) for inner in (*parts, error.__cause__) if inner is not None]
-    return max([*codes, error.exit_code if isinstance(error, AsyncRLError) else 1])
+    codes, waiting, seen = [1], [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:  # the one exception of a group has the group as its cause
+            continue
+        seen.add(id(one))
+        if isinstance(one, AsyncRLError):
+            codes.append(one.exit_code)
+        elif isinstance(one, OSError) and one.errno in _FULL_DISK:
+            codes.append(HopelessError.exit_code)
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        waiting += [one.__cause__] if one.__cause__ is not None else ()
+    return max(codes)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -118,7 +118,9 @@ def test_what_no_restart_heals_has_an_exit_code_of_its_own(monkeypatch: pytest.M
     assert ended_by(checkpoint) == 3
     assert ended_by(ExceptionGroup("two", [RuntimeError("boom"), ExceptionGroup("one", [full])])) == 3
     assert ended_by(HopelessError("the last 64 groups were all buried")) == 3
-    assert ended_by(EngineDied("gone")) == 1
+    died = EngineDied("gone")
+    died.__cause__ = ExceptionGroup("the group it was the only one of", [died])
+    assert ended_by(died) == 1
     assert ended_by(PermissionError(errno.EACCES, "Permission denied")) == 1
 
 

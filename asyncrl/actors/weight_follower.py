@@ -54,8 +54,10 @@ class WeightFollower(Actor):
     async def start(self) -> None:
         """Meet the learner before anything runs, if it is there: the first collective of a group takes longer."""
         if self._engine.receiver is not None and SENT in await self.bus.states(WEIGHTS):
-            with contextlib.suppress(WeightsError):  # the loop tries again
+            try:
                 await self._receive(self._engine.receiver, turn=contextlib.nullcontext())
+            except WeightsError as error:
+                self.log.warning("%s; it is tried again with the next version", error)
 
     async def run(self) -> None:
         """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""

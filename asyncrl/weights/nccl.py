@@ -126,7 +126,9 @@ class _Group:
         self.name = name
         self.is_free = threading.Lock()  # never again once a transfer failed
         self._kind, self._size, self._seconds = kind, size, seconds
-        self._store = dist.TCPStore("0.0.0.0", 0, size, True, timedelta(seconds=self._seconds), wait_for_workers=False)  # type: ignore[attr-defined]
+        # It listens everywhere; "localhost" is for its own client: torch asks DNS for the name of any other address.
+        wait = timedelta(seconds=seconds)
+        self._store = dist.TCPStore("localhost", 0, size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collective: Any = None
 
     @property
