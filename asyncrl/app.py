@@ -334,7 +334,7 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
         reward=load_reward(run),
         tokenizer=await asyncio.to_thread(load_tokenizer, Path(run.model.path)),
         seed=run.run.seed,
-        max_running_groups=run.rollout.max_running_groups,
+        max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
     )

@@ -105,8 +105,8 @@ class Rollout:
     top_p: float = 1.0
     top_k: int = 0
     ignore_eos: bool = False
-    max_running_groups: int = 16
-    """Prompt groups one worker holds at once."""
+    max_running: int = 128
+    """Samples one worker has in progress; a prompt group is taken while it has fewer."""
     max_attempts: int = 3
     """A group that failed so often is buried: counted, reported, never trained."""
     function: str = "single_turn"
@@ -116,7 +116,7 @@ class Rollout:
     on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
 
     def __post_init__(self) -> None:
-        _positive(self, "group_size", "max_new_tokens", "temperature", "max_running_groups", "max_attempts")
+        _positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
         _require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")

@@ -222,7 +222,7 @@ def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str
         reward=EvenLength(),
         tokenizer=NoText(),
         seed=plan.seed,
-        max_running_groups=plan.slots,
+        max_running=plan.slots * plan.group_size,
         max_attempts=3,
         keep_seconds=40.0,
     )

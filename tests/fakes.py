@@ -319,7 +319,7 @@ def worker(
         "reward": Judge(token_sum),
         "tokenizer": Tokenizer(),
         "seed": 0,
-        "max_running_groups": 4,
+        "max_running": 8,
         "max_attempts": 3,
         "keep_seconds": 10.0,
     }

@@ -109,7 +109,7 @@ async def test_weights_are_loaded_while_generations_go_on(loop: Loop, bus_factor
     held = Engine()
     held.gate.clear()
     async with asyncio.TaskGroup() as group:
-        group.create_task(run_worker(worker(await bus_factory(), held, max_running_groups=1)))
+        group.create_task(run_worker(worker(await bus_factory(), held, max_running=1)))
         group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
         learner = group.create_task(loop.run_learner())
         await until(lambda: any(held.running_at_load))
@@ -177,7 +177,7 @@ async def test_a_worker_that_vanishes_loses_nothing(bus_factory: Any, tmp_path: 
 async def test_a_draining_worker_finishes_what_it_holds(loop: Loop, bus_factory: Any) -> None:
     engine = Engine()
     engine.gate.clear()
-    leaving = worker(await bus_factory(), engine, max_running_groups=2)
+    leaving = worker(await bus_factory(), engine, max_running=4)
     async with asyncio.TaskGroup() as group:
         learner = group.create_task(loop.run_learner())
         left = group.create_task(run_worker(leaving))
@@ -261,7 +261,7 @@ async def test_waiting_for_stragglers_drops_nothing(loop: Loop, bus_factory: Any
     slow.gate.clear()
     async with asyncio.TaskGroup() as group:
         learner = group.create_task(loop.run_learner())
-        group.create_task(run_worker(worker(await bus_factory(), slow, max_running_groups=1)))
+        group.create_task(run_worker(worker(await bus_factory(), slow, max_running=1)))
         await until(lambda: slow.running > 0)
         group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w1")))
         await until(lambda: loop.backend.steps >= 2)

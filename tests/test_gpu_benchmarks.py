@@ -227,8 +227,8 @@ def test_a_split_that_cannot_be_is_refused(text: str) -> None:
 
 
 def test_with_a_barrier_every_engine_gets_an_even_part_of_the_batch() -> None:
-    assert plans.parse_arm("sync@1+3", gpus=4).running_groups(64, 32) == 22
-    assert plans.parse_arm("async@1+3", gpus=4).running_groups(64, 32) == 32
+    assert plans.parse_arm("sync@1+3", gpus=4).running(64, 8, of_async=256) == 22 * 8
+    assert plans.parse_arm("async@1+3", gpus=4).running(64, 8, of_async=256) == 256
 
 
 def test_an_estimate_counts_whole_steps() -> None:
@@ -273,7 +273,7 @@ def test_every_arm_is_a_run_file(text: str, tmp_path: Path) -> None:
     assert run.load == {"async": "in_flight", "async_drain": "drain"}.get(plan.arm, "on_demand")
     assert run.weights.channel == ("files" if plan.is_colocated else "nccl")
     assert run.learner.micro_batch_tokens == 1024
-    assert run.rollout.max_running_groups * run.rollout.group_size * plan.workers >= 512
+    assert run.rollout.max_running * plan.workers >= 512
 
 
 def test_settings_reach_the_run_file_as_they_are(tmp_path: Path) -> None:

@@ -87,3 +87,24 @@ async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> 
     _, loop = await train(rollout, tmp_path)
     assert loop.recorder.rows[-1]["staleness/buried_groups"] == 1
     assert loop.trained_groups == 2
+
+
+async def test_a_group_whose_longest_answer_is_missing_holds_one_place(tmp_path: Path) -> None:
+    """Two places, groups of two: sample 1 of each group is held back, so a group is taken with every sample 0 done."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop, gate, begun = fakes.Loop(bus, tmp_path, steps=1), asyncio.Event(), list[tuple[int, int]]()
+
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        begun.append((prompt.group_id, index))
+        if index == 1:
+            await gate.wait()
+        return await single_turn(prompt, generate, index=index)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fakes.run_worker(fakes.worker(bus, fakes.Engine(), rollout=rollout, max_running=2)))
+        learner = group.create_task(loop.run_learner())
+        await fakes.until(lambda: len({group_id for group_id, _ in begun}) == 2)
+        assert {index for _, index in begun} == {0, 1}
+        gate.set()
+        await learner
+    assert loop.trained_groups == 2

@@ -61,7 +61,7 @@ class RolloutWorker(Actor):
         reward: RewardFn,
         tokenizer: Tokenizer,
         seed: int,
-        max_running_groups: int,
+        max_running: int,
         max_attempts: int,
         keep_seconds: float,
     ) -> None:
@@ -74,7 +74,7 @@ class RolloutWorker(Actor):
         self._seed = seed
         self._max_attempts = max_attempts
         self._keep_seconds = keep_seconds
-        self._slots = asyncio.Semaphore(max_running_groups)
+        self._room = Room(max_running)
         self._activity = Activity()
 
     async def start(self) -> None:
@@ -95,11 +95,11 @@ class RolloutWorker(Actor):
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
-            await self._slots.acquire()
             async for delivery in self.until_drained(deliveries):
-                group.create_task(self._process(delivery), name=f"{self.name}.group-{delivery.key}")
-                with self.waiting("a free slot"):
-                    await self._slots.acquire()
+                places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
+                group.create_task(self._process(delivery, places), name=f"{self.name}.group-{delivery.key}")
+                with self.waiting("room for another group"):
+                    await self._room.free()
 
     async def _until_finished(self) -> None:
         async with self.bus.watch(PROGRESS) as states:
@@ -108,11 +108,11 @@ class RolloutWorker(Actor):
                     self.log.info("the run is finished")
                     return
 
-    async def _process(self, delivery: Delivery[PromptGroup]) -> None:
+    async def _process(self, delivery: Delivery[PromptGroup], places: Places) -> None:
         """One prompt group from delivery to ack."""
         keep = asyncio.create_task(self._keep(delivery))  # cancelled below, on every way out
         try:
-            result = await self._make(delivery)
+            result = await self._make(delivery, places)
             await self._publish(result)
             await delivery.ack()
         except EngineDied:
@@ -122,7 +122,7 @@ class RolloutWorker(Actor):
             await delivery.retry(delay=RETRY_SECONDS)
         finally:
             keep.cancel()
-            self._slots.release()
+            places.leave(places.taken)
 
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
         """Long generations outlive the bus's patience: say regularly that somebody is at it."""
@@ -133,7 +133,7 @@ class RolloutWorker(Actor):
             except BusError as error:  # the worst that follows is a second copy, which the ledger drops
                 self.log.warning("group %s: could not renew the loan: %s", delivery.key, error)
 
-    async def _make(self, delivery: Delivery[PromptGroup]) -> TrajectoryGroup:
+    async def _make(self, delivery: Delivery[PromptGroup], places: Places) -> TrajectoryGroup:
         prompt = delivery.message
         if prompt is None:
             return _buried(int(delivery.key), self.name, f"the prompt does not decode: {delivery.problem}")
@@ -142,7 +142,7 @@ class RolloutWorker(Actor):
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
         started = time.monotonic()
         try:
-            trajectories = await self._rewarded(prompt, await self._generate(prompt))
+            trajectories = await self._rewarded(prompt, await self._generate(prompt, places))
         except (PromptError, RewardError, RolloutError) as error:
             self.log.warning("group %d is buried: %s", prompt.group_id, error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
@@ -159,17 +159,17 @@ class RolloutWorker(Actor):
             seconds=time.monotonic() - started,
         )
 
-    async def _generate(self, prompt: PromptGroup) -> list[Trajectory]:
+    async def _generate(self, prompt: PromptGroup, places: Places) -> list[Trajectory]:
         """All samples of a group side by side; the first failure cancels the others."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(prompt, index)) for index in range(prompt.group_size)]
+                tasks = [group.create_task(self._one(prompt, index, places)) for index in range(prompt.group_size)]
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
             raise (died or other or error).exceptions[0] from error
         return [task.result() for task in tasks]
 
-    async def _one(self, prompt: PromptGroup, index: int) -> Trajectory:
+    async def _one(self, prompt: PromptGroup, index: int, places: Places) -> Trajectory:
         calls = 0
 
         async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
@@ -194,6 +194,8 @@ class RolloutWorker(Actor):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash
             raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}") from error
+        finally:
+            places.leave(1)
 
     async def _rewarded(self, prompt: PromptGroup, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         samples = [
@@ -242,6 +244,42 @@ class RolloutWorker(Actor):
             "weights/load_seconds": self._follower.last_load.load_seconds,
             "weights/loads": self._follower.loads,
         }
+
+
+class Room:
+    """How many samples a worker has in progress. Counted in samples, not in groups: most of a group is done long
+    before its longest answer, and what it leaves free is taken at once."""
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._running = 0
+        self._changed = asyncio.Event()
+
+    def take(self, count: int) -> Places:
+        self._running += count
+        return Places(self, count)
+
+    def leave(self, count: int) -> None:
+        self._running -= count
+        self._changed.set()
+
+    async def free(self) -> None:
+        """Until fewer samples are in progress than may be; a group then taken may be over by all but one of its own."""
+        while self._running >= self._max_running:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Places:
+    """Those of one group."""
+
+    def __init__(self, room: Room, count: int) -> None:
+        self._room = room
+        self.taken = count
+
+    def leave(self, count: int) -> None:
+        self.taken -= count
+        self._room.leave(count)
 
 
 class Activity:

@@ -217,8 +217,10 @@ def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Of SGLang: room for the sequences of the fullest arm, decoded from graphs."""
     if not has_gpu():
         return dict(options.engine)
-    running = max(plan.running_groups(options.groups, options.running // options.group_size) for plan in options.plans)
-    sequences = max(options.running, running * options.group_size)
+    sequences = max(
+        plan.running(options.groups, options.group_size, of_async=options.running) for plan in options.plans
+    )
+    sequences = max(options.running, sequences) + options.group_size  # the last group taken may be over by its own
     is_shared = any(plan.is_colocated for plan in options.plans)
     return {
         "mem-fraction-static": options.engine_memory or (0.4 if is_shared else 0.85),

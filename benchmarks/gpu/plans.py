@@ -63,11 +63,11 @@ class Plan:
         """Steps until the window was filled once."""
         return self.max_staleness(bound_of_async) + 1
 
-    def running_groups(self, groups_per_batch: int, running_groups_of_async: int) -> int:
-        """Groups one worker holds at once. With a barrier it is its even part of the batch: whoever takes more is the
-        one all wait for."""
-        even = math.ceil(groups_per_batch / self.workers)
-        return max(1, running_groups_of_async) if self.kind.mode == "async" else even
+    def running(self, groups_per_batch: int, group_size: int, *, of_async: int) -> int:
+        """Samples one worker has in progress. With a barrier it is its even part of the batch: whoever takes more is
+        the one all wait for."""
+        even = math.ceil(groups_per_batch / self.workers) * group_size
+        return of_async if self.kind.mode == "async" else even
 
 
 def plans(arms: Sequence[str], *, splits: Sequence[str], gpus: int) -> list[Plan]:
