@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,14 +88,6 @@ def test_what_is_remade_is_not_kept_and_gives_the_same_gradient() -> None:
 CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "rms_norm": lambda rows: (random(rows, 16), random(16), EPS),
     "swiglu": lambda rows: (random(rows, 16),),
-    "heads": lambda rows: (
-        random(rows, GROUPS * (QUERIES + 2) * SIZE),
-        *kernels.rotary(torch.arange(rows), torch.rand(4)),
-        random(SIZE),
-        random(SIZE),
-        GROUPS,
-        EPS,
-    ),
     "row_statistics": lambda rows: (random(rows, 20).detach(), torch.arange(rows) - 1, 0.7),
     "logits_gradient": lambda rows: (
         random(rows, 20).detach(),
@@ -110,6 +106,40 @@ CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
         torch.ones(rows),
     ),
 }
+
+
+INTERPRETED = """
+import torch
+from asyncrl.backends import kernels
+from benchmarks.gpu import triton_heads
+
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    for groups, queries, size, has_norm in ((2, 3, 8, True), (1, 1, 12, True), (4, 4, 16, False)):
+        tokens = triton_heads._STEPS + 3
+        mixed = torch.randn(tokens, groups * (queries + 2) * size).to(dtype).requires_grad_()
+        weights = [torch.randn(size).to(dtype).requires_grad_() for _ in range(2)] if has_norm else [None, None]
+        angles = kernels.rotary(torch.arange(tokens), torch.rand(size // 2))
+        inputs = [mixed, *(weights if has_norm else [])]
+        results = []
+        for function in (kernels.heads, triton_heads.heads):
+            out = function(mixed, *angles, *weights, groups, 1e-6)
+            slopes = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype) for x in out]
+            results.append([*out, *torch.autograd.grad(out, inputs, slopes)])
+        for expected, got in zip(*results):
+            torch.testing.assert_close(got, expected, atol=tolerance * float(expected.detach().abs().max()), rtol=0)
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_of_heads_is_the_plain_one() -> None:
+    """In Triton's interpreter, which must be asked for before Triton is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -66,10 +66,9 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [N], radians per position f32[d / 2] -> cosines and signed sines f32[N, 1, d] for ``heads``."""
-    angles = (positions[:, None] * frequencies)[:, None, :]
-    cosines, sines = angles.cos(), angles.sin()
-    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+    """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
 
 
 @fused
@@ -82,12 +81,12 @@ def heads(
     groups: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What attention takes out of one projection: split, normalised where there are weights f32[d], rotated.
+    """What attention takes out of one projection: split, normalised where there are weights [d], rotated.
 
     mixed [N, groups x (queries + 2) x d], a group being its queries, its key, its value
     -> query [N, groups x queries, d], key and value [N, groups, d]
     """
-    size = cosines.shape[-1]
+    size = 2 * cosines.shape[-1]
     grouped = mixed.view(mixed.shape[0], groups, -1, size)
     query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if query_weight is not None and key_weight is not None:
@@ -96,8 +95,10 @@ def heads(
 
 
 def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    swapped = x.reshape(*x.shape[:-1], 2, -1).flip(-2).reshape(x.shape)
-    return (x.float() * cosines + swapped.float() * sines).to(x.dtype)
+    """Pairs are (i, i + d / 2), as in Hugging Face models."""
+    first, second = x.float().chunk(2, dim=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
 
 
 @fused

@@ -81,14 +81,16 @@ class _LinearLogprobs(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden, ctx.num_valid):
-            logits = hidden[rows] @ valid.t()
-            common = (logits, columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
+            per_row = (columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
             if of_entropy is None:
-                of_logits = kernels.logits_gradient(*common)
+                of_logits = kernels.logits_gradient(hidden[rows] @ valid.t(), *per_row)
             else:
-                of_logits = kernels.logits_gradient_with_entropy(*common, mean[rows], of_entropy[rows])
+                of_logits = kernels.logits_gradient_with_entropy(
+                    hidden[rows] @ valid.t(), *per_row, mean[rows], of_entropy[rows]
+                )
             of_hidden[rows] = of_logits @ valid
             _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
+            del of_logits  # before the next logits are made
         if ctx.group is not None:
             of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
         return of_hidden, of_weight.to(weight.dtype), None, None, None, None

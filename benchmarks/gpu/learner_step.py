@@ -1,0 +1,276 @@
+"""One measurement of the learner's step, and one comparison of layouts: what a child of learner.py does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from asyncrl.backends import flops, huggingface, kernels
+from asyncrl.backends.megatron import MegatronBackend, Options
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
+
+PEAKS: Final = (790e12, 989e12)
+LEARNING_RATE: Final = 1e-6
+TIMEOUT_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One measurement. tokens: of one packed row; each data-parallel rank trains ``micro_batches`` rows a step."""
+
+    shape: str
+    tokens: int
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    recompute: str = "none"
+    micro_batches: int = 1
+    length: int = 1024
+    compile: bool = True
+    heads: str = "compiled"
+    offload: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def name(self) -> str:
+        layout = f"dp{self.data_parallel}tp{self.tensor_parallel}"
+        extras = [
+            "" if self.compile else "eager",
+            "" if self.distributed_optimizer else "replicated",
+            "" if self.heads == "compiled" else self.heads,
+            "offload" if self.offload else "",
+        ]
+        parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
+        return "-".join(parts)
+
+
+def documents(variant: Variant, *, vocabulary: int, seed: int) -> list[Document]:
+    """One row's worth of tokens for each micro-batch of each rank, a few per cent below what packs into so many."""
+    random = np.random.default_rng(seed)
+    made = []
+    rows = variant.micro_batches * variant.data_parallel
+    for _ in range(rows):
+        left = int(variant.tokens * (random.uniform(0.98, 1.0) if rows == 1 else random.uniform(0.94, 0.96)))
+        while left > 1:
+            drawn = int(np.clip(random.normal(variant.length, variant.length / 4), 2, 2 * variant.length))
+            length = left if left - drawn < 2 else min(drawn, left)
+            left -= length
+            made.append(document(length, vocabulary=vocabulary, random=random))
+    return made
+
+
+def document(length: int, *, vocabulary: int, random: np.random.Generator) -> Document:
+    mask = np.arange(length) > 0
+    return Document(
+        tokens=random.integers(0, vocabulary, length).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
+        advantages=np.where(mask, random.standard_normal(), 0).astype(np.float32),
+        loss_weights=np.where(mask, 1 / 16_384, 0).astype(np.float32),
+        staleness=np.zeros(length, np.int32),
+    )
+
+
+def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]]:
+    return pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=variant.tokens)
+
+
+@contextlib.contextmanager
+def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Iterator[MegatronBackend]:
+    made = MegatronBackend(
+        folder,
+        algorithm=ALGORITHMS["grpo"],
+        optimizer=OptimizerSettings(),
+        temperature=1.0,
+        device=device,
+        dtype=dtype,
+        threads=0,
+        options=Options(
+            recompute=variant.recompute,  # type: ignore[arg-type]
+            distributed_optimizer=variant.distributed_optimizer,
+            offload_optimizer=variant.offload,
+            timeout_seconds=TIMEOUT_SECONDS,
+        ),
+        ranks=variant.data_parallel * variant.tensor_parallel,
+        tensor_parallel=variant.tensor_parallel,
+    )
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+        del made
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure(variant: Variant, folder: Path, *, device: str, steps: int, profile: Path | None) -> dict[str, Any]:
+    """Two steps to warm up (kernels are compiled), then ``steps`` timed ones."""
+    torch.compiler.set_stance("default" if variant.compile else "force_eager")
+    if variant.heads == "triton":  # a candidate: not in the product before it has been measured
+        from benchmarks.gpu import triton_heads
+
+        kernels.heads = triton_heads.heads
+    shape = huggingface.read_shape(folder)
+    batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(steps + 2)]
+    packed = [shares(variant, batch) for batch in batches]
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    with backend(variant, folder, device=device, dtype="bfloat16") as learner:
+        started = time.perf_counter()
+        for share in packed[:2]:
+            learner.step(share, learning_rate=LEARNING_RATE)
+        warm = time.perf_counter()
+        seconds, metrics = [], {}
+        for share in packed[2:]:
+            begin = time.perf_counter()
+            metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
+            seconds.append(time.perf_counter() - begin)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+        begin = time.perf_counter()
+        learner.export()
+        exported = time.perf_counter() - begin
+        phases = profiled(learner, packed[-1], variant, device, profile) if profile else {}
+    lengths = [[len(d) for d in batch] for batch in batches[2:]]
+    work = sum(flops.training_flops(shape, step) for step in lengths) / sum(seconds)
+    ranks = variant.data_parallel * variant.tensor_parallel
+    return {
+        **dataclasses.asdict(variant),
+        "name": variant.name,
+        "documents": len(lengths[0]),
+        "step_tokens": sum(lengths[0]),
+        "step_seconds": float(np.median(seconds)),
+        "slowest_seconds": max(seconds),
+        "tokens_per_second": sum(map(sum, lengths)) / sum(seconds),
+        "mfu_790": work / ranks / PEAKS[0],
+        "mfu_989": work / ranks / PEAKS[1],
+        "mfu_790_without_attention": 6.0
+        * flops.matrix_parameters(shape)
+        * sum(map(sum, lengths))
+        / sum(seconds)
+        / ranks
+        / PEAKS[0],
+        "peak_gib": peak,
+        "export_seconds": exported,
+        "start_seconds": started - began,
+        "warm_seconds": warm - started,
+        "loss": metrics["loss"],
+        "entropy": metrics["entropy"],
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        **phases,
+    }
+
+
+def profiled(
+    learner: MegatronBackend, share: list[list[MicroBatch]], variant: Variant, device: str, folder: Path
+) -> dict[str, float]:
+    """One step under torch.profiler: its kernels to a file, seconds of its phases and the busy share of the GPU."""
+    on = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        on.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=on) as profile:
+        learner.step(share, learning_rate=LEARNING_RATE)
+    key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    averages = profile.key_averages()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    labels = [e for e in kernels if e.name.startswith("learner:")]
+    kernels = [e for e in kernels if not e.name.startswith(("learner:", "ProfilerStep"))]
+    result = {}
+    for event in averages:
+        if event.key.startswith("learner:"):
+            result[f"{event.key[9:]}_host_seconds"] = event.cpu_time_total / 1e6
+    for event in labels:
+        name = f"{event.name[9:]}_gpu_seconds"
+        result[name] = result.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
+    if kernels:
+        spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+        busy, until = 0.0, spans[0][0]
+        for start, end in spans:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        result["gpu_busy"] = busy / (until - spans[0][0])
+        result["num_kernels"] = float(len(kernels))
+    folder.mkdir(parents=True, exist_ok=True)
+    table = averages.table(sort_by=key, row_limit=25, max_name_column_width=90)
+    by_kernel: dict[str, list[float]] = {}
+    for e in kernels:
+        by_kernel.setdefault(e.name, []).append(e.time_range.elapsed_us())
+    total = sum(map(sum, by_kernel.values())) or 1.0
+    rows = sorted(by_kernel.items(), key=lambda item: -sum(item[1]))[:25]
+    lines = [f"{sum(us) / 1e3:9.2f} ms {sum(us) / total:6.1%} {len(us):6d} x  {name[:150]}" for name, us in rows]
+    text = "\n".join([variant.name, json.dumps(result), "", "GPU time by kernel:", *lines, "", table])
+    (folder / f"{variant.name}.txt").write_text(text)
+    print(
+        "\n".join(["", f"GPU time by kernel, {variant.name}: {json.dumps(result)}", *lines]),
+        file=sys.stderr,
+        flush=True,
+    )
+    return result
+
+
+# -- agreement of layouts ----------------------------------------------------------------------------------------------
+
+
+def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Three steps on the same documents in each layout, compared with the first: metrics and weights."""
+    shape = huggingface.read_shape(folder)
+    results: list[dict[str, Any]] = []
+    for data_parallel, tensor_parallel in layouts:
+        variant = Variant(
+            shape="", tokens=tokens, data_parallel=data_parallel, tensor_parallel=tensor_parallel, length=256
+        )
+        same = dataclasses.replace(variant, data_parallel=2)  # as many documents whatever the layout
+        with backend(variant, folder, device=device, dtype=dtype) as learner:
+            before = cpu_weights(learner)
+            metrics = []
+            for seed in range(3):
+                batch = documents(same, vocabulary=shape.vocabulary_size, seed=seed)
+                cut = pack_for_ranks(batch, ranks=data_parallel, max_tokens=tokens)
+                metrics.append(dict(learner.step(cut, learning_rate=1e-3).metrics))
+            after = cpu_weights(learner)
+        results.append({"layout": f"dp{data_parallel}tp{tensor_parallel}", "metrics": metrics, "weights": after})
+        moved = mean_distance(after, before)
+    first = results[0]
+    rows = []
+    for other in results[1:]:
+        worst = max(
+            (abs(b[name] - a[name]) / max(1e-6, abs(a[name])), name)
+            for a, b in zip(first["metrics"], other["metrics"], strict=True)
+            for name in ("loss", "grad_norm", "entropy", "offpolicy/ess")
+        )
+        rows.append(
+            {
+                "layout": other["layout"],
+                "worst_metric": worst[1],
+                "worst_metric_relative": worst[0],
+                "weights_largest": max(
+                    float((other["weights"][n] - first["weights"][n]).abs().max()) for n in first["weights"]
+                ),
+                "weights_mean_over_moved": mean_distance(other["weights"], first["weights"]) / moved,
+            }
+        )
+    return {"agree": rows, "dtype": dtype, "moved_mean": moved, "grad_norm": [m["grad_norm"] for m in first["metrics"]]}
+
+
+def cpu_weights(learner: MegatronBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.float().cpu() for name, tensor in learner.export().tensors()}
+
+
+def mean_distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    total = sum(float((first[name] - second[name]).abs().sum()) for name in first)
+    return total / sum(tensor.numel() for tensor in first.values())
