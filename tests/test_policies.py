@@ -221,6 +221,9 @@ def test_an_infinite_ratio_does_not_make_nan() -> None:
 
 def inputs(logprobs: torch.Tensor, behavior: torch.Tensor, advantage: torch.Tensor) -> LossInputs:
     return LossInputs(
+        staleness=torch.zeros(len(behavior), dtype=torch.int32),
+        sequence=torch.zeros(len(behavior), dtype=torch.int64),
+        num_sequences=1,
         logprobs=logprobs,
         entropy=torch.zeros_like(logprobs),
         behavior_logprobs=behavior,

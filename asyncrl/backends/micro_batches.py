@@ -61,6 +61,7 @@ class PackedRow:
             "rows": rows,
         }
         loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
+        loss["sequence"] = np.searchsorted(micro_batch.boundaries[1:], rows, side="right")
         parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
         rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
         moved = to_device(arrays | loss | rectangular, device)
@@ -69,15 +70,15 @@ class PackedRow:
             **{name: moved[name] for name in arrays},
             longest=int(np.diff(micro_batch.boundaries).max()),
             layout=layout if in_rectangles else None,
-            _loss={name: moved[name] for name in _LOSS},
+            _loss={name: moved[name] for name in loss},
         )
 
     def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
         """The numbers of ``rows`` beside their logprobs and entropy f32[M]."""
-        return LossInputs(logprobs=logprobs, entropy=entropy, **self._loss)
+        return LossInputs(logprobs=logprobs, entropy=entropy, num_sequences=len(self.boundaries) - 1, **self._loss)
 
 
-_LOSS = ("behavior_logprobs", "advantages", "loss_weights", "is_fresh")
+_LOSS = ("behavior_logprobs", "advantages", "loss_weights", "is_fresh", "staleness")
 _ALIGNMENT = 16
 
 

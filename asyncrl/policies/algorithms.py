@@ -32,6 +32,8 @@ class LossInputs:
     entropy            f32[M]  of the trainer's distribution, in nats
     behavior_logprobs, advantages, loss_weights  f32[M]
     is_fresh           bool[M]  the version being trained sampled the token and all before it
+    staleness          i32[M]   version being trained - version that sampled the token
+    sequence           i64[M]   which of the micro-batch's ``num_sequences`` documents the token belongs to, rising
     """
 
     logprobs: torch.Tensor
@@ -40,6 +42,9 @@ class LossInputs:
     advantages: torch.Tensor
     loss_weights: torch.Tensor
     is_fresh: torch.Tensor
+    staleness: torch.Tensor
+    sequence: torch.Tensor
+    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
