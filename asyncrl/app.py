@@ -62,17 +62,28 @@ def backend_class(run: RunConfig) -> Any:
 
 def algorithm(run: RunConfig) -> Algorithm:
     """The row, with the run file's correction and options. Refuses stale data without a correction."""
-    from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+    from asyncrl.policies.algorithms import ALGORITHMS, Row, resolve
 
-    row = ALGORITHMS.get(run.algorithm.name)
+    section = run.algorithm
+    row = ALGORITHMS.get(section.name)
     if row is None:
         addresses = {name: "asyncrl.policies.algorithms:ALGORITHMS" for name in ALGORITHMS}
-        row = plugins.load(run.algorithm.name, where="algorithm.name", table=addresses, kind=Algorithm)
-    resolved = resolve(row, correction=run.algorithm.correction, options=run.algorithm.options)
-    if resolved.correction == "none" and run.max_staleness > 0 and not run.algorithm.allow_uncorrected:
+        row = plugins.load(section.name, where="algorithm.name", table=addresses, kind=Row)
+    resolved = resolve(
+        row,
+        advantage=section.advantage,
+        loss=section.loss,
+        aggregation=section.aggregation,
+        correction=section.correction,
+        denominator=section.denominator,
+        entropy_coef=section.entropy_coef,
+        options=section.options,
+    )
+    if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
-            f'algorithm: correction = "none" trains data up to {run.max_staleness} versions old as if it were fresh, '
-            'which collapses; use correction = "tis_token", or allow_uncorrected = true if you mean it'
+            f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
+            'as if it were fresh, which collapses; use correction = "tis_token", or allow_uncorrected = true if you '
+            "mean it"
         )
     return resolved
 

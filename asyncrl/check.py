@@ -24,7 +24,12 @@ def check(run: RunConfig) -> None:
     check_model(Path(run.model.path))
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
-    app.algorithm(run)
+    advantage = app.algorithm(run).advantage
+    if advantage.has_group_baseline and run.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout: group_size 1 gives the advantage {advantage.name} no baseline: it compares the samples of one "
+            'prompt; use 2 or more, or algorithm.advantage = "reinforce"'
+        )
     for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
         if device == "cuda":
             app.require_gpu(section)
@@ -62,8 +67,6 @@ def _check_sampling(run: RunConfig) -> None:
             f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "
             "the trainer cannot recompute; use top_p = 1.0 and top_k = 0 and shape it by temperature"
         )
-    if rollout.group_size < 2 and run.algorithm.name == "grpo":
-        raise ConfigError("rollout: group_size 1 gives grpo no baseline: every advantage is 0; use 2 or more")
 
 
 def placement(run: RunConfig) -> Placement:

@@ -193,13 +193,24 @@ class Learner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     name: str = "grpo"
-    """A row of policies/algorithms.py, or "package.module:ALGORITHM"."""
+    """A row of policies/algorithms.py, or "package.module:ROW"."""
+    advantage: str = ""
+    """Of policies/catalogue.py, as loss and aggregation; empty takes the algorithm's own."""
+    loss: str = ""
+    aggregation: str = ""
     correction: str = ""
-    """Off-policy correction: tis_token or none; empty takes the algorithm's own."""
+    """Off-policy correction, rows of policies/correction_chains.py: "tis_token", "tis_token + geo_mask", "none"."""
+    denominator: Literal["before", "after"] = "before"
+    """Whether tokens that the correction rejects count in the mean: before or after rejection."""
+    entropy_coef: float = 0.0
+    """Entropy in nats, times this, is added to the objective."""
     allow_uncorrected: bool = False
     """Train stale data as if it were fresh. It collapses; for experiments only."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Hyper-parameters of the algorithm, such as clip_low and cap."""
+    """Hyper-parameters of its parts, such as clip_low and cap; "loss.clip_low" where two parts have one."""
+
+    def __post_init__(self) -> None:
+        _require(self.entropy_coef >= 0, f"entropy_coef must be >= 0, got {self.entropy_coef}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

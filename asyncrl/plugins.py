@@ -34,6 +34,6 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         raise ConfigError(f"{where}: {module_name!r} has no {attribute!r}{hint}")
     found = getattr(module, attribute)
     if not (isinstance(found, kind) if kind else callable(found)):
-        wanted = f"an {kind.__name__}" if kind else "a function or class"
+        wanted = f"a {kind.__name__}" if kind else "a function or class"
         raise ConfigError(f"{where}: {name!r} is a {type(found).__name__}, not {wanted}")
     return found

@@ -24,7 +24,7 @@ from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.messages import Sampling
-from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.algorithms import ALGORITHMS, resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from benchmarks.ideal import Plan
@@ -192,7 +192,7 @@ def _learner(
         ),
         buffer=buffer,
         prompts=prompts,
-        algorithm=ALGORITHMS["grpo"],
+        algorithm=resolve(ALGORITHMS["grpo"]),
     )
     learner = Learner(
         "learner",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from asyncrl.backends import megatron, reference
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.algorithms import ALGORITHMS, resolve
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend
 
@@ -75,7 +75,7 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
     """A started backend that is closed afterwards. options={...} are its Options."""
     options = overrides.pop("options", {})
     arguments: dict[str, Any] = {
-        "algorithm": ALGORITHMS["grpo"],
+        "algorithm": resolve(ALGORITHMS["grpo"]),
         "optimizer": SETTINGS,
         "temperature": 1.0,
         "device": "cpu",

@@ -25,7 +25,7 @@ from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm
+from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.ledger import Ledger
@@ -212,7 +212,7 @@ class Loop:
     wait_for_stragglers: bool = False
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
-    algorithm: Algorithm = ALGORITHMS["grpo"]
+    algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
 
     def __post_init__(self) -> None:
         self.backend = Backend()

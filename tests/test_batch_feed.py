@@ -19,8 +19,9 @@ from asyncrl.actors import batch_feed
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings, Prepared
 from asyncrl.checkpoint import PromptState, latest
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm
+from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.buffer import Buffer, Held
+from asyncrl.policies.catalogue import Rewarded
 from asyncrl.topics import PROMPTS
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
@@ -52,11 +53,11 @@ class Prompts:
 
 def counting() -> tuple[Algorithm, list[int]]:
     """grpo, and a list that grows by one for each group that is prepared."""
-    row, calls = ALGORITHMS["grpo"], []
+    row, calls = resolve(ALGORITHMS["grpo"]), []
 
-    def advantage(rewards: Any, **options: Any) -> Any:
-        calls.append(1)
-        return row.advantage(rewards, **options)
+    def advantage(batch: Rewarded) -> Any:
+        calls.extend(np.unique(batch.group))
+        return row.advantage(batch)
 
     return dataclasses.replace(row, advantage=advantage), calls
 
@@ -275,13 +276,13 @@ async def test_a_drain_leaves_what_was_prepared_ahead_for_the_next_life(bus_fact
 
 
 async def test_a_batch_that_cannot_be_prepared_ends_the_learner(bus_factory: Any, tmp_path: Path) -> None:
-    row, calls = ALGORITHMS["grpo"], []
+    row, calls = resolve(ALGORITHMS["grpo"]), []
 
-    def advantage(rewards: Any, **options: Any) -> Any:
+    def advantage(batch: Rewarded) -> Any:
         calls.append(1)
-        if len(calls) > 2:
+        if len(calls) > 1:
             raise ArithmeticError("advantages of batch 2")
-        return np.asarray(row.advantage(rewards, **options))
+        return row.advantage(batch)
 
     loop = Loop(await bus_factory(), tmp_path, algorithm=dataclasses.replace(row, advantage=advantage))
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))

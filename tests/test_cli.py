@@ -143,7 +143,7 @@ MISTAKES = {
     "message size": ("bus.max_message_bytes=1000", "over bus.max_message_bytes (1,000)"),
     "log too small": ("bus.max_log_bytes=100000", "a full log would stop the run"),
     "no correction": ("algorithm.correction=none", "allow_uncorrected = true if you mean it"),
-    "no baseline": ("rollout.group_size=1", "gives grpo no baseline"),
+    "no baseline": ("rollout.group_size=1", "gives the advantage grpo no baseline"),
     "truncated sampling": ("rollout.top_p=0.9", "truncated distribution"),
     "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
     "bad url": ("bus.url=localhost", "url must start with nats://"),
@@ -152,7 +152,7 @@ MISTAKES = {
     "gpu that is not there": ("learner.gpus=[0]", "there is no GPU 0; this machine has none that torch sees"),
     "rollout that is no function": ("rollout.function=os:sep", "'os:sep' is a str, not a function or class"),
     "engine that is no class": ("engine.kind=os:sep", "engine.kind: 'os:sep' is a str"),
-    "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not an Algorithm"),
+    "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not a Row"),
     "negative clip": ("algorithm.options={clip_low=-0.2}", "algorithm.options: clip_low must be >= 0, got -0.2"),
     "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1.0"),
 }

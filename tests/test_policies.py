@@ -238,7 +238,7 @@ def test_the_grpo_gradient_is_the_truncated_importance_weighted_policy_gradient(
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     behavior = torch.tensor([-1.5, -4.0])
     advantage = torch.tensor([1.0, -0.5])
-    total, _ = ALGORITHMS["grpo"].objective(inputs(logprobs, behavior, advantage))
+    total, _ = resolve(ALGORITHMS["grpo"]).objective(inputs(logprobs, behavior, advantage))
     (gradient,) = torch.autograd.grad(total, logprobs)
     torch.testing.assert_close(gradient, torch.tensor([-np.exp(0.5) / 2, 0.5 * 2.0 / 2], dtype=torch.float32))
 
@@ -248,7 +248,7 @@ def test_an_unknown_option_or_correction_is_refused_by_name() -> None:
         resolve(ALGORITHMS["grpo"], options={"clip": 0.1})
     with pytest.raises(ConfigError, match="correction must be one of"):
         resolve(ALGORITHMS["grpo"], correction="tis")
-    assert resolve(ALGORITHMS["grpo"], options={"cap": 5}).correction_options == {"cap": 5.0}
+    assert resolve(ALGORITHMS["grpo"], options={"cap": 5}).correction[0].options == {"cap": 5.0}
 
 
 def test_diagnostics_add_up_over_any_split() -> None:
@@ -332,7 +332,7 @@ def test_only_documents_sampled_wholly_by_the_trained_version_are_fresh() -> Non
 def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None:
     made = batch.build(
         [group(0, version=3), group(1, version=5)],
-        algorithm=ALGORITHMS["grpo"],
+        algorithm=resolve(ALGORITHMS["grpo"]),
         policy_version=5,
         max_staleness=4,
         forks={},
@@ -350,4 +350,6 @@ def test_a_batch_carries_prompt_zeros_and_the_staleness_of_every_token() -> None
 
 def test_a_token_over_the_bound_is_never_trained() -> None:
     with pytest.raises(AssertionError, match="stale"):
-        batch.build([group(0, version=0)], algorithm=ALGORITHMS["grpo"], policy_version=5, max_staleness=4, forks={})
+        batch.build(
+            [group(0, version=0)], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=5, max_staleness=4, forks={}
+        )

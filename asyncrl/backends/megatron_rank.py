@@ -111,6 +111,8 @@ class MegatronRank:
             _reduce(totals.sums, self._data_parallel)
             _reduce(totals.maxima, self._data_parallel, dist.ReduceOp.MAX)
             self._optimizer.prepare_grads()
+            if (scale := self._job.algorithm.gradient_scale(totals)) is not None:
+                torch._foreach_mul_([w.grad for w in self._optimizer.get_parameters() if w.grad is not None], scale)
             loss, grad_norm = torch.stack([totals.sums[0], self._grad_norm()]).tolist()
         is_skipped = not is_trainable(loss, grad_norm)
         if not is_skipped:

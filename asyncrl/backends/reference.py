@@ -92,6 +92,8 @@ class ReferenceBackend:
         totals = diagnostics.zero(self._device)
         for micro_batch in shares[0]:
             totals = totals + self._accumulate(micro_batch)
+        if (scale := self._algorithm.gradient_scale(totals)) is not None:
+            torch._foreach_mul_([weight.grad for weight in self._weights.values() if weight.grad is not None], scale)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
         is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
         if not is_skipped:

@@ -35,3 +35,61 @@ class Admission:
         slack = self.max_staleness if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
         return max(0, open_groups - (published - lost))
+
+
+# -- what others admit, in groups; for comparison and for rules of one's own ------------------------------------------
+
+
+def areal_capacity(
+    *, version: int, groups_per_batch: int, max_staleness: int, accepted: int, running: int, max_running: int
+) -> int:
+    """Groups that AReaL would start now; negative when more were accepted than the bound allows.
+
+    accepted  finished and kept since the start; it never falls, except on recovery to version x groups_per_batch
+    running   being generated; at most max(1, max_running) at a time
+
+    Source: AReaL's staleness manager, arXiv:2505.24298 eq. 3 made incremental. It bounds the aggregate, not each group.
+    Our window is the same number where nothing is lost, with published = accepted + running.
+    """
+    allowed = (max_staleness + version + 1) * groups_per_batch
+    return min(max(1, max_running) - running, allowed - (accepted + running))
+
+
+def areal_admits(*, published: int, groups_per_batch: int, step: int, max_staleness: int) -> bool:
+    """Whether group number ``published`` (from 1) may exist while ``step`` is trained: floor((n - 1) / B) <= i + eta.
+
+    Source: arXiv:2505.24298 eq. 3. The same as published <= (step + max_staleness + 1) x groups_per_batch.
+    """
+    return (published - 1) // groups_per_batch <= step + max_staleness
+
+
+def skyrl_capacity(
+    *, step: int, groups_per_batch: int, max_staleness: int, accepted: int, running: int, max_running: int
+) -> int:
+    """Groups that SkyRL would start now. ``step`` counts from 1, so it is AReaL's rule at version step - 1.
+
+    A filtered group must be taken out of ``accepted`` again, or the producer starves.
+    """
+    allowed = (max_staleness + step) * groups_per_batch
+    return min(max_running - running, allowed - (accepted + running))
+
+
+def verl_capacity(*, samples_per_step: int, steps_per_sync: int, threshold: float) -> int:
+    """Samples that verl's fully asynchronous trainer lets exist between two weight syncs.
+
+    ``threshold`` is a share of samples, not a number of versions: 0.5 allows half a round to be stale.
+    """
+    return int(samples_per_step * (threshold + 1) * steps_per_sync)
+
+
+def verl_remaining(*, capacity: int, active: int, queued: int) -> int:
+    """Samples that may still start right after a sync: what is active or queued then already counts as stale."""
+    return capacity - (active + queued)
+
+
+def nemo_admits(*, dispatched_batches: int, trainer_version: int, window: int) -> bool:
+    """Whether NeMo-RL's gated sampler may dispatch another batch after ``dispatched_batches`` of them.
+
+    It blocks while the last one's index (from 0; -1 before the first) >= trainer_version + window.
+    """
+    return dispatched_batches - 1 < trainer_version + window

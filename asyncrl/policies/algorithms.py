@@ -1,27 +1,26 @@
 """The table of algorithms: advantage + loss + correction + aggregation + defaults + paper, one row each.
 
-``resolve`` turns the run file's [algorithm] into an ``Algorithm``; backends call ``objective`` on it and know nothing
-else. A new algorithm is one row here, or "package.module:ALGORITHM" in the run file.
+``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
+Backends call ``objective`` on it and know nothing else. A new algorithm is one row here, or "package.module:ROW" in the
+run file. Which to choose: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies import advantages, aggregation, corrections, losses
+from asyncrl.policies import correction_chains
+from asyncrl.policies.aggregation import total
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Advantage, Aggregation, Loss
+from asyncrl.policies.correction_chains import Chain, Evidence
 from asyncrl.policies.diagnostics import Sums, token_sums
 
-AdvantageFn = Callable[[ArrayLike], NDArray[np.float32]]
-LossFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-CorrectionFn = Callable[..., torch.Tensor]
-AggregationFn = Callable[[Sequence[NDArray[np.bool_]]], list[NDArray[np.float32]]]
+Denominator = Literal["before", "after"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,22 +47,40 @@ class LossInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """One row: pure functions, and the hyper-parameters they take from [algorithm.options] with their defaults."""
+class Row:
+    """An algorithm by the names of its parts, and where it departs from their defaults."""
 
     name: str
     paper: str
-    advantage: AdvantageFn
-    loss: LossFn
-    aggregate: AggregationFn
+    advantage: str
+    loss: str
+    aggregation: str
     correction: str
-    advantage_options: Mapping[str, Any] = field(default_factory=dict)
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
-    correction_options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def advantages(self, rewards: ArrayLike) -> NDArray[np.float32]:
-        """Advantage of each trajectory of one group.  [G] -> f32[G]"""
-        return self.advantage(rewards, **self.advantage_options)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py)."""
+
+    name: str
+    paper: str
+    advantage: Advantage
+    loss: Loss
+    aggregation: Aggregation
+    correction: Chain
+    denominator: Denominator = "before"
+    entropy_coef: float = 0.0
+
+    @property
+    def correction_name(self) -> str:
+        return " + ".join(step.name for step in self.correction)
+
+    @property
+    def trusts_behavior(self) -> bool:
+        """Whether data of older weights would be trained as if this policy had sampled it."""
+        is_covered = self.loss.is_coupled or self.loss.is_supervised
+        return correction_chains.is_uncorrected(self.correction) and not is_covered
 
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """What to call backward() on (this micro-batch's part of the batch's loss), and sums for the metrics.
@@ -72,61 +89,243 @@ class Algorithm:
         the correction covers staleness and engine mismatch at once, and the clip is a trust region around the learner.
         """
         prox_logprobs = inputs.logprobs.detach()
-        loss, clipped = self.loss(inputs.logprobs, prox_logprobs, inputs.advantages, **self.loss_options)
+        values = {name: getattr(inputs, name) for name in LossInputs.__slots__} | {"prox_logprobs": prox_logprobs}
+        loss, clipped = self.loss(values)
         log_ratio = prox_logprobs - inputs.behavior_logprobs
-        weights = CORRECTIONS[self.correction](log_ratio, **self.correction_options)
-        total = (loss * weights * inputs.loss_weights).sum()
+        evidence = Evidence(
+            log_ratio=log_ratio,
+            sequence=inputs.sequence,
+            num_sequences=inputs.num_sequences,
+            advantages=inputs.advantages,
+            mean_weight=1.0,  # gradient_scale divides by it
+        )
+        weights = correction_chains.weights(self.correction, evidence)
+        objective = total(loss, weights * inputs.loss_weights)
         sums = token_sums(
             log_ratio=log_ratio,
             weights=weights,
             clipped=clipped,
             entropy=inputs.entropy.detach(),
             is_fresh=inputs.is_fresh,
-            loss=total.detach(),
+            loss=objective.detach(),
         )
-        return total, sums
+        if self.entropy_coef:
+            objective = objective - self.entropy_coef * total(inputs.entropy, inputs.loss_weights)
+        return objective, sums
+
+    def gradient_scale(self, totals: Sums) -> float | None:
+        """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
+
+        A divisor that is known only when every micro-batch was seen: the mean weight (self_norm), or the share of the
+        tokens that were kept (denominator "after").
+        """
+        scale = None
+        if self.denominator == "after":
+            scale = totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
+        if any(step.name == "self_norm" for step in self.correction):
+            scale = totals["tokens"] / max(totals["weight"], 1e-8)
+        return scale
 
 
-CORRECTIONS: dict[str, CorrectionFn] = {
-    "none": corrections.none,
-    "tis_token": corrections.tis_token,
-}
-
-_CORRECTION_DEFAULTS: dict[str, dict[str, Any]] = {"none": {}, "tis_token": {"cap": 2.0}}
-
-ALGORITHMS: dict[str, Algorithm] = {
+ALGORITHMS: dict[str, Row] = {
     row.name: row
     for row in (
-        Algorithm(
+        Row(
             name="grpo",
             paper="arXiv:2402.03300, token mean of arXiv:2503.14476",
-            advantage=advantages.grpo,
-            loss=losses.ppo_clip,
-            aggregate=aggregation.token_mean,
+            advantage="grpo",
+            loss="ppo_clip",
+            aggregation="token_mean",
             correction="tis_token",
-            advantage_options={"eps": 1e-6},
-            loss_options={"clip_low": 0.2, "clip_high": 0.2},
-            correction_options={"cap": 2.0},
+        ),
+        Row(
+            name="dapo",
+            paper="arXiv:2503.14476; filters and overlong_tokens of [algorithm] add the rest",
+            advantage="grpo",
+            loss="ppo_clip",
+            aggregation="token_mean",
+            correction="tis_token",
+            options={"clip_high": 0.28},
+        ),
+        Row(
+            name="dr_grpo",
+            paper="arXiv:2503.20783",
+            advantage="dr_grpo",
+            loss="ppo_clip",
+            aggregation="seq_mean_token_sum_norm",
+            correction="tis_token",
+        ),
+        Row(
+            name="gspo",
+            paper="arXiv:2507.18071",
+            advantage="grpo",
+            loss="gspo",
+            aggregation="seq_mean_token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="cispo",
+            paper="arXiv:2506.13585: the capped ratio to the behavior policy is the correction",
+            advantage="grpo",
+            loss="cispo",
+            aggregation="token_mean",
+            correction="none",
+        ),
+        Row(
+            name="rloo",
+            paper="arXiv:2402.14740",
+            advantage="rloo",
+            loss="reinforce",
+            aggregation="seq_mean_token_sum",
+            correction="tis_token",
+        ),
+        Row(
+            name="reinforce_pp",
+            paper="arXiv:2501.03262",
+            advantage="reinforce_pp",
+            loss="ppo_clip",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="reinforce_pp_baseline",
+            paper="arXiv:2501.03262, the variant with a baseline",
+            advantage="reinforce_pp_baseline",
+            loss="ppo_clip",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="gpg",
+            paper="arXiv:2504.02546",
+            advantage="gpg",
+            loss="reinforce",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="topr",
+            paper="arXiv:2503.14286",
+            advantage="reinforce",
+            loss="topr",
+            aggregation="seq_mean_token_sum",
+            correction="none",
+        ),
+        Row(
+            name="sapo",
+            paper="arXiv:2511.20347",
+            advantage="grpo",
+            loss="sapo",
+            aggregation="seq_mean_token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="m2po",
+            paper="arXiv:2510.01161",
+            advantage="grpo",
+            loss="m2po",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="sft",
+            paper="maximum likelihood of the responses, whatever their reward",
+            advantage="reinforce",
+            loss="sft",
+            aggregation="token_mean",
+            correction="none",
         ),
     )
 }
 
 
-def resolve(row: Algorithm, *, correction: str = "", options: Mapping[str, Any] | None = None) -> Algorithm:
-    """``row`` with another correction and other hyper-parameters. Raises ConfigError for names it does not have."""
-    correction = correction or row.correction
-    if correction not in CORRECTIONS:
-        raise ConfigError(f"algorithm: correction must be one of {', '.join(CORRECTIONS)}, got {correction!r}")
-    if correction != row.correction:
-        row = replace(row, correction=correction, correction_options=_CORRECTION_DEFAULTS[correction])
-    tables = [dict(row.advantage_options), dict(row.loss_options), dict(row.correction_options)]
-    owner = {key: table for table in tables for key in table}
-    for key, value in (options or {}).items():
-        if key not in owner:
-            raise ConfigError(f"algorithm.options: {row.name} has no option {key!r}; it has {', '.join(owner)}")
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
-        if not value >= 0:  # NaN neither
-            raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value!r}")
-        owner[key][key] = float(value)
-    return replace(row, advantage_options=tables[0], loss_options=tables[1], correction_options=tables[2])
+def resolve(
+    row: Row,
+    *,
+    advantage: str = "",
+    loss: str = "",
+    aggregation: str = "",
+    correction: str = "",
+    denominator: Denominator = "before",
+    entropy_coef: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+) -> Algorithm:
+    """``row`` with other parts and hyper-parameters.
+
+    An option belongs to the one part that has it; ``part.option`` says which where several do. Raises ConfigError for
+    names that do not exist and for combinations that are wrong, with the reason.
+    """
+    parts: dict[str, Any] = {
+        "advantage": _pick(ADVANTAGES, advantage or row.advantage, "advantage"),
+        "loss": _pick(LOSSES, loss or row.loss, "loss"),
+        "aggregation": _pick(AGGREGATIONS, aggregation or row.aggregation, "aggregation"),
+    }
+    chain = list(correction_chains.chain(correction or row.correction))
+    is_own = {
+        name: not given for name, given in (("advantage", advantage), ("loss", loss), ("aggregation", aggregation))
+    }
+    own = {k: v for k, v in row.options.items() if any(is_own[n] and k in p.options for n, p in parts.items())}
+    for key, value in (own | dict(options or {})).items():
+        _set_option(parts, chain, key, value, name=row.name)
+    made = Algorithm(
+        name=row.name,
+        paper=row.paper,
+        correction=tuple(chain),
+        denominator=denominator,
+        entropy_coef=entropy_coef,
+        **parts,
+    )
+    _refuse_wrong_combinations(made)
+    return made
+
+
+def _pick(table: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in table:
+        raise ConfigError(f"algorithm: {what} must be one of {', '.join(table)}, got {name!r}")
+    return table[name]
+
+
+def _set_option(parts: dict[str, Any], chain: list[Any], key: str, value: Any, *, name: str) -> None:
+    part, dot, option = key.rpartition(".")
+    places = dict(parts) | {f"correction[{index}]": step for index, step in enumerate(chain)}
+    owners = [
+        place for place, found in places.items() if option in found.options and (not dot or place.startswith(part))
+    ]
+    if not owners:
+        known = ", ".join(sorted({option for found in places.values() for option in found.options}))
+        raise ConfigError(f"algorithm.options: {name} has no option {key!r}; it has {known}")
+    if len(owners) > 1:
+        prefixes = " or ".join(f"{owner.partition('[')[0]}.{option}" for owner in owners)
+        raise ConfigError(f"algorithm.options: {key!r} belongs to several parts; write {prefixes}")
+    found = places[owners[0]]
+    changed = replace(found, options={**found.options, option: _checked(found.options[option], value, key)})
+    if owners[0] in parts:
+        parts[owners[0]] = changed
+    else:
+        chain[int(owners[0][len("correction[") : -1])] = changed
+
+
+def _checked(default: Any, value: Any, key: str) -> Any:
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise ConfigError(f"algorithm.options: {key} must be a word such as {default!r}, got {value!r}")
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
+    if value < 0 and default >= 0:
+        raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value}")
+    return float(value)
+
+
+def _refuse_wrong_combinations(made: Algorithm) -> None:
+    ratios = [step.name for step in made.correction if step.kind == "weight" and step.name != "none"]
+    if made.loss.is_coupled and ratios:
+        raise ConfigError(
+            f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
+            'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
+        )
+    if made.denominator == "after" and made.aggregation.name != "token_mean":
+        raise ConfigError(
+            f'algorithm: denominator = "after" goes with aggregation token_mean; {made.aggregation.name} divides by '
+            "trajectories or prompts, whose number rejection does not change"
+        )

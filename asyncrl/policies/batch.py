@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.algorithms import Algorithm
+from asyncrl.policies.catalogue import Rewarded
 from asyncrl.policies.packing import Document
 from asyncrl.policies.staleness import Forks, per_token
 
@@ -40,15 +41,26 @@ def build(
 ) -> Batch:
     """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound."""
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    advantages = np.concatenate([algorithm.advantages([t.reward for t in group.trajectories]) for group in groups])
-    weights = algorithm.aggregate([trajectory.response_mask for _, trajectory in trajectories])
+    masks = [trajectory.response_mask for _, trajectory in trajectories]
+    members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    advantages = algorithm.advantage(
+        Rewarded(
+            rewards=np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
+            group=members,
+            sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
+        )
+    )
+    weights = algorithm.aggregation(masks, group=members)
+    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     ages = [
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
     documents = [
-        _document(group, trajectory, advantage=advantage, loss_weights=weight, staleness=age)
-        for (group, trajectory), advantage, weight, age in zip(trajectories, advantages, weights, ages, strict=True)
+        _document(group, trajectory, advantages=sampled, loss_weights=weight, staleness=age)
+        for (group, trajectory), sampled, weight, age in zip(
+            trajectories, per_token_advantages, weights, ages, strict=True
+        )
     ]
     sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
     assert sampled.size == 0 or sampled.max() <= max_staleness, "buffer let a stale token through"
@@ -60,22 +72,27 @@ def _document(
     group: TrajectoryGroup,
     trajectory: Trajectory,
     *,
-    advantage: np.float32,
+    advantages: NDArray[np.float32],
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
 ) -> Document:
-    """Prompt in front of the response, and zeros for the prompt in every per-token array."""
+    """Prompt in front of the response, and zeros for the prompt in every per-token array.
+
+    ``advantages``: of the tokens that the policy sampled.
+    """
     prompt = len(group.prompt_tokens)
 
     def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.zeros(prompt, values.dtype), values])
 
     mask = trajectory.response_mask
+    of_tokens = np.zeros(len(mask), np.float32)
+    of_tokens[mask] = advantages
     return Document(
         tokens=np.concatenate([group.prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
         behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
-        advantages=behind_prompt(np.where(mask, advantage, np.float32(0))),  # type: ignore[arg-type]
+        advantages=behind_prompt(of_tokens),  # type: ignore[arg-type]
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
     )

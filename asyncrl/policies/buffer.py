@@ -1,4 +1,4 @@
-"""Trajectory groups in, batches out: once each, oldest first, none too stale.
+"""Trajectory groups in, batches out: once each, oldest first (or in another order of samplers.py), none too stale.
 
 Invariants (tests/test_policies.py):
   B1 a group id is trained, dropped or buried once, whatever the bus delivers twice.
@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies import samplers
 from asyncrl.policies.ledger import Ledger
-from asyncrl.policies.staleness import Forks, oldest_version
+from asyncrl.policies.staleness import Forks, is_stale, oldest_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +27,21 @@ class Held:
     num_tokens: int
     arrived: float
 
+    @property
+    def key(self) -> samplers.Key:
+        return (self.oldest, self.group.group_id)
+
 
 @dataclass(slots=True, kw_only=True)
 class Buffer:
     """State of what was read from the trajectory log.
 
     groups    ids disposed of for good          consumed  log sequences disposed of for good
+    order     a name of samplers.ORDERS; with "in_order" a batch waits for every group before its last
     """
 
     max_staleness: int
+    order: str = "oldest_first"
     forks: Forks = field(default_factory=dict)
     groups: Ledger = field(default_factory=Ledger)
     consumed: Ledger = field(default_factory=lambda: Ledger(watermark=1))  # sequences count from 1
@@ -70,17 +77,18 @@ class Buffer:
         return stale
 
     def take(self, count: int) -> list[Held] | None:
-        """The ``count`` oldest groups, by (oldest version, group id): the order does not depend on arrival.
+        """The first ``count`` groups by (oldest version, group id), or by ``order``: it does not depend on arrival.
 
         They stay held until ``dispose``: a failed step loses nothing. None when there are fewer.
         """
-        return _oldest(count, self.held.values())
+        return self._first(count, self.held.values())
 
     def foresee(self, count: int, *, policy_version: int, training: Sequence[Held]) -> list[Held] | None:
         """What ``take`` would give at ``policy_version``, behind ``evict``, once ``training`` is disposed of."""
         busy = {held.group.group_id for held in training}
-        left = (held for group_id, held in self.held.items() if group_id not in busy)
-        return _oldest(count, [held for held in left if not self._is_stale(held, policy_version)])
+        left = [held for group_id, held in self.held.items() if group_id not in busy]
+        young = [held for held in left if not self._is_stale(held, policy_version)]
+        return self._first(count, young, passed=set(self.held) - {held.group.group_id for held in young})
 
     def dispose(self, held: Held) -> None:
         """The group is trained or dropped: it and its record are done with for good."""
@@ -99,14 +107,22 @@ class Buffer:
         return sum(held.num_tokens for held in self.held.values())
 
     def _is_stale(self, held: Held, policy_version: int) -> bool:
-        return policy_version - held.oldest > self.max_staleness
+        return is_stale(held.oldest, policy_version=policy_version, max_staleness=self.max_staleness)
+
+    def _first(
+        self, count: int, candidates: Iterable[Held], *, passed: Collection[int] = frozenset()
+    ) -> list[Held] | None:
+        """Of ``candidates``; ids in ``passed`` count as done."""
+        keys = [held.key for held in candidates]
+        if self.order == "in_order":
+            keys = samplers.leading(
+                keys,
+                is_done=lambda group_id: group_id in self.groups or group_id in passed,
+                first=self.groups.watermark,
+            )
+        chosen = samplers.select(keys, count=count, order=samplers.ORDERS[self.order])
+        return None if chosen is None else [self.held[group_id] for _, group_id in chosen]
 
     def _dispose(self, sequence: int, group_id: int) -> None:
         self.consumed.add(sequence)
         self.groups.add(group_id)
-
-
-def _oldest(count: int, candidates: Collection[Held]) -> list[Held] | None:
-    if len(candidates) < count:
-        return None
-    return sorted(candidates, key=lambda held: (held.oldest, held.group.group_id))[:count]

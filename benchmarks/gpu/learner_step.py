@@ -19,7 +19,7 @@ import torch
 from asyncrl.backends import flops, huggingface, kernels
 from asyncrl.backends.megatron import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.policies.algorithms import ALGORITHMS
+from asyncrl.policies.algorithms import ALGORITHMS, resolve
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
 
 PEAKS: Final = (790e12, 989e12)
@@ -91,7 +91,7 @@ def shares(variant: Variant, batch: Sequence[Document]) -> list[list[MicroBatch]
 def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Iterator[MegatronBackend]:
     made = MegatronBackend(
         folder,
-        algorithm=ALGORITHMS["grpo"],
+        algorithm=resolve(ALGORITHMS["grpo"]),
         optimizer=OptimizerSettings(),
         temperature=1.0,
         device=device,

@@ -1,0 +1,55 @@
+"""Controllers that answer the effective sample size (ESS) of the off-policy weights: it falls before the reward does.
+
+Both take the ESS of the untruncated sequence ratios as a fraction of the sequences (offpolicy/sequence_ess).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+def vcpo_learning_rate(
+    learning_rate: float, *, ess_fraction: float, base_ess_fraction: float = 1.0, rule: str = "sqrt"
+) -> float:
+    """The learning rate of a step whose batch is worth ``ess_fraction`` of its sequences, in (0, learning_rate].
+
+    learning_rate x min(1, ess / base), under a root with rule "sqrt" as noise scales for Adam, as it is with "linear".
+    It holds for this step alone. Source: VCPO, arXiv:2602.17616, base 1 and unclipped sequence weights. Raises KeyError
+    for another rule.
+    """
+    share = min(1.0, ess_fraction / base_ess_fraction)
+    return float(learning_rate * share ** {"sqrt": 0.5, "linear": 1.0}[rule])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveBound:
+    """A bound on staleness that follows the ESS: additive increase, multiplicative decrease. Ours.
+
+    bound             max_staleness now, in [smallest, largest]
+    low, high         ESS fractions: below ``low`` the bound is halved at once; ``patience`` steps in a row above
+                      ``high`` raise it by one
+    calm              steps in a row above ``high`` so far
+    hold              steps for which the ESS is not looked at, after a halving: so long do batches of the old bound
+                      still come
+    """
+
+    bound: int
+    largest: int
+    smallest: int = 1
+    low: float = 0.5
+    high: float = 0.9
+    patience: int = 4
+    calm: int = 0
+    hold: int = 0
+
+    def update(self, ess: float) -> AdaptiveBound:
+        """The bound after a step whose batch had this ESS fraction."""
+        if self.hold:
+            return replace(self, hold=self.hold - 1)
+        if ess < self.low:
+            return replace(self, bound=max(self.smallest, self.bound // 2), calm=0, hold=self.bound)
+        if ess <= self.high:
+            return replace(self, calm=0)
+        if self.calm + 1 < self.patience:
+            return replace(self, calm=self.calm + 1)
+        return replace(self, bound=min(self.largest, self.bound + 1), calm=0)

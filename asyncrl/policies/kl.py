@@ -1,0 +1,72 @@
+"""How far a policy is from a reference, per token: estimates of KL(policy || reference) from the token's logprobs.
+
+Each takes ``logprobs`` and ``ref_logprobs`` f32[M] of tokens that the policy sampled and gives nats f32[M]. Which one:
+
+    in the reward (token_rewards)   k1: exact in expectation
+    in the loss, on policy          k2: its gradient is the reverse KL's. k1's is zero in expectation, k3's is that of
+                                    the forward KL (both tested by enumeration, tests/test_policies_kl.py)
+    in the loss, off policy         unbiased: k3 times the ratio to what sampled, which must keep its gradient
+    to look at                      k3: never negative, unbiased, little variance
+
+Gradients flow through ``logprobs`` only. k3 clamps the log ratio before exp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.policies.losses.ratios import log_ratio, ratio
+from asyncrl.policies.segments import Array, as_floats
+
+
+def k1(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """log(policy / reference): unbiased, of either sign.  f32[M] x 2 -> f32[M].  joschu.net/blog/kl-approx.html"""
+    return log_ratio(logprobs, ref_logprobs)
+
+
+def k2(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """Half the squared log ratio: biased in value, exact in gradient on policy.  f32[M] x 2 -> f32[M], >= 0"""
+    return log_ratio(logprobs, ref_logprobs).square() / 2
+
+
+def k3(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """e^d - d - 1 with d = log(reference / policy): unbiased.  f32[M] x 2 -> f32[M], >= 0"""
+    d = -log_ratio(logprobs, ref_logprobs)
+    return d.exp() - d - 1.0
+
+
+def absolute(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """|log(policy / reference)|: a distance, not an estimate of KL.  f32[M] x 2 -> f32[M], >= 0.  verl's "abs"."""
+    return log_ratio(logprobs, ref_logprobs).abs()
+
+
+def low_variance(logprobs: Array, ref_logprobs: Array, *, limit: float = 10.0) -> torch.Tensor:
+    """k3 of at most ``limit`` nats, so that one token cannot own the batch's gradient.  f32[M] x 2 -> f32[M]
+
+    verl's low_var_kl; slime clamps the result only, AReaL that of all of k1, k2 and k3.
+    """
+    return k3(logprobs, ref_logprobs).clamp(-limit, limit)
+
+
+def unbiased(
+    logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array, *, is_ratio_live: bool = True
+) -> torch.Tensor:
+    """k3 times the ratio of the policy to what sampled: right for tokens of any policy.  f32[M] x 3 -> f32[M], >= 0
+
+    With the live ratio its expected gradient is the exact one (per token: ratio x log(policy / reference)); detached
+    it is biased as k3 is. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 7; TRL use_bias_correction_kl, NeMo-RL. slime
+    takes the ratio to the recomputed old policy, which is right for that policy's tokens only.
+    """
+    weight = ratio(logprobs, behavior_logprobs)
+    return (weight if is_ratio_live else weight.detach()) * k3(logprobs, ref_logprobs)
+
+
+def entropy(logits: Array) -> torch.Tensor:
+    """-sum p log p over the vocabulary, in nats.  [..., V] -> [...] in [0, log V], with gradient
+
+    A logit of -inf is an impossible token and adds nothing. As a bonus it is subtracted from the loss; the coefficient
+    is 0 by default in every framework we read.
+    """
+    logprobs = torch.log_softmax(as_floats(logits), dim=-1)
+    # The floor only meets -inf, where p is 0; without it 0 x -inf is nan.
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
