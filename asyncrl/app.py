@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from asyncrl import checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
@@ -104,9 +105,16 @@ def open_rows(run: RunConfig) -> PromptDataset:
 
 def channel(run: RunConfig) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
-    extra = {"host": run.weights.host} if run.weights.channel == "nccl" else {}
+    extra = {"host": run.weights.host or _own_address(run)} if run.weights.channel == "nccl" else {}
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
+
+
+def _own_address(run: RunConfig) -> str:
+    """Of this machine on the way to the bus, where every engine's worker is too."""
+    from asyncrl.weights.nccl import own_address
+
+    return own_address(urlsplit(run.bus.url).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:

@@ -232,7 +232,7 @@ class Weights:
     directory: str = ""
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     host: str = ""
-    """The learner's address as engines see it, for nccl; empty is what its machine's name resolves to."""
+    """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
 

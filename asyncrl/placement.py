@@ -17,7 +17,7 @@ Gpus = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """learner: the GPU of each rank, the same one several times when ranks share it.  workers: of each its GPUs."""
+    """learner: the GPU of each rank.  workers: of each its GPUs."""
 
     learner: Gpus
     workers: tuple[Gpus, ...]
@@ -43,7 +43,7 @@ def place(
 ) -> Placement:
     """``ranks`` or ``gpus_per_worker`` 0: the learner, or the workers, train or sample on the CPU.
 
-    Raises ConfigError for a GPU that is not there, and for ranks that would share one without saying so.
+    Raises ConfigError for a GPU that is not there, and for ranks that would share one.
     """
     _check_exist(learner_gpus, num_gpus, "learner.gpus")
     _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
@@ -61,12 +61,14 @@ def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
     if not given:
         if ranks > num_gpus:
             raise ConfigError(
-                f"learner.ranks: {ranks} ranks need {ranks} GPUs, this machine has {num_gpus}; to share them name each "
-                f"rank's, as in learner.gpus = {[rank % num_gpus for rank in range(ranks)]}"
+                f"learner.ranks: {ranks} ranks need {ranks} GPUs, this machine has {num_gpus}; NCCL lets no two ranks "
+                "share one"
             )
         return tuple(range(ranks))
     if len(given) != ranks and ranks:
         raise ConfigError(f"learner.gpus: names {len(given)} GPUs for {ranks} ranks; name one for each rank")
+    if len(set(given)) < len(given):
+        raise ConfigError(f"learner.gpus: names a GPU twice: {list(given)}; NCCL lets no two ranks share one")
     return tuple(given[:ranks])
 
 

@@ -8,7 +8,7 @@ WeightChannel tests/test_weights_contract.py  files
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,6 +329,10 @@ class Sender(Protocol):
 
     def begin(self, request: TransferRequest) -> Transfer:
         """What to answer an engine, and what to do then. Raises WeightsError."""
+        ...
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        """Of engines that are none of these keep nothing, unless they came or took weights a moment ago."""
         ...
 
 

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
 from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.snapshot import Bucket, Snapshot, TensorEntry
+from asyncrl.weights import nccl
 from asyncrl.weights.nccl import NCCLChannel, Sender
 
 pytestmark = pytest.mark.timeout(60)
@@ -309,6 +311,54 @@ def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
     assert second.receive(sender) == bytes_of(weights(0))
 
 
+def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
+    """Its engine came back under another name while its last life's broadcast was on its way."""
+    sender, old = holding(weights(0)), TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+    sender.begin(old)
+
+    class Collective:
+        def broadcast(self, *_: Any) -> Any:
+            sender.begin(replace(old, group="w0-2"))
+            return self
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            pass
+
+    group = sender._groups["w0"]
+    group._collective = Collective()
+    group.is_free.release()
+    with pytest.raises(WeightsError, match="w0-1: it was given up"):
+        sender.begin(replace(old, has_joined=True)).send()
+
+
+def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch reads there is read while a group is made: it must not be put back under another one's feet."""
+    monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
+    first_is_in, second_is_in, first_may_leave = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with nccl._left_alone():
+            first_is_in.set()
+            first_may_leave.wait(PATIENCE)
+
+    def second() -> str | None:
+        with nccl._left_alone():
+            second_is_in.set()
+            return leaving.result(PATIENCE) or os.environ.get(nccl._ERROR_HANDLING)
+
+    with ThreadPoolExecutor(2) as threads:
+        leaving = threads.submit(first)
+        first_is_in.wait(PATIENCE)
+        joining = threads.submit(second)
+        second_is_in.wait(0.1)  # it is not let in
+        first_may_leave.set()
+        assert joining.result(PATIENCE) == "0"
+    assert nccl._ERROR_HANDLING not in os.environ
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +398,18 @@ def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_e
             peer.take(layout).result(PATIENCE)
         sending.result(PATIENCE)
         assert asking.result(PATIENCE).offer == transfer.offer
+
+
+def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender("127.0.0.1")
+    sender.hold(weights(0), run_epoch=0, policy_version=1)
+    for name in ("gone", "here", "new"):
+        sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
+    sender.forget(engines={"here"})
+    assert set(sender._groups) == {"gone", "here", "new"}  # who joined a moment ago has no heartbeat yet
+    monkeypatch.setattr(nccl, "_OLD_SECONDS", -1.0)
+    sender.forget(engines={"here", "new"})
+    assert set(sender._groups) == {"here", "new"}
 
 
 # -- the channel -------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
 
     async with test_utils.TestServer(server.application) as running:
 
-        async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
+        async def make(*, has_sessions: bool = True, name: str = "w7", **options: Any) -> Attached:
             server.has_sessions = has_sessions
             server.version = "0.5.23"
             url = str(running.make_url("")).rstrip("/")
@@ -133,12 +133,17 @@ async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
                 dtype="float32",
                 version=(0, 3),
                 options=sglang.Options(url=url, **options),
-                log_path=tmp_path / "w7.engine.log",
+                log_path=tmp_path / f"{name}.engine.log",
             )
             engines.append(engine)
             await engine.start()
             offer = TransferOffer(
-                host="learner", port=5, collective="gloo", run_epoch=0, policy_version=4, buckets=layouts(old)
+                host="127.0.0.1",
+                port=running.port or 0,
+                collective="gloo",
+                run_epoch=0,
+                policy_version=4,
+                buckets=layouts(old),
             )
             return Attached(server, engine, offer)
 
@@ -154,8 +159,8 @@ async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) 
     await attached.receiver.join(attached.offer)
     assert attached.server.bodies(JOIN) == [
         {
-            "master_address": "learner",
-            "master_port": 5,
+            "master_address": "127.0.0.1",
+            "master_port": attached.offer.port,
             "rank_offset": 1,
             "world_size": 2,
             "group_name": request.group,
@@ -163,6 +168,12 @@ async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) 
         }
     ]
     assert attached.receiver.request == replace(request, has_joined=True)
+
+
+async def test_engines_of_one_host_are_told_apart_though_its_name_has_dots(attach: Attach) -> None:
+    """Another engine's name would end that engine's transfers."""
+    attached = await attach(name="node1.cluster-0")
+    assert attached.receiver.request.engine == "node1.cluster-0"
 
 
 @pytest.mark.parametrize("has_sessions", [True, False])
@@ -259,12 +270,22 @@ async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model
 
 
 async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach) -> None:
+    """The learner sends them already: the group is left, so that its broadcast ends."""
     attached = await attach()
     await attached.join()
     with pytest.raises(WeightsError, match="missing"):
         await attached.receiver.receive(replace(attached.offer, buckets=attached.offer.buckets[1:]))
-    assert PAUSE not in attached.paths
+    assert attached.paths == [LEAVE]
     assert attached.engine.version == (0, 3)
+
+
+async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: Attach) -> None:
+    """It would wait there for minutes, and generate nothing."""
+    attached = await attach()
+    before = list(attached.paths)
+    with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.host"):
+        await attached.receiver.join(replace(attached.offer, host="127.0.0.1", port=1))
+    assert attached.paths == before
 
 
 @pytest.mark.parametrize("failure", ["join", "update"])
@@ -298,7 +319,8 @@ async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
     attached = await attach()
     monkeypatch.setattr(sglang_weights, "_STUCK_SECONDS", 0.2)
     attached.server.hangs = path
-    with pytest.raises(EngineDied):
+    hint = "reach the learner at 127.0.0.1:\\d+ .weights.host" if path == JOIN else "did not send its weights"
+    with pytest.raises(EngineDied, match=hint):
         await attached.join()
         await attached.receive()
     assert CONTINUE not in attached.paths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,9 @@ class Sender:
         if request.has_joined:
             self.sent.append((request.engine, self.held[1]))
         return Transfer(TransferOffer(host="here", port=1, run_epoch=self.held[0], policy_version=self.held[1]))
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        pass
 
 
 class Transfer:
@@ -223,6 +226,19 @@ async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: Mem
         await hold(bus, sender, 2)
         await until(lambda: engine.version == (0, 2))
     assert engine.took == [("folder", 1), ("sent", 2)]
+
+
+async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None:
+    """Engines that never can meet the learner do not lose time with every version."""
+    engine, sender = Engine(), Sender()
+    engine.receiver.fails = True
+    async with learner(bus, sender), running(follow(bus, engine)):
+        for version in range(1, weight_follower.ATTEMPTS + 3):
+            await hold(bus, sender, version)
+            await announce(bus, version, folder=True)
+            await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
+    assert len(sender.sent) == weight_follower.ATTEMPTS
+    assert [kind for kind, _ in engine.took] == ["folder"] * (weight_follower.ATTEMPTS + 2)
 
 
 async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:

@@ -47,6 +47,7 @@ class WeightFollower(Actor):
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
         self._demanded = 0
+        self._failures = 0  # of sending, in a row
         self._changed = asyncio.Condition()
         self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads = 0
@@ -96,7 +97,8 @@ class WeightFollower(Actor):
         async with self.bus.watch(WEIGHTS, key=key) as versions:
             async for version in versions:
                 async with self._changed:
-                    self._newest[key] = version
+                    if key != SENT or self._failures < ATTEMPTS:
+                        self._newest[key] = version
                     self._changed.notify_all()
 
     # -- when ----------------------------------------------------------------------------------------------------------
@@ -136,14 +138,19 @@ class WeightFollower(Actor):
     async def _take(self) -> None:
         """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
         sent = self._newest.get(SENT)
-        if self._engine.receiver is not None and sent is not None and sent.order == self._newest_order:
+        is_newest = sent is not None and sent.order == self._newest_order
+        if self._engine.receiver is not None and sent is not None and is_newest and self._failures < ATTEMPTS:
             try:
                 await self._receive(self._engine.receiver, turn=self._turn())
+                self._failures = 0
                 return
             except WeightsError as error:
+                self._failures += 1
                 self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
                 if self._newest[SENT] is sent:
                     del self._newest[SENT]
+                if self._failures == ATTEMPTS:
+                    self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
         stored = self._newest.get("")
         if stored is None or stored.order <= self._engine.version:
             return  # it is still being written

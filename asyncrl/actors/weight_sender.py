@@ -10,7 +10,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.errors import WeightsError
 from asyncrl.messages import TransferOffer, TransferRequest
 from asyncrl.protocols import Asked, Bus, Sender
-from asyncrl.topics import TRANSFERS
+from asyncrl.topics import ACTORS, TRANSFERS
 
 
 class WeightSender(Actor):
@@ -35,6 +35,8 @@ class WeightSender(Actor):
             await asked.answer(TransferOffer(problem=str(error)))
             return
         await asked.answer(transfer.offer)
+        if not request.has_joined:  # somebody came: a good moment to see who is gone
+            await asyncio.to_thread(self._sender.forget, engines=set(await self.bus.states(ACTORS)))
         try:
             await _in_daemon_thread(transfer.send, name=f"send-{request.engine}")
         except WeightsError as error:

@@ -77,14 +77,14 @@ class SGLangEngine:
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
     ) -> None:
-        """``log_path``: where the output of a launched server goes; its name without endings is the engine's."""
+        """``log_path``: where the output of a launched server goes, NAME.engine.log; NAME is the engine's."""
         self._model_path = model_path
         self._device = device
         self._dtype = dtype
         self._first_version = version
         self._options = options
         self._log_path = log_path
-        self._name = log_path.name.partition(".")[0]
+        self._name = log_path.name.removesuffix(".engine.log")
         self.url = options.url.rstrip("/")
         self._server: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None

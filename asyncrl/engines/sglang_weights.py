@@ -30,6 +30,7 @@ _NO_VERSION: Final = (-1, -1)
 """Of a server left between two versions: whichever is offered is newer."""
 _STUCK_SECONDS: Final = 90.0
 """A collective that the learner left never returns, and the server does nothing else meanwhile."""
+_REACH_SECONDS: Final = 5.0
 _SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
 """What a large model may take beside that; the learner gives up earlier."""
 
@@ -133,6 +134,7 @@ class SGLangReceiver:
         )
 
     async def join(self, offer: TransferOffer) -> None:
+        await _reach(offer.host, offer.port)  # the server would wait for minutes, and do nothing else
         body = {
             "master_address": offer.host,
             "master_port": offer.port,
@@ -141,7 +143,8 @@ class SGLangReceiver:
             "group_name": self._group,
             "backend": offer.collective,
         }
-        answer = await self._in_time("/init_weights_update_group", body)
+        hint = f"; can it reach the learner at {offer.host}:{offer.port} (weights.host)?"
+        answer = await self._in_time("/init_weights_update_group", body, hint=hint)
         if not answer.get("success"):
             message = answer.get("message")
             self._rename()
@@ -154,9 +157,9 @@ class SGLangReceiver:
             for bucket in offer.buckets
             for name, shape in zip(bucket.names, bucket.shapes, strict=True)
         }
-        check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {self._group}")
         seconds = _STUCK_SECONDS + sum(map(math.prod, shapes.values())) / _SLOWEST_WEIGHTS_PER_SECOND
         try:
+            check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {self._group}")
             async with asyncio.timeout(seconds):
                 return await self._loader.receive(offer, self._group)
         except TimeoutError:
@@ -175,16 +178,29 @@ class SGLangReceiver:
         self._group = f"{self._engine}-{uuid.uuid4().hex[:8]}"
         self._has_joined = False
 
-    async def _in_time(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _in_time(self, path: str, body: Mapping[str, Any], *, hint: str = "") -> Any:
         try:
             async with asyncio.timeout(_STUCK_SECONDS):
                 return await self._post(path, body)
         except TimeoutError:
-            raise EngineDied(f"{path}: no answer in {_STUCK_SECONDS:g} s") from None
+            raise EngineDied(f"{path}: no answer in {_STUCK_SECONDS:g} s{hint}") from None
         except EngineDied:
             raise
         except EngineError as error:
             return {"success": False, "message": str(error)}
+
+
+async def _reach(host: str, port: int) -> None:
+    """Raises WeightsError when nobody listens there."""
+    try:
+        async with asyncio.timeout(_REACH_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer in {_REACH_SECONDS:g} s"
+        raise WeightsError(
+            f"cannot reach the learner at {host}:{port}: {reason}; set weights.host to its address as engines see it"
+        ) from error
+    writer.close()
 
 
 def _described(bucket: BucketLayout) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import torch
 from asyncrl.errors import ConfigError
 from asyncrl.policies import correction_chains
 from asyncrl.policies.aggregation import total
-from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Advantage, Aggregation, Loss
-from asyncrl.policies.correction_chains import Chain, Evidence
-from asyncrl.policies.diagnostics import Sums, token_sums
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
+from asyncrl.policies.correction_chains import Chain, Evidence, Step
+from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
 
 Denominator = Literal["before", "after"]
 
@@ -48,13 +48,13 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """An algorithm by the names of its parts, and where it departs from their defaults."""
+    """An algorithm by the names of its parts, or with parts of one's own, and where it departs from their defaults."""
 
     name: str
     paper: str
-    advantage: str
-    loss: str
-    aggregation: str
+    advantage: str | Advantage
+    loss: str | Loss
+    aggregation: str | Aggregation
     correction: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -109,6 +109,14 @@ class Algorithm:
             is_fresh=inputs.is_fresh,
             loss=objective.detach(),
         )
+        sums += sequence_sums(
+            logprobs=prox_logprobs,
+            behavior_logprobs=inputs.behavior_logprobs,
+            weights=weights,
+            sequence=inputs.sequence,
+            num_sequences=inputs.num_sequences,
+        )
+        sums += version_sums(log_ratio=log_ratio, weights=weights, clipped=clipped, staleness=inputs.staleness)
         if self.entropy_coef:
             objective = objective - self.entropy_coef * total(inputs.entropy, inputs.loss_weights)
         return objective, sums
@@ -119,12 +127,12 @@ class Algorithm:
         A divisor that is known only when every micro-batch was seen: the mean weight (self_norm), or the share of the
         tokens that were kept (denominator "after").
         """
-        scale = None
+        level = correction_chains.norm_level(self.correction)
+        if level is not None:
+            return 1.0 / mean_weight(totals, level=level)
         if self.denominator == "after":
-            scale = totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
-        if any(step.name == "self_norm" for step in self.correction):
-            scale = totals["tokens"] / max(totals["weight"], 1e-8)
-        return scale
+            return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
+        return None
 
 
 ALGORITHMS: dict[str, Row] = {
@@ -255,17 +263,15 @@ def resolve(
     An option belongs to the one part that has it; ``part.option`` says which where several do. Raises ConfigError for
     names that do not exist and for combinations that are wrong, with the reason.
     """
-    parts: dict[str, Any] = {
-        "advantage": _pick(ADVANTAGES, advantage or row.advantage, "advantage"),
-        "loss": _pick(LOSSES, loss or row.loss, "loss"),
-        "aggregation": _pick(AGGREGATIONS, aggregation or row.aggregation, "aggregation"),
-    }
-    chain = list(correction_chains.chain(correction or row.correction))
-    is_own = {
-        name: not given for name, given in (("advantage", advantage), ("loss", loss), ("aggregation", aggregation))
-    }
-    own = {k: v for k, v in row.options.items() if any(is_own[n] and k in p.options for n, p in parts.items())}
-    for key, value in (own | dict(options or {})).items():
+    parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
+    chain = list(correction_chains.chain(row.correction))
+    for key, value in row.options.items():
+        _set_option(parts, chain, key, value, name=row.name)
+    given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
+    parts |= {what: _pick(what, part) for what, part in given.items() if part}
+    if correction:
+        chain = list(correction_chains.chain(correction))
+    for key, value in (options or {}).items():
         _set_option(parts, chain, key, value, name=row.name)
     made = Algorithm(
         name=row.name,
@@ -279,38 +285,48 @@ def resolve(
     return made
 
 
-def _pick(table: Mapping[str, Any], name: str, what: str) -> Any:
-    if name not in table:
-        raise ConfigError(f"algorithm: {what} must be one of {', '.join(table)}, got {name!r}")
-    return table[name]
+_TABLES: Mapping[str, Mapping[str, Any]] = {"advantage": ADVANTAGES, "loss": LOSSES, "aggregation": AGGREGATIONS}
 
 
-def _set_option(parts: dict[str, Any], chain: list[Any], key: str, value: Any, *, name: str) -> None:
-    part, dot, option = key.rpartition(".")
-    places = dict(parts) | {f"correction[{index}]": step for index, step in enumerate(chain)}
-    owners = [
-        place for place, found in places.items() if option in found.options and (not dot or place.startswith(part))
-    ]
+def _pick(what: str, part: str | Advantage | Loss | Aggregation) -> Any:
+    if not isinstance(part, str):
+        return part
+    if part not in _TABLES[what]:
+        raise ConfigError(f"algorithm: {what} must be one of {', '.join(_TABLES[what])}, got {part!r}")
+    return _TABLES[what][part]
+
+
+def _set_option(parts: dict[str, Any], chain: list[Step], key: str, value: Any, *, name: str) -> None:
+    """``part.option``: the part is advantage, loss, aggregation, correction, or the name of one of the corrections."""
+    prefix, _, option = key.rpartition(".")
+    steps = {step.name: step for step in chain}
+    owners = [place for place, found in (parts | steps).items() if option in found.options]
+    if prefix:
+        owners = [place for place in owners if place == prefix or (prefix == "correction" and place in steps)]
     if not owners:
-        known = ", ".join(sorted({option for found in places.values() for option in found.options}))
+        known = ", ".join(sorted({option for found in (parts | steps).values() for option in found.options}))
         raise ConfigError(f"algorithm.options: {name} has no option {key!r}; it has {known}")
     if len(owners) > 1:
-        prefixes = " or ".join(f"{owner.partition('[')[0]}.{option}" for owner in owners)
+        prefixes = " or ".join(f"{owner}.{option}" for owner in owners)
         raise ConfigError(f"algorithm.options: {key!r} belongs to several parts; write {prefixes}")
-    found = places[owners[0]]
-    changed = replace(found, options={**found.options, option: _checked(found.options[option], value, key)})
-    if owners[0] in parts:
-        parts[owners[0]] = changed
+    (owner,) = owners
+    if owner in parts:
+        found = parts[owner]
+        parts[owner] = replace(found, options={**found.options, option: _checked(found.options[option], value, key)})
     else:
-        chain[int(owners[0][len("correction[") : -1])] = changed
+        found = steps[owner]
+        changes = {option: _checked(found.options[option], value, key)}
+        (chain[chain.index(found)],) = correction_chains.chain([{"name": owner, **found.options, **changes}])
 
 
 def _checked(default: Any, value: Any, key: str) -> Any:
     if isinstance(default, str):
-        if not isinstance(value, str):
-            raise ConfigError(f"algorithm.options: {key} must be a word such as {default!r}, got {value!r}")
+        choices = CHOICES.get(key.rpartition(".")[2], ())
+        if not isinstance(value, str) or (choices and value not in choices):
+            wanted = " or ".join(choices) or f"a word such as {default!r}"
+            raise ConfigError(f"algorithm.options: {key} must be {wanted}, got {value!r}")
         return value
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
         raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
     if value < 0 and default >= 0:
         raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value}")

@@ -214,6 +214,13 @@ LOSSES: dict[str, Loss] = {
     )
 }
 
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "cap_mode": ("one_plus", "absolute"),
+    "level": ("sequence", "token"),
+    "divergence": ("tv", "kl"),
+}
+"""What the options that are words may be."""
+
 
 # -- aggregations ------------------------------------------------------------------------------------------------------
 

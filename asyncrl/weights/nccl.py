@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -30,17 +30,20 @@ from asyncrl.weights.files import FilesChannel
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """An engine that takes weights slower than this, and then some, is given up."""
+_OLD_SECONDS: Final = 300.0
 _POLL_SECONDS: Final = 5e-4
 _HANDOVER_SECONDS: Final = 1.0
 """An engine may ask again a moment before our thread knows that it has everything."""
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT: Final = threading.Lock()
+"""The environment is the process's: engines that join at the same time take turns in it."""
 
 
 class NCCLChannel:
     """See WeightChannel: folders as FilesChannel makes them, and a sender."""
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str = "") -> None:
-        """``host``: the learner's address as engines see it; empty is what this machine's name resolves to."""
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str) -> None:
+        """``host``: the learner's address as engines see it."""
         self._files = FilesChannel(directory, keep=keep, model_path=model_path)
         self._sender = Sender(host)
 
@@ -58,9 +61,9 @@ class NCCLChannel:
 class Sender:
     """See Sender in protocols.py. Thread-safe; one transfer at a time to one engine, any number to different."""
 
-    def __init__(self, host: str = "", *, patience_seconds: float = 60.0) -> None:
+    def __init__(self, host: str, *, patience_seconds: float = 60.0) -> None:
         """``patience_seconds``: for an engine to meet us, and beside the time its weights may take."""
-        self._host = host or own_address()
+        self._host = host
         self._patience = patience_seconds
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
@@ -80,9 +83,7 @@ class Sender:
             if group is None or group.name != request.group:
                 if request.has_joined:
                     raise WeightsError(f"the learner has no group {request.group}: it was started anew; join again")
-                group = self._groups[request.engine] = _Group(
-                    request.group, kind, 1 + request.num_ranks, seconds=self._patience
-                )
+                group = self._groups[request.engine] = self._opened(request, kind)
         if before is not None and before is not group:  # of a life of this engine that is over
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
@@ -96,6 +97,20 @@ class Sender:
             buckets=tuple(map(_layout, snapshot.buckets)),
         )
         return Transfer(offer, group, snapshot if request.has_joined else None)
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        """Give up the groups of engines that are none of ``engines`` and have taken nothing for a while."""
+        with self._lock:
+            gone = [name for name, group in self._groups.items() if name not in engines and group.is_old]
+            groups = [self._groups.pop(name) for name in gone]
+        for group in groups:
+            group.give_up()
+
+    def _opened(self, request: TransferRequest, kind: str) -> _Group:
+        try:
+            return _Group(request.group, kind, 1 + request.num_ranks, seconds=self._patience)
+        except RuntimeError as error:  # torch's for a port or a descriptor that cannot be had
+            raise WeightsError(f"cannot open a rendezvous for {request.engine}: {error}") from error
 
 
 class Transfer:
@@ -116,6 +131,7 @@ class Transfer:
         except (RuntimeError, WeightsError) as error:
             self._group.give_up()
             raise WeightsError(f"group {self._group.name}: {error}") from error
+        self._group.used = time.monotonic()
         self._group.is_free.release()
 
 
@@ -130,6 +146,12 @@ class _Group:
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore("localhost", 0, size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collective: Any = None
+        self.used = time.monotonic()
+
+    @property
+    def is_old(self) -> bool:
+        """Longer without use than an engine may take from joining to its first heartbeat."""
+        return time.monotonic() - self.used > _OLD_SECONDS
 
     @property
     def port(self) -> int:
@@ -158,7 +180,11 @@ class _Group:
         options.rootRank = 0
         with _own_stream(snapshot.buckets[0].data):
             for bucket in snapshot.buckets:
-                work = self._collective.broadcast([bucket.data], options)
+                collective = self._collective
+                if collective is None:
+                    raise WeightsError("it was given up: another life of the engine has come")
+                work = collective.broadcast([bucket.data], options)
+                del collective  # nothing but the group keeps its connections
                 while not work.is_completed():
                     if time.monotonic() > deadline:
                         raise WeightsError("the engine did not take its weights in time")
@@ -177,15 +203,16 @@ class _Group:
 @contextlib.contextmanager
 def _left_alone() -> Iterator[None]:
     """Around the making of a group: torch reads there what it does on errors, and by default it ends the process."""
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
+    with _ENVIRONMENT:
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
 
 
 def _own_stream(data: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -203,9 +230,11 @@ def _layout(bucket: Bucket) -> BucketLayout:
     )
 
 
-def own_address() -> str:
-    """This machine's address by its name; loopback when the name says nothing more."""
+def own_address(peer: str) -> str:
+    """This machine's address as ``peer`` sees it: of the interface that leads there; loopback when none does."""
     try:
-        return socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # sends nothing
+            return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"

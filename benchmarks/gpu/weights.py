@@ -168,6 +168,7 @@ class Bench:
             "loads": loads,
             "megabytes": snapshot.num_bytes / 1e6,
             "pause_first": reports[0].pause_seconds,
+            "pauses": [report.pause_seconds for report in reports],
             "pause_p50": statistics.median(pauses),
             "pause_p99": pauses[min(len(pauses) - 1, round(0.99 * len(pauses)))],
             "export_p50": statistics.median(exports[1:]),
@@ -238,10 +239,10 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
             async with full_load(engine, options.requests) as finished:
                 await asyncio.sleep(3.0)
                 for transport in options.transports:
-                    report(rows, await guarded(bench.row(transport, trainer), shape, transport))
+                    report(rows, await guarded(bench.row(transport, trainer), shape, transport), options.json)
             print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
             if options.kill:
-                report(rows, await guarded(bench.killed(fleet, trainer), shape, "killed"))
+                report(rows, await guarded(bench.killed(fleet, trainer), shape, "killed"), options.json)
         finally:
             await engine.close()
 
@@ -254,9 +255,13 @@ async def guarded(work: Any, shape: str, transport: str) -> dict[str, Any]:
         return {"shape": shape, "transport": transport, "error": f"{type(error).__name__}: {error}"}
 
 
-def report(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+def report(rows: list[dict[str, Any]], row: dict[str, Any], path: Path | None) -> None:
+    """At once, so that a call that is cut off keeps what it measured."""
     rows.append(row)
     print(line(row), flush=True)
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 HEAD = "shape  transport     MB   first pause   p50 ms   p99 ms   export ms   publish ms   slower"
@@ -292,8 +297,6 @@ def main(given: Sequence[str] | None = None) -> int:
     print(HEAD)
     for shape in options.shapes:
         asyncio.run(run_shape(options, shape, rows))
-    if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 1 if any("error" in row for row in rows) else 0
 
 

@@ -39,6 +39,7 @@ def measure(rows: Sequence[Row], samples: Sequence[Sample], *, warmup: int) -> R
     tokens = sum(map(trained_tokens, steps))
     waited, trained = _sum(steps, "learner/wait_seconds"), _sum(steps, "learner/step_seconds")
     within = [sample for sample in samples if begin <= sample["time"] <= end]
+    fresh = [step for step in steps if "mismatch/fresh_mean" in step]
     return {
         "tokens_per_second": tokens / seconds,
         "learner_idle": waited / seconds,
@@ -50,7 +51,7 @@ def measure(rows: Sequence[Row], samples: Sequence[Sample], *, warmup: int) -> R
         "staleness_max": int(max(step["staleness/max"] for step in steps)),
         "dropped_groups": int(steps[-1]["staleness/dropped_groups"] - first["staleness/dropped_groups"]),
         "buried_groups": int(steps[-1]["staleness/buried_groups"]),
-        "fresh_mismatch": _mean(steps, "mismatch/fresh_mean"),
+        "fresh_mismatch": _mean(fresh, "mismatch/fresh_mean") if fresh else None,
         "steps": len(steps),
         "step_seconds": seconds / len(steps),
         "train_seconds": trained / len(steps),
