@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
     from asyncrl.policies.algorithms import Algorithm
+    from asyncrl.policies.filters import GroupFilter
 
 ENGINES = {
     "inprocess": "asyncrl.engines.inprocess:InProcessEngine",
@@ -35,6 +36,7 @@ BACKENDS = {
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
 CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {"single_turn": "asyncrl.actors.rollout_worker:single_turn"}
 
 BUS_FILE = "bus.json"
@@ -80,6 +82,14 @@ def algorithm(run: RunConfig) -> Algorithm:
         entropy_coef=section.entropy_coef,
         options=section.options,
     )
+    limit = run.rollout.max_new_tokens
+    resolved = dataclasses.replace(
+        resolved,
+        overlong_tokens=section.overlong_tokens,
+        max_response_tokens=limit,
+        masks_truncated=section.mask_truncated,
+        aggregation=resolved.aggregation.at_most(limit, unless=section.options),
+    )
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
@@ -87,6 +97,10 @@ def algorithm(run: RunConfig) -> Algorithm:
             "mean it"
         )
     return resolved
+
+
+def filters(run: RunConfig) -> list[GroupFilter]:
+    return [plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters]
 
 
 def load_reward(run: RunConfig) -> Any:
@@ -294,6 +308,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         backend=backend(run),
         channel=weights,
         reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
+        filters=filters(run),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]

@@ -54,6 +54,7 @@ class LearnerState:
     groups_trained: int = 0
     groups_dropped: int = 0
     groups_buried: int = 0
+    groups_filtered: int = 0
     groups_per_batch: int = 0
     forks: dict[int, int] = field(default_factory=dict)
 

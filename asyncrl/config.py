@@ -202,6 +202,13 @@ class Algorithm:
     """Off-policy correction, rows of policies/correction_chains.py: "tis_token", "tis_token + geo_mask", "none"."""
     denominator: Literal["before", "after"] = "before"
     """Whether tokens that the correction rejects count in the mean: before or after rejection."""
+    filters: tuple[str, ...] = ()
+    """Groups not worth training are released and others generated in their place: "dynamic_sampling" (all rewards
+    equal), or "package.module:function" of a TrajectoryGroup, True to keep."""
+    overlong_tokens: int = 0
+    """DAPO's soft punishment: over the last so many tokens before max_new_tokens the reward falls by up to 1."""
+    mask_truncated: bool = False
+    """DAPO's overlong filtering: an answer that was cut off trains nothing; in its group's baseline it counts."""
     entropy_coef: float = 0.0
     """Entropy in nats, times this, is added to the objective."""
     allow_uncorrected: bool = False
@@ -210,7 +217,8 @@ class Algorithm:
     """Hyper-parameters of its parts, such as clip_low and cap; "loss.clip_low" where two parts have one."""
 
     def __post_init__(self) -> None:
-        _require(self.entropy_coef >= 0, f"entropy_coef must be >= 0, got {self.entropy_coef}")
+        for name in ("entropy_coef", "overlong_tokens"):
+            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,7 +225,8 @@ class Progress:
     """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
 
     step           optimizer steps done;  batches_taken: steps begun
-    groups_lost    dropped (too stale) or buried (could not be made): they left the window untrained
+    groups_lost    dropped (too stale), buried (could not be made) or filtered (nothing to learn from): they left the
+                   window untrained
     finished       no more work will come: workers drain
     """
 
@@ -236,11 +237,12 @@ class Progress:
     groups_trained: int = 0
     groups_dropped: int = 0
     groups_buried: int = 0
+    groups_filtered: int = 0
     finished: bool = False
 
     @property
     def groups_lost(self) -> int:
-        return self.groups_dropped + self.groups_buried
+        return self.groups_dropped + self.groups_buried + self.groups_filtered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from asyncrl.policies.admission import Admission
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
@@ -210,6 +211,7 @@ class Loop:
     group_size: int = 2
     checkpoint_every: int = 0
     wait_for_stragglers: bool = False
+    filters: Sequence[GroupFilter] = ()
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
@@ -275,6 +277,7 @@ class Loop:
             backend=self.backend,
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
+            filters=self.filters,
         )
         return self.learner
 

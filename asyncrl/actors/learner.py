@@ -35,6 +35,7 @@ from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
+from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
@@ -76,8 +77,10 @@ class Learner(Actor):
         backend: Backend,
         channel: WeightChannel,
         reporter: Reporter,
+        filters: Sequence[GroupFilter] = (),
     ) -> None:
         super().__init__(name, bus)
+        self._filters = filters
         self._settings = settings
         self._restore_from = restore_from
         self._buffer = buffer
@@ -88,6 +91,7 @@ class Learner(Actor):
         self._reporter = reporter
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
+        self._filtered = state.groups_filtered
         self._batches_taken = state.step
         self._buried_in_a_row = 0
         self._reporting: asyncio.Task[None] | None = None
@@ -173,6 +177,7 @@ class Learner(Actor):
         if became == "held" and group is not None:
             self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
             self._buried_in_a_row = 0
+            await self._filter(group)
         elif became == "buried" and group is not None:
             self._buried += 1
             self._buried_in_a_row += 1
@@ -186,6 +191,15 @@ class Learner(Actor):
         elif became == "refused":
             self.log.error("log entry %d is no trajectory group: %s", record.sequence, record.problem)
             await self._event("refused", sequence=record.sequence, problem=record.problem)
+
+    async def _filter(self, group: TrajectoryGroup) -> None:
+        """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""
+        if all(keeps(group) for keeps in self._filters):
+            return
+        self._buffer.dispose(self._buffer.held[group.group_id])
+        self._filtered += 1
+        await self._event("filtered", group_id=group.group_id, rewards=[t.reward for t in group.trajectories])
+        await self._report_progress()
 
     async def _note_exhaustion(self) -> None:
         await self._prompts.exhausted.wait()
@@ -285,6 +299,7 @@ class Learner(Actor):
                 groups_trained=self._trained,
                 groups_dropped=self._dropped,
                 groups_buried=self._buried,
+                groups_filtered=self._filtered,
                 finished=finished,
             ),
         )
@@ -310,6 +325,7 @@ class Learner(Actor):
             groups_trained=self._trained,
             groups_dropped=self._dropped,
             groups_buried=self._buried,
+            groups_filtered=self._filtered,
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
         )
@@ -342,6 +358,7 @@ class Learner(Actor):
         metrics: dict[str, Metric] = {
             "staleness/dropped_groups": float(self._dropped),
             "staleness/buried_groups": float(self._buried),
+            "staleness/filtered_groups": float(self._filtered),
             "buffer/groups": float(len(held)),
             "buffer/tokens": float(self._buffer.num_tokens),
             "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),

@@ -15,6 +15,7 @@ SCHEMA: dict[str, str] = {
     "staleness/max": "oldest token trained; never above max_staleness",
     "staleness/histogram": "trained tokens by staleness",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
+    "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",
     "staleness/buried_groups": "groups that could not be made (engine or reward failed for good), since the start",
     "buffer/groups": "groups that have arrived and wait to be trained",
     "buffer/tokens": "their response tokens",

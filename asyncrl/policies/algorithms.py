@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import correction_chains
@@ -19,6 +21,7 @@ from asyncrl.policies.aggregation import total
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
 from asyncrl.policies.correction_chains import Chain, Evidence, Step
 from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
+from asyncrl.policies.filters import overlong_penalty
 
 Denominator = Literal["before", "after"]
 
@@ -71,6 +74,16 @@ class Algorithm:
     correction: Chain
     denominator: Denominator = "before"
     entropy_coef: float = 0.0
+    overlong_tokens: int = 0
+    max_response_tokens: int = 0
+    masks_truncated: bool = False
+
+    def shaped(self, rewards: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Rewards with what DAPO takes off long answers, arXiv:2503.14476 eq. 13.  [B], response tokens [B] -> [B]"""
+        if not self.overlong_tokens:
+            return rewards
+        penalty = overlong_penalty(lengths, max_tokens=self.max_response_tokens, cache_tokens=self.overlong_tokens)
+        return rewards + penalty.astype(np.float64)
 
     @property
     def correction_name(self) -> str:

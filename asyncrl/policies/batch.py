@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.catalogue import Rewarded
+from asyncrl.policies.filters import overlong_masks
 from asyncrl.policies.packing import Document
 from asyncrl.policies.staleness import Forks, per_token
 
@@ -45,12 +46,18 @@ def build(
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantages = algorithm.advantage(
         Rewarded(
-            rewards=np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
+            rewards=algorithm.shaped(
+                np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
+                np.array([len(trajectory.tokens) for _, trajectory in trajectories]),
+            ),
             group=members,
             sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
         )
     )
-    weights = algorithm.aggregation(masks, group=members)
+    trained = masks
+    if algorithm.masks_truncated:
+        trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
+    weights = algorithm.aggregation(trained, group=members)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     ages = [
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)

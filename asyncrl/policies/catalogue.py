@@ -8,7 +8,7 @@ combined with. To add one: a function in advantages.py, returns.py or losses/, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -233,6 +233,13 @@ class Aggregation:
     function: Callable[..., list[NDArray[Any]]]
     needs: tuple[str, ...] = ()
     options: Options = field(default_factory=dict)
+
+    def at_most(self, max_response_tokens: int, *, unless: Options) -> Aggregation:
+        """With the run's longest response as the constant, where there is one and ``unless`` does not set it."""
+        name = "max_response_tokens"
+        if name not in self.options or any(key.rpartition(".")[2] == name for key in unless):
+            return self
+        return replace(self, options={**self.options, name: float(max_response_tokens)})
 
     def __call__(self, masks: Sequence[NDArray[np.bool_]], *, group: NDArray[np.int64]) -> list[NDArray[np.float32]]:
         """The weight of each response token in the batch's loss.  [B] bool[T] -> [B] f32[T]"""
