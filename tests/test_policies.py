@@ -353,3 +353,15 @@ def test_a_token_over_the_bound_is_never_trained() -> None:
         batch.build(
             [group(0, version=0)], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=5, max_staleness=4, forks={}
         )
+
+
+def test_a_truncated_answer_that_is_masked_is_in_no_document_s_mask() -> None:
+    """So it counts in no mean either; its reward still counts in its group's baseline."""
+    algorithm = dataclasses.replace(resolve(ALGORITHMS["grpo"]), masks_truncated=True)
+    made = group(0, version=5)
+    first, *others = made.trajectories
+    cut = dataclasses.replace(made, trajectories=(dataclasses.replace(first, finish_reason="length"), *others))
+    documents = batch.build([cut], algorithm=algorithm, policy_version=5, max_staleness=4, forks={}).documents
+    assert not documents[0].response_mask.any()
+    assert not documents[0].loss_weights.any()
+    assert documents[1].response_mask.any()

@@ -146,7 +146,10 @@ class Learner(Actor):
     @property
     def counts(self) -> str:
         """What became of the groups, for a person."""
-        return f"{self._trained} groups trained, {self._dropped} dropped (stale), {self._buried} buried (failed)"
+        filtered = f", {self._filtered} filtered" if self._filtered else ""
+        return (
+            f"{self._trained} groups trained, {self._dropped} dropped (stale), {self._buried} buried (failed){filtered}"
+        )
 
     # -- log -> buffer -------------------------------------------------------------------------------------------------
 

@@ -64,9 +64,9 @@ def build(
         for _, t in trajectories
     ]
     documents = [
-        _document(group, trajectory, advantages=sampled, loss_weights=weight, staleness=age)
-        for (group, trajectory), sampled, weight, age in zip(
-            trajectories, per_token_advantages, weights, ages, strict=True
+        _document(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
+        for (group, trajectory), mask, sampled, weight, age in zip(
+            trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
     sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
@@ -79,27 +79,27 @@ def _document(
     group: TrajectoryGroup,
     trajectory: Trajectory,
     *,
+    mask: NDArray[np.bool_],
     advantages: NDArray[np.float32],
     loss_weights: NDArray[np.float32],
     staleness: NDArray[np.int32],
 ) -> Document:
     """Prompt in front of the response, and zeros for the prompt in every per-token array.
 
-    ``advantages``: of the tokens that the policy sampled.
+    ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled.
     """
     prompt = len(group.prompt_tokens)
 
     def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.zeros(prompt, values.dtype), values])
 
-    mask = trajectory.response_mask
     of_tokens = np.zeros(len(mask), np.float32)
-    of_tokens[mask] = advantages
+    of_tokens[trajectory.response_mask] = advantages
     return Document(
         tokens=np.concatenate([group.prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
         behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
-        advantages=behind_prompt(of_tokens),  # type: ignore[arg-type]
+        advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
     )

@@ -1,0 +1,365 @@
+"""The table of algorithms: every row trains, however the batch is cut; what is wrong is refused with the reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import app, check, config
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.policies import batch
+from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, Row, resolve
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Loss
+from asyncrl.policies.correction_chains import CORRECTIONS
+from asyncrl.policies.packing import Document, pack
+from tests.backend_fixtures import (
+    LEARNING_RATE,
+    VOCABULARY,
+    distance,
+    expected_logprobs,
+    hugging_face,
+    started,
+    tiny_model,
+    weights,
+)
+
+PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
+VERSION, MAX_STALENESS = 7, 4
+REWARDS = ((1.0, 0.0, 0.25, 0.0), (0.0, 1.0, 1.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return hugging_face(folder)
+
+
+def group(group_id: int, rewards: Sequence[float], *, model: Any, noise: float = 0.5) -> TrajectoryGroup:
+    """Answers whose behavior logprobs are the model's, ``noise`` away from them, from versions 3 to 7."""
+    random = np.random.default_rng(group_id)
+    prompt = random.integers(4, VOCABULARY, 3).astype(np.int32)
+    return TrajectoryGroup(
+        group_id=group_id,
+        prompt_tokens=prompt,
+        trajectories=tuple(
+            trajectory(prompt, reward, age=(group_id + index) % 5, random=random, model=model, noise=noise)
+            for index, reward in enumerate(rewards)
+        ),
+    )
+
+
+def trajectory(
+    prompt: np.ndarray, reward: float, *, age: int, random: np.random.Generator, model: Any, noise: float
+) -> Trajectory:
+    length = int(random.integers(4, 14))
+    tokens = random.integers(4, VOCABULARY, length).astype(np.int32)
+    trained = expected_logprobs(model, np.concatenate([prompt, tokens]))[len(prompt) :]
+    mask = np.arange(length) != 2  # an environment wrote the third token
+    behavior = np.minimum(trained + noise * random.standard_normal(length), -1e-3)
+    return Trajectory(
+        tokens=tokens,
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, behavior, 0).astype(np.float32),
+        version_spans=(VersionSpan(start=0, run_epoch=0, policy_version=VERSION - age),),
+        reward=reward,
+        finish_reason="stop",
+    )
+
+
+def documents(
+    algorithm: Algorithm, model: Any, *, rewards: Sequence[Sequence[float]] = REWARDS, noise: float = 0.5
+) -> list[Document]:
+    groups = [group(index, of_group, model=model, noise=noise) for index, of_group in enumerate(rewards)]
+    made = batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
+    return made.documents
+
+
+def trained(
+    algorithm: Algorithm, batch: list[Document], folder: Path, *, kind: str = "reference", max_tokens: int = 1000
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The metrics of one step, and the weights after it."""
+    with started(kind, folder, algorithm=algorithm) as backend:
+        result = backend.step([pack(batch, max_tokens=max_tokens)], learning_rate=LEARNING_RATE)
+        return dict(result.metrics), weights(backend)
+
+
+def run(path: Path, *overrides: str, text: str = "") -> config.RunConfig:
+    """A run file as a user writes it, asynchronous, with ``text`` at its end."""
+    file = path / "run.toml"
+    file.write_text(f'[run]\nname = "x"\n[model]\npath = "{path}"\n[data]\npath = "{path}/prompts.jsonl"\n{text}')
+    return config.load(file, ["learner.backend=reference", "reward.kind=exact", *overrides])
+
+
+# -- every row trains --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_trains_on_stale_data(name: str, folder: Path, model: Any) -> None:
+    algorithm = resolve(ALGORITHMS[name])
+    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    assert np.isfinite(metrics["loss"])
+    assert metrics["grad_norm"] > 1e-3
+    assert metrics["learner/skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> None:
+    algorithm = resolve(ALGORITHMS[name], correction="tis_sequence + self_norm", entropy_coef=0.01)
+    batch = documents(algorithm, model)
+    expected, expected_weights = trained(algorithm, batch, folder)
+    metrics, got = trained(algorithm, batch, folder, kind="megatron-1", max_tokens=40)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert distance(got, expected_weights) < 1e-4
+
+
+# m2po is not among them: it bounds the second moment of each micro-batch, so its mask depends on the cut by design.
+CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS if name != "m2po"} | {
+    "after": {"name": "grpo", "correction": "icepop", "denominator": "after", "options": {"low": 0.8, "high": 1.25}},
+    "self_norm": {"name": "grpo", "correction": "tis_token + self_norm"},
+    "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
+    "masks": {"name": "dr_grpo", "correction": "mis_sequence + opsm + veto", "entropy_coef": 0.1},
+    "prompt_mean": {"name": "gpg", "aggregation": "prompt_mean"},
+}
+
+
+@pytest.mark.parametrize("case", CUTS)
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path, model: Any) -> None:
+    parts = dict(CUTS[case])
+    algorithm = resolve(ALGORITHMS[parts.pop("name")], **parts)
+    batch = documents(algorithm, model)
+    whole, whole_weights = trained(algorithm, batch, folder)
+    cut, cut_weights = trained(algorithm, batch, folder, max_tokens=20)
+    assert len(pack(batch, max_tokens=20)) > 3
+    assert whole["grad_norm"] > 1e-3
+    assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-6)
+    assert distance(cut_weights, whole_weights) < 5e-5
+
+
+# -- what the switches do ----------------------------------------------------------------------------------------------
+
+
+def policy_gradient_norm(model: Any, batch: list[Document], *, correction: str) -> float:
+    """|grad| of -sum(w A logprob) / divisor with the weights and the divisor written out."""
+    loss, divisor = torch.zeros(()), 0.0
+    for document in batch:
+        tokens = torch.from_numpy(document.tokens.astype(np.int64))
+        mask = torch.from_numpy(document.response_mask)[1:]
+        all_logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], dim=-1)
+        logprobs = all_logprobs.gather(-1, tokens[1:, None])[:, 0][mask]
+        ratio = (logprobs.detach() - torch.from_numpy(document.behavior_logprobs)[1:][mask]).exp()
+        if correction == "icepop":  # after: only kept tokens count
+            weight = torch.where((ratio >= 0.8) & (ratio <= 1.25), ratio, 0.0)
+            divisor += float((weight > 0).sum())
+        else:  # self_norm: the weights' mean is 1
+            weight = ratio.clamp(max=2.0)
+            divisor += float(weight.sum())
+        loss = loss - (weight * torch.from_numpy(document.advantages)[1:][mask] * logprobs).sum()
+    gradients = torch.autograd.grad(loss / divisor, list(model.parameters()), allow_unused=True)
+    return float(torch.stack([g.norm() for g in gradients if g is not None]).norm())
+
+
+@pytest.mark.parametrize(
+    ("parts", "correction"),
+    [
+        ({"correction": "icepop", "options": {"low": 0.8, "high": 1.25}, "denominator": "after"}, "icepop"),
+        ({"correction": "tis_token + self_norm"}, "self_norm"),
+    ],
+)
+def test_after_and_self_norm_divide_by_what_their_formulas_say(
+    parts: dict[str, Any], correction: str, folder: Path, model: Any
+) -> None:
+    algorithm = resolve(ALGORITHMS["grpo"], **parts)
+    batch = documents(algorithm, model)
+    metrics, _ = trained(algorithm, batch, folder, max_tokens=20)
+    assert metrics["grad_norm"] == pytest.approx(policy_gradient_norm(model, batch, correction=correction), rel=1e-4)
+    unscaled = resolve(
+        ALGORITHMS["grpo"], correction=parts["correction"].split(" +")[0], options=parts.get("options", {})
+    )
+    assert trained(unscaled, batch, folder)[0]["grad_norm"] != pytest.approx(metrics["grad_norm"], rel=0.01)
+
+
+def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) -> None:
+    same = ((1.0, 1.0, 1.0),) * 2  # no advantage: entropy is all there is to learn
+    plain = resolve(ALGORITHMS["grpo"])
+    assert trained(plain, documents(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
+    norms = []
+    for coefficient in (0.1, 0.2):
+        algorithm = resolve(ALGORITHMS["grpo"], entropy_coef=coefficient)
+        batch = pack(documents(algorithm, model, rewards=same), max_tokens=1000)
+        with started("reference", folder, algorithm=algorithm) as backend:
+            first, second = (backend.step([batch], learning_rate=LEARNING_RATE).metrics for _ in range(2))
+        norms.append(first["grad_norm"])
+        assert second["entropy"] > first["entropy"]
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sapo"])
+def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
+    loss: str, folder: Path, model: Any
+) -> None:
+    plain, clipped = (resolve(ALGORITHMS["grpo"], loss=name) for name in ("reinforce", loss))
+    batch = documents(plain, model)
+    expected, metrics = trained(plain, batch, folder)[0], trained(clipped, batch, folder)[0]
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    assert metrics["offpolicy/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo"])
+def test_a_clip_around_the_behavior_policy_binds(loss: str, folder: Path, model: Any) -> None:
+    algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none")
+    metrics, _ = trained(algorithm, documents(algorithm, model, noise=1.5), folder)
+    assert 0 < metrics["offpolicy/clip_fraction"] < 1
+    assert metrics["grad_norm"] > 1e-3
+
+
+# -- parts and options by name -----------------------------------------------------------------------------------------
+
+
+def test_a_part_that_is_exchanged_takes_its_own_defaults() -> None:
+    assert resolve(ALGORITHMS["dapo"]).loss.options["clip_high"] == 0.28
+    assert resolve(ALGORITHMS["dapo"], loss="gspo").loss.options["clip_high"] == 4e-4
+
+
+def test_a_row_sets_options_of_any_of_its_parts() -> None:
+    row = Row(
+        name="mine",
+        paper="",
+        advantage="grpo",
+        loss="ppo_clip",
+        aggregation="token_mean",
+        correction="tis_token + geo_mask",
+        options={"cap": 5.0, "geo_mask.low": 0.9, "advantage.eps": 1e-4},
+    )
+    made = resolve(row)
+    assert [step.options for step in made.correction] == [{"cap": 5.0}, {"low": 0.9, "high": 1.01}]
+    assert made.advantage.options == {"eps": 1e-4}
+    assert [step.options for step in resolve(row, correction="tis_token").correction] == [{"cap": 2.0}]
+
+
+@pytest.mark.parametrize("prefix", ["correction", "veto"])
+def test_a_prefix_says_whose_option_is_meant(prefix: str) -> None:
+    made = resolve(
+        ALGORITHMS["m2po"],
+        correction="tis_token + veto",
+        options={"loss.threshold": 0.1, f"{prefix}.threshold": 1e-3},
+    )
+    assert made.loss.options["threshold"] == 0.1
+    assert made.correction[1].options["threshold"] == 1e-3
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "ratio twice": (
+        ["algorithm.loss=coupled_ppo"],
+        r"loss coupled_ppo weights by pi / behavior itself; correction tis_token would count that ratio twice",
+    ),
+    "ratio twice, by row": (["algorithm.name=cispo", "algorithm.correction=icepop"], "count that ratio twice"),
+    "nothing corrects": (
+        ["algorithm.correction=none"],
+        r'correction = "none" trains data up to 4 versions old as if it were fresh, which collapses',
+    ),
+    "a norm is no correction": (["algorithm.correction=none + self_norm"], "as if it were fresh"),
+    "after a sequence mean": (
+        ["algorithm.name=gspo", "algorithm.denominator=after"],
+        'denominator = "after" goes with aggregation token_mean; seq_mean_token_mean divides by trajectories',
+    ),
+    "unknown row": (["algorithm.name=grop"], "algorithm.name: 'grop' is unknown; did you mean 'grpo'"),
+    "unknown advantage": (["algorithm.advantage=x"], "advantage must be one of grpo, .*, got 'x'"),
+    "unknown loss": (["algorithm.loss=x"], "loss must be one of reinforce, ppo_clip, .*, got 'x'"),
+    "unknown aggregation": (["algorithm.aggregation=x"], "aggregation must be one of token_mean, .*, got 'x'"),
+    "unknown correction": (["algorithm.correction=tis_token + x"], "correction must be one of none, .*, got 'x'"),
+    "unknown option": (["algorithm.options={cup=2}"], "grpo has no option 'cup'; it has cap, clip_high, clip_low, eps"),
+    "option of another part": (['algorithm.options={"loss.cap"=2}'], "grpo has no option 'loss.cap'"),
+    "option of two parts": (
+        ["algorithm.name=m2po", "algorithm.correction=tis_token + veto", "algorithm.options={threshold=0.1}"],
+        "'threshold' belongs to several parts; write loss.threshold or veto.threshold",
+    ),
+    "option of two corrections": (
+        ["algorithm.correction=clamp + geo_mask", "algorithm.options={low=0.1}"],
+        "'low' belongs to several parts; write clamp.low or geo_mask.low",
+    ),
+    "no number": (["algorithm.options={cap=nan}"], "cap must be a number, got nan"),
+    "no such mode": (["algorithm.name=cispo", 'algorithm.options={cap_mode="abs"}'], "one_plus or absolute, got 'abs'"),
+    "no such statistic": (
+        ["algorithm.correction=tis_token + k_stat", 'algorithm.options={statistic="k4"}'],
+        "statistic must be one of k1, k2, k3, got 'k4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_combinations_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    overrides, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=reason):
+        app.algorithm(run(tmp_path, *overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.loss=coupled_ppo", "algorithm.correction=none"],
+        ["algorithm.loss=coupled_ppo", "algorithm.correction=geo_mask"],
+        ["algorithm.name=sft"],
+        ["algorithm.correction=none", "run.mode=sync", "staleness.max_staleness=0"],
+        ["algorithm.correction=none", "algorithm.allow_uncorrected=true"],
+        ["algorithm.correction=geo_mask", "algorithm.denominator=after"],
+    ],
+    ids=lambda overrides: " ".join(overrides).replace("algorithm.", ""),
+)
+def test_what_needs_no_weight_is_let_through(overrides: list[str], tmp_path: Path) -> None:
+    app.algorithm(run(tmp_path, *overrides))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ALGORITHMS if resolve(ALGORITHMS[name]).advantage.has_group_baseline]
+)
+def test_a_group_of_one_has_no_baseline(name: str, folder: Path) -> None:
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    alone = run(folder, f"algorithm.name={name}", "rollout.group_size=1")
+    with pytest.raises(ConfigError, match="group_size 1 gives the advantage .* no baseline"):
+        check.check(alone)
+    check.check(run(folder, "rollout.group_size=1", "algorithm.name=topr"))
+
+
+# -- docs/algorithms.md ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_everything_there_is_to_choose() -> None:
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert {*ALGORITHMS, *ADVANTAGES, *LOSSES, *AGGREGATIONS, *CORRECTIONS} <= named
+
+
+def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
+    blocks = [
+        block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "my_losses" not in block
+    ]
+    plain, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
+    assert (plain.name, plain.loss.name, plain.correction_name) == ("grpo", "ppo_clip", "tis_token")
+    assert (exchanged.loss.name, exchanged.correction_name) == ("sapo", "tis_token + geo_mask")
+    assert [dict(step.options) for step in exchanged.correction] == [{"cap": 3.0}, {"low": 0.9, "high": 1.1}]
+
+
+def test_the_loss_that_the_page_adds_in_ten_lines_trains(
+    folder: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (module,) = re.findall(r"```python\n# my_losses\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    algorithm = app.algorithm(run(tmp_path, "algorithm.name=my_losses:ROW", "algorithm.options={tau=0.2}"))
+    assert isinstance(algorithm.loss, Loss)
+    assert algorithm.loss.options == {"tau": 0.2}
+    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    plain = resolve(ALGORITHMS["dr_grpo"], loss="reinforce", aggregation="token_mean", correction="none")
+    assert np.isfinite(metrics["loss"])
+    assert metrics["grad_norm"] != pytest.approx(trained(plain, documents(plain, model), folder)[0]["grad_norm"])
