@@ -35,7 +35,8 @@ def main() -> int:
         f'model.path="{folder / "model"}"',
         f'data.path="{folder / "prompts.jsonl"}"',
         f'engine.kind="{options.engine}"',
-        *(["engine.options={}"] if options.engine != "inprocess" else []),
+        # Servers on a CPU are slower, so more of what they sample is stale: they get some steps more.
+        *(["engine.options={}", "run.steps=60"] if options.engine != "inprocess" else []),
         *options.overrides,
     ]
     demo_task.write(folder)
