@@ -1,156 +1,35 @@
-"""Weights out of the learner's memory, over gloo: what arrives, and what is left of it when an engine dies.
-
-The engine's side is a process that makes its end of the group as SGLang does; a dead engine is a dead process.
-"""
+"""Weights out of the learner's memory, over gloo: what arrives, and what is left of it when an engine dies."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
-from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.snapshot import Bucket, Snapshot, TensorEntry
+from asyncrl.messages import BucketLayout, TransferRequest
+from asyncrl.snapshot import Snapshot
 from asyncrl.weights import nccl
 from asyncrl.weights.nccl import NCCLChannel, Sender
+from tests.nccl_fixtures import PATIENCE, Peer
 
 pytestmark = pytest.mark.timeout(60)
-
-PATIENCE = 30.0
-"""Seconds within which anything in these tests answers; the limits of the sender are far below."""
-
-
-# -- the engine's side -------------------------------------------------------------------------------------------------
-
-
-def serve_engine(orders: Connection) -> None:
-    """A process: makes its end of a group and takes buckets as it is told."""
-    group: Any = None
-    while True:
-        kind, *arguments = orders.recv()
-        try:
-            if kind == "join":
-                group = join_group(*arguments)
-                orders.send(b"joined")
-            else:
-                orders.send(take_bucket(group, *arguments))
-        except RuntimeError as error:
-            orders.send(error)
-
-
-def join_group(host: str, port: int, name: str, collective: str) -> Any:
-    """As an SGLang scheduler does it, rank 1 of 2."""
-    limit = timedelta(seconds=PATIENCE)
-    store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
-    group, _ = c10d._new_process_group_helper(
-        size,
-        rank,
-        [],
-        c10d.Backend(collective),
-        c10d.PrefixStore(name, store),
-        group_name=name,
-        backend_options=None,
-        timeout=limit,
-    )
-    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
-    return group
-
-
-def take_bucket(group: Any, layout: BucketLayout) -> bytes:
-    entries = tuple(
-        TensorEntry(name=name, dtype=getattr(torch, dtype), shape=shape)
-        for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-    )
-    data = torch.zeros(sum(entry.num_bytes for entry in entries), dtype=torch.uint8)
-    dist.broadcast(data, src=0, group=group)
-    assert all(tensor.numel() for _, tensor in Bucket(entries=entries, data=data).tensors())
-    return data.numpy().tobytes()
-
-
-class Peer:
-    """An engine: one life of the process that holds its weights."""
-
-    def __init__(self, engine: str = "w0", group: str = "") -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._orders, theirs = context.Pipe()
-        self._process = context.Process(target=serve_engine, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.request = TransferRequest(engine=engine, group=group or f"{engine}-{self._process.pid}", num_ranks=1)
-        self._threads = ThreadPoolExecutor(1)
-
-    @property
-    def joined(self) -> TransferRequest:
-        return replace(self.request, has_joined=True)
-
-    def join(self, offer: TransferOffer) -> Future[bytes]:
-        return self._told("join", offer.host, offer.port, self.request.group, offer.collective)
-
-    def take(self, layout: BucketLayout) -> Future[bytes]:
-        return self._told("take", layout)
-
-    def meet(self, sender: Sender) -> None:
-        transfer = sender.begin(self.request)
-        joining = self.join(transfer.offer)
-        transfer.send()
-        joining.result(PATIENCE)
-
-    def receive(self, sender: Sender) -> list[bytes]:
-        """The bytes of every bucket."""
-        transfer = sender.begin(self.joined)
-        with ThreadPoolExecutor(1) as thread:
-            sending = thread.submit(transfer.send)
-            buckets = [self.take(layout).result(PATIENCE) for layout in transfer.offer.buckets]
-            sending.result(PATIENCE)
-        return buckets
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def freeze(self) -> None:
-        assert self._process.pid
-        os.kill(self._process.pid, signal.SIGSTOP)
-
-    def close(self) -> None:
-        self.kill()
-        self._threads.shutdown()
-        self._orders.close()
-
-    def _told(self, *order: Any) -> Future[bytes]:
-        def tell() -> bytes:
-            self._orders.send(order)
-            try:
-                answer: bytes | RuntimeError = self._orders.recv()
-            except (EOFError, ConnectionResetError):
-                return b""  # it died meanwhile
-            if isinstance(answer, RuntimeError):
-                raise answer
-            return answer
-
-        return self._threads.submit(tell)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
     """Imports torch once for all peers."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.test_nccl"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.nccl_fixtures"])
 
 
 @pytest.fixture

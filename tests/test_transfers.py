@@ -1,35 +1,26 @@
-"""Weights from the learner's memory into SGLang: what a fake server is asked, and what a real one does with it."""
+"""Weights from the learner's memory into SGLang: what a fake server is asked."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import pytest
-import pytest_asyncio
-import safetensors.torch
 from aiohttp import test_utils, web
 
 from asyncrl.engines import sglang, sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
-from asyncrl.messages import BucketLayout, Sampling, TransferOffer
-from asyncrl.protocols import Generation, LoadReport
-from asyncrl.snapshot import Snapshot
-from asyncrl.weights.nccl import Sender
-from tests.engine_fixtures import PROMPT, Check, Model, switched_logprobs
+from asyncrl.messages import Sampling, TransferOffer
+from asyncrl.protocols import LoadReport
+from tests.engine_fixtures import PROMPT, Model
 from tests.fakes import until
 from tests.test_sglang import FakeServer
+from tests.transfer_fixtures import layouts
 
-LONG = Sampling(max_new_tokens=400, ignore_eos=True)
 SHORT = Sampling(max_new_tokens=20, ignore_eos=True)
-TOLERANCE = 1e-4
-BUCKET_BYTES = 20_000
-"""Of the tiny model's weights: some buckets of several tensors each."""
 
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
@@ -40,30 +31,6 @@ FROM_FOLDER = "/update_weights_from_disk"
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("old"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("new"), seed=1)
-
-
-def snapshot(model: Model) -> Snapshot:
-    tensors = safetensors.torch.load_file(model.folder / "model.safetensors")
-    return Snapshot.of(tensors.items(), bucket_bytes=BUCKET_BYTES)
-
-
-def layouts(model: Model) -> tuple[BucketLayout, ...]:
-    return tuple(
-        BucketLayout(
-            names=tuple(entry.name for entry in bucket.entries),
-            dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
-            shapes=tuple(entry.shape for entry in bucket.entries),
-        )
-        for bucket in snapshot(model).buckets
-    )
-
-
-# -- what a server is asked --------------------------------------------------------------------------------------------
 
 
 class Server(FakeServer):
@@ -324,174 +291,3 @@ async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
         await attached.join()
         await attached.receive()
     assert CONTINUE not in attached.paths
-
-
-# -- what a server does ------------------------------------------------------------------------------------------------
-
-T = TypeVar("T", bound=Callable[..., Any])
-
-
-def on_a_server(test: T) -> T:
-    """Needs the one server of this file."""
-    marks = (
-        pytest.mark.sglang,
-        pytest.mark.slow,
-        pytest.mark.timeout(300),
-        pytest.mark.asyncio(loop_scope="module"),
-    )
-    for mark in marks:
-        test = mark(test)
-    return test
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(old: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[sglang.SGLangEngine]:
-    engine = sglang.SGLangEngine(
-        old.folder,
-        device="cpu",
-        dtype="float32",
-        version=(0, 0),
-        options=sglang.Options(server_arguments={"max-total-tokens": 20_000}),
-        log_path=tmp_path_factory.mktemp("sglang") / "w0.engine.log",
-    )
-    await engine.start()
-    yield engine
-    await engine.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def engine(server: sglang.SGLangEngine, old: Model) -> AsyncIterator[sglang.SGLangEngine]:
-    """It samples from the old model as version 0:1 and knows no learner."""
-    await server.load(old.version(1))
-    yield server
-    assert server.receiver is not None
-    await server.receiver.leave()
-
-
-def holding(model: Model, version: int) -> Sender:
-    sender = Sender("127.0.0.1")
-    sender.hold(snapshot(model), run_epoch=0, policy_version=version)
-    return sender
-
-
-async def meet(engine: sglang.SGLangEngine, sender: Sender) -> None:
-    assert engine.receiver is not None
-    transfer = sender.begin(engine.receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        group.create_task(engine.receiver.join(transfer.offer))
-
-
-async def receive(engine: sglang.SGLangEngine, sender: Sender) -> LoadReport:
-    assert engine.receiver is not None
-    transfer = sender.begin(engine.receiver.request)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(asyncio.to_thread(transfer.send))
-        receiving = group.create_task(engine.receiver.receive(transfer.offer))
-    return receiving.result()
-
-
-async def tear(engine: sglang.SGLangEngine, model: Model, version: int) -> None:
-    """A learner that sends the first bucket and is gone."""
-    whole, receiver = snapshot(model), engine.receiver
-    assert receiver is not None
-    sender = Sender("127.0.0.1")
-    sender.hold(Snapshot(buckets=whole.buckets[:1]), run_epoch=0, policy_version=version)
-    await meet(engine, sender)
-    transfer = sender.begin(receiver.request)
-    offer = replace(transfer.offer, buckets=layouts(model))
-    receiving = asyncio.ensure_future(receiver.receive(offer))
-    await asyncio.to_thread(transfer.send)
-    del transfer, sender
-    gc.collect()
-    with pytest.raises(WeightsError):
-        await receiving
-
-
-async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
-    """A long generation that has some tokens: a short one begun with it is done."""
-    task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
-    await engine.generate(PROMPT, SHORT, seed=2)
-    assert not task.done()
-    return task
-
-
-def check_switch(generation: Generation, old: Model, new: Model, *, versions: tuple[int, int]) -> None:
-    """The old weights' logprobs up to the boundary, and from it on those of the new weights on the old keys."""
-    first, second = generation.version_spans
-    assert (first.policy_version, second.policy_version) == versions
-    distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
-    boundary = int(np.argmax(distance > 1e-3))
-    assert boundary == second.start
-    expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
-    assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
-
-
-@on_a_server
-async def test_a_generation_goes_on_with_the_weights_that_were_sent(
-    engine: sglang.SGLangEngine, old: Model, new: Model
-) -> None:
-    sender = holding(new, 2)
-    await meet(engine, sender)
-    async with asyncio.TaskGroup() as tasks:
-        task = await in_progress(engine, tasks)
-        report = await receive(engine, sender)
-        assert not task.done()
-    assert 0 <= report.pause_seconds <= report.load_seconds
-    assert len(task.result().tokens) == LONG.max_new_tokens
-    check_switch(task.result(), old, new, versions=(1, 2))
-    assert engine.version == (0, 2)
-
-
-@on_a_server
-async def test_many_transfers_pass_through_one_group(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
-    """The same long prompt every time: keys of other weights must not be found in a prefix cache."""
-    sender = holding(old, 1)
-    await meet(engine, sender)
-    assert engine.receiver is not None
-    group, prompt = engine.receiver.request.group, np.tile(PROMPT, 20)
-    for version, model in ((2, new), (3, old), (4, new)):
-        sender.hold(snapshot(model), run_epoch=0, policy_version=version)
-        await receive(engine, sender)
-        generation = await engine.generate(prompt, SHORT, seed=0)
-        assert Check(model)(generation, prompt) < TOLERANCE
-        assert [span.policy_version for span in generation.version_spans] == [version]
-    assert engine.receiver.request.group == group
-
-
-@on_a_server
-async def test_folders_and_transfers_take_turns(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
-    sender = holding(new, 2)
-    await meet(engine, sender)
-    await receive(engine, sender)
-    await engine.load(old.version(3))
-    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    sender.hold(snapshot(new), run_epoch=0, policy_version=4)
-    await receive(engine, sender)
-    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-
-
-@on_a_server
-async def test_nothing_is_sampled_from_torn_weights(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
-    """The learner dies between two buckets; the folder of that version brings the server back."""
-    async with asyncio.TaskGroup() as tasks:
-        task = await in_progress(engine, tasks)
-        await tear(engine, new, 2)
-        held = tasks.create_task(engine.generate(PROMPT, SHORT, seed=3))
-        await until(lambda: engine.stats().queued == 1)
-        assert not task.done()
-        await engine.load(new.version(2))
-    check_switch(task.result(), old, new, versions=(1, 2))
-    assert Check(new)(held.result()) < TOLERANCE
-    assert engine.version == (0, 2)
-
-
-@on_a_server
-async def test_another_learner_is_met_after_one_that_died(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
-    """And what it sends brings the server back as well as a folder does."""
-    await tear(engine, new, 2)
-    sender = holding(old, 3)
-    await meet(engine, sender)
-    await receive(engine, sender)
-    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    assert engine.version == (0, 3)
