@@ -1,9 +1,9 @@
 """Does training on stale samples learn as well? Synchronous and asynchronous GRPO of SmolLM2-135M-Instruct on sums.
 
-    python -m benchmarks.gpu.learning --gpus 4 --json docs/results/learning.jsonl
+    python -m benchmarks.gpu.learning --gpus 4 --json docs/results/gpu/learning.jsonl
     python -m benchmarks.gpu.learning --arms sync async-4-tis --seeds 0 --steps 30     two arms side by side
     python -m benchmarks.gpu.learning --rehearse                                       two steps on a CPU
-    python -m benchmarks.gpu.plot_learning docs/results/learning.jsonl                 table and picture
+    python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
 An arm is a real run of learner, rollout worker, nats-server and SGLang. All have the same prompts, algorithm, learning
 rate and steps; they differ in how old samples may be, and in whether token-level truncated importance sampling (TIS)
@@ -15,7 +15,7 @@ arms are taken seed by seed, sync first. A server stays up for one arm after the
 
 An arm's last weights answer held-out problems: the reward of a batch is that of the weights that sampled it, which are
 older the more staleness is allowed. JSON lines: {"run": what an arm is, and its exam}, then one object a step, whose
-`seconds` count from the first token being decoded.
+`seconds` count from the first token being decoded, without what the first step takes longer to compile kernels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,18 @@ from asyncrl.data.import_model import import_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError
 from benchmarks.gpu.fleet import has_gpu
-from benchmarks.gpu.learning_arms import ARMS, Job, Outcome, Row, Scene, Slot, Stop, broken_promises, step_rows
+from benchmarks.gpu.learning_arms import (
+    ARMS,
+    Job,
+    Outcome,
+    Row,
+    Scene,
+    Slot,
+    Stop,
+    broken_promises,
+    compile_seconds,
+    step_rows,
+)
 from benchmarks.gpu.modes import assignments, keep
 from benchmarks.gpu.reasoning import Exam, write_prompts
 from benchmarks.gpu.sweep import machine
@@ -227,6 +238,7 @@ def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> Non
         "is_complete": len(rows) >= options.steps,
         "problem": outcome.result.problem,
         "exam": outcome.exam,
+        "compile_seconds": round(compile_seconds(outcome.result.rows), 2),
         "settings": {key: str(value) for key, value in setting.overrides(outcome.job).items() if "path" not in key},
         "command": " ".join(["python -m benchmarks.gpu.learning", *sys.argv[1:]]),
         **machine(),
