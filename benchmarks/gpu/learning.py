@@ -48,7 +48,7 @@ from benchmarks.gpu.learning_arms import (
     step_rows,
 )
 from benchmarks.gpu.modes import assignments, keep
-from benchmarks.gpu.reasoning import Exam, write_prompts
+from benchmarks.gpu.reasoning import TASKS, Exam, write_prompts
 from benchmarks.gpu.sweep import machine
 
 REHEARSAL: Final[dict[str, Any]] = {
@@ -111,6 +111,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--slots-per-gpu", type=int, default=1, help="arms at once on a GPU, or on a pair (default 1)")
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=" ".join(ARMS))
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default 0 1 2)")
+    add("--tasks", type=Path, default=TASKS, help="folder that reasoning.py wrote (default benchmarks/gpu/tasks)")
     add("--held-out", type=int, default=256, help="problems of the exam at an arm's end (default 256)")
     add("--steps", type=int, default=80, help="optimizer steps of an arm (default 80)")
     add("--groups", type=int, default=32, help="groups per batch (default 32)")
@@ -149,10 +150,10 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
     if not model.is_dir():
         model = import_model(options.model, scratch / "model", dtype=options.dtype).folder
     longest = int(options.set.get("rollout.max_new_tokens", 96))
-    exam = Exam(load_tokenizer(model), max_new_tokens=longest, problems=options.held_out)
+    exam = Exam(load_tokenizer(model), max_new_tokens=longest, tasks=options.tasks, problems=options.held_out)
     return Scene(
         model=model.absolute(),
-        data=write_prompts(scratch / "prompts.jsonl"),
+        data=write_prompts(scratch / "prompts.jsonl", tasks=options.tasks),
         dtype=options.dtype,
         steps=options.steps,
         groups_per_batch=options.groups,

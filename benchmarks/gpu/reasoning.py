@@ -33,8 +33,6 @@ ANSWER: Final = r"The answer is (-?\d+)"
 _EXAM_SECONDS: Final = 120.0
 
 _DIFFICULTY: Final[Mapping[str, Any]] = {
-    "min_terms": 3,
-    "max_terms": 5,
     "min_digits": 1,
     "max_digits": 1,
     "operators": ("+",),
@@ -71,10 +69,10 @@ def worked(expression: str) -> str:
     return "\n".join([*lines, f"The answer is {total}."])
 
 
-def write_prompts(path: Path) -> Path:
+def write_prompts(path: Path, *, tasks: Path = TASKS) -> Path:
     """The run's data: chats and labels as JSONL, in the problems' order."""
     with path.open("w") as file:
-        for problem in _problems(TRAINED):
+        for problem in _problems(tasks / TRAINED):
             row = {"prompt": messages(problem["expression"]), "label": problem["answer"]}
             file.write(json.dumps(row) + "\n")
     return path
@@ -83,8 +81,10 @@ def write_prompts(path: Path) -> Path:
 class Exam:
     """The held-out problems, each several times, as a server is asked."""
 
-    def __init__(self, tokenizer: Any, *, max_new_tokens: int, problems: int = 256, samples: int = 4) -> None:
-        chosen = [problem for problem in _problems(HELD_OUT)[:problems] for _ in range(samples)]
+    def __init__(
+        self, tokenizer: Any, *, max_new_tokens: int, tasks: Path = TASKS, problems: int = 256, samples: int = 4
+    ) -> None:
+        chosen = [problem for problem in _problems(tasks / HELD_OUT)[:problems] for _ in range(samples)]
         chats = [messages(problem["expression"]) for problem in chosen]
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         self._prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -112,15 +112,16 @@ def is_right(text: str, answer: str) -> bool:
     return re.findall(ANSWER, text)[-1:] == [answer]
 
 
-def _problems(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (TASKS / name).read_text().splitlines()]
+def _problems(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_problems(folder: Path, *, count: int, held_out: int, seed: int) -> None:
+def write_problems(folder: Path, *, count: int, held_out: int, terms: tuple[int, int], seed: int) -> None:
     """What reasoning-gym draws: ``count`` problems, some of them twice, then ``held_out`` others."""
     import reasoning_gym  # type: ignore[import-untyped]  # for who makes the files, not for who trains on them
 
-    drawn = reasoning_gym.create_dataset("basic_arithmetic", size=2 * count, seed=seed, **_DIFFICULTY)
+    difficulty = {"min_terms": terms[0], "max_terms": terms[1], **_DIFFICULTY}
+    drawn = reasoning_gym.create_dataset("basic_arithmetic", size=2 * count, seed=seed, **difficulty)
     rows = [{"expression": problem["metadata"]["expression"], "answer": problem["answer"]} for problem in drawn]
     seen = {row["expression"] for row in rows[:count]}
     new = list({row["expression"]: row for row in rows[count:] if row["expression"] not in seen}.values())
@@ -143,9 +144,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where to write")
     parser.add_argument("--count", type=int, default=2560, help="problems to train on (default 2560)")
     parser.add_argument("--held-out", type=int, default=256, help="problems to test with (default 256)")
+    parser.add_argument("--terms", type=int, nargs=2, default=(2, 4), help="numbers of a sum, least and most (2 4)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
-    write_problems(options.folder, count=options.count, held_out=options.held_out, seed=options.seed)
+    write_problems(
+        options.folder, count=options.count, held_out=options.held_out, terms=tuple(options.terms), seed=options.seed
+    )
     return 0
 
 
