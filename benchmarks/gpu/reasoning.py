@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.reasoning benchmarks/gpu/tasks     makes the problems; needs reasoning-gym
 
 SmolLM2-135M-Instruct that is asked for a sum chats, and guesses. Shown three sums worked line by line it takes that up
-now and then: how long an answer is depends on how many numbers there are, and on how far it strays.
+now and then, and a third of its answers are right. Sums of two to four numbers are a worse task: the answer to two
+numbers is short and easy, and a policy that gives it to all sums is hard to get out of (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TRAINED: Final = "sums.jsonl"
 HELD_OUT: Final = "sums_held_out.jsonl"
 """One {"expression": "4 + 5 + 2", "answer": "11"} a line. None of the second file is in the first."""
 
-SHOTS: Final = ("12 + 3", "4 + 5 + 2", "7 + 6 + 1 + 8")
+SHOTS: Final = ("4 + 5 + 2", "7 + 6 + 1", "3 + 8 + 9")
 
 ANSWER: Final = r"The answer is (-?\d+)"
 """The last such number is right or wrong; reasoning-gym compares the same way. The pattern is learning.toml's too."""
@@ -142,9 +143,11 @@ def main(given: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="where to write")
-    parser.add_argument("--count", type=int, default=2560, help="problems to train on (default 2560)")
+    parser.add_argument("--count", type=int, default=900, help="problems to train on (default 900)")
     parser.add_argument("--held-out", type=int, default=256, help="problems to test with (default 256)")
-    parser.add_argument("--terms", type=int, nargs=2, default=(2, 4), help="numbers of a sum, least and most (2 4)")
+    parser.add_argument(
+        "--terms", type=int, nargs=2, default=(3, 3), help="least and most numbers of a sum (default 3 3)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
     write_problems(
