@@ -144,17 +144,24 @@ class Fleet:
             self._start([server for server, _ in broken])
 
     def _start(self, servers: Sequence[_Server]) -> None:
-        """All side by side, until each answers. Raises FleetError with the end of the log of one that does not."""
+        """All side by side, until each answers; one that ends meanwhile gets a second chance, as a port that SGLang
+        chose may be taken when it listens. Raises FleetError with the end of the log of one that does not answer."""
         began = reported = time.monotonic()
         for server in servers:
             self._do(server.start())
         waiting = list(servers)
+        tried_again: set[_Server] = set()
         while waiting:
             time.sleep(0.5)
             for server in list(waiting):
                 if server.is_healthy():
                     waiting.remove(server)
                     print(f"fleet: {server} is up after {time.monotonic() - began:.0f} s", flush=True)
+                elif not server.is_alive and server not in tried_again:
+                    tried_again.add(server)
+                    print(f"fleet: {server} ended while it started, and is started again", flush=True)
+                    self._do(server.close())
+                    self._do(server.start())
                 elif not server.is_alive:
                     raise FleetError(f"{server} ended while it started; {server.log_tail()}")
             seconds = time.monotonic() - began
