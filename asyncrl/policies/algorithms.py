@@ -1,6 +1,6 @@
 """The table of algorithms: advantage + loss + correction + aggregation + defaults + paper, one row each.
 
-``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
+What a row's parts need of other models (catalogue.SCORED_BY) says which ones a run loads. ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
 Backends call ``objective`` on it and know nothing else. A new algorithm is one row here, or "package.module:ROW" in the
 run file. Which to choose: docs/algorithms.md.
 """
@@ -16,11 +16,27 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies import correction_chains
+from asyncrl.policies import correction_chains, kl
 from asyncrl.policies.aggregation import total
-from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
+from asyncrl.policies.catalogue import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CHOICES,
+    LOSSES,
+    SCORED_BY,
+    Advantage,
+    Aggregation,
+    Loss,
+)
 from asyncrl.policies.correction_chains import Chain, Evidence, Step
-from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
+from asyncrl.policies.diagnostics import (
+    Sums,
+    divergence_sums,
+    mean_weight,
+    sequence_sums,
+    token_sums,
+    version_sums,
+)
 from asyncrl.policies.filters import overlong_penalty
 
 Denominator = Literal["before", "after"]
@@ -64,7 +80,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py)."""
+    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py).
+
+    kl: how far from the reference model is too far; None without one.
+    """
 
     name: str
     paper: str
@@ -74,6 +93,7 @@ class Algorithm:
     correction: Chain
     denominator: Denominator = "before"
     entropy_coef: float = 0.0
+    kl: kl.Penalty | None = None
     overlong_tokens: int = 0
     max_response_tokens: int = 0
     masks_truncated: bool = False
@@ -95,6 +115,25 @@ class Algorithm:
         is_covered = self.loss.is_coupled or self.loss.is_supervised
         return correction_chains.is_uncorrected(self.correction) and not is_covered
 
+    @property
+    def advantage_scores(self) -> frozenset[str]:
+        """Which of SCORED_BY the advantages are made from, so that they have to wait for the present weights."""
+        is_in_reward = self.kl is not None and self.kl.place == "reward"
+        return SCORED_BY.keys() & {*self.advantage.needs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
+
+    @property
+    def loss_scores(self) -> frozenset[str]:
+        """Which of SCORED_BY the loss takes; the present policy's logprobs it has at hand."""
+        named = {*self.loss.takes, *self.loss.needs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
+        if "effective_fraction" in named:  # of the whole batch, so before the first micro-batch
+            named.add("prox_logprobs")
+        return SCORED_BY.keys() & named
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Models besides the policy: "critic", "reference", "teacher"."""
+        return frozenset(SCORED_BY[name] for name in self.advantage_scores | self.loss_scores) - {"policy"}
+
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """What to call backward() on (this micro-batch's part of the batch's loss), and sums for the metrics.
 
@@ -102,7 +141,8 @@ class Algorithm:
         the correction covers staleness and engine mismatch at once, and the clip is a trust region around the learner.
         """
         prox_logprobs = inputs.logprobs.detach()
-        values = {name: getattr(inputs, name) for name in LossInputs.__slots__} | {"prox_logprobs": prox_logprobs}
+        values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
+        values |= dict(inputs.scores) | {"prox_logprobs": prox_logprobs}
         loss, clipped = self.loss(values)
         log_ratio = prox_logprobs - inputs.behavior_logprobs
         evidence = Evidence(
@@ -130,9 +170,25 @@ class Algorithm:
             num_sequences=inputs.num_sequences,
         )
         sums += version_sums(log_ratio=log_ratio, weights=weights, clipped=clipped, staleness=inputs.staleness)
+        if inputs.scores:
+            sums += divergence_sums(prox_logprobs, scores=inputs.scores)
+        shares = self._shares(weights) * inputs.loss_weights
         if self.entropy_coef:
-            objective = objective - self.entropy_coef * total(inputs.entropy, inputs.loss_weights)
+            objective = objective - self.entropy_coef * total(inputs.entropy, shares)
+        if self.kl is not None and self.kl.place == "loss":
+            distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
+            objective = objective + total(distance, shares)
         return objective, sums
+
+    def _shares(self, weights: torch.Tensor) -> torch.Tensor | float:
+        """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
+
+        The correction does not weigh them, but where it says what the mean is over: under self_norm a mean by its
+        weights, with denominator "after" one over the tokens it keeps.
+        """
+        if correction_chains.norm_level(self.correction) is not None:
+            return weights
+        return (weights != 0).float() if self.denominator == "after" else 1.0
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
@@ -249,6 +305,30 @@ ALGORITHMS: dict[str, Row] = {
             correction="tis_token",
         ),
         Row(
+            name="ppo",
+            paper="arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
+            advantage="gae",
+            loss="ppo_clip",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="opd",
+            paper="on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
+            advantage="none",
+            loss="opd_reward",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="p3o",
+            paper="arXiv:2605.12380",
+            advantage="grpo",
+            loss="p3o",
+            aggregation="token_mean",
+            correction="none",
+        ),
+        Row(
             name="sft",
             paper="maximum likelihood of the responses, whatever their reward",
             advantage="reinforce",
@@ -269,6 +349,7 @@ def resolve(
     correction: str = "",
     denominator: Denominator = "before",
     entropy_coef: float = 0.0,
+    kl: kl.Penalty | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
     """``row`` with other parts and hyper-parameters.
@@ -292,6 +373,7 @@ def resolve(
         correction=tuple(chain),
         denominator=denominator,
         entropy_coef=entropy_coef,
+        kl=kl,
         **parts,
     )
     _refuse_wrong_combinations(made)
@@ -353,8 +435,41 @@ def _refuse_wrong_combinations(made: Algorithm) -> None:
             f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
             'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
         )
+    _refuse_what_teaches_nothing(made)
     if made.denominator == "after" and made.aggregation.name != "token_mean":
         raise ConfigError(
             f'algorithm: denominator = "after" goes with aggregation token_mean; {made.aggregation.name} divides by '
             "trajectories or prompts, whose number rejection does not change"
+        )
+
+
+def _refuse_what_teaches_nothing(made: Algorithm) -> None:
+    """Parts whose result nobody would look at."""
+    has_rewards = "advantages" in made.loss.takes
+    if made.advantage_scores and not has_rewards:
+        raise ConfigError(
+            f"algorithm: loss {made.loss.name} does not look at advantages, and a pass of another model makes them; "
+            'use a loss such as ppo_clip, or advantage = "none" and no KL in the reward'
+        )
+    if made.advantage.name == "none" and has_rewards and "teacher" not in made.models:
+        raise ConfigError(
+            f'algorithm: advantage = "none" leaves loss {made.loss.name} nothing to learn from; it goes with a teacher '
+            "(loss opd_reward or opd) or with sft"
+        )
+    if made.kl is None:
+        return
+    if made.kl.place == "reward" and "token_rewards" not in made.advantage.needs:
+        able = ", ".join(name for name, row in ADVANTAGES.items() if "token_rewards" in row.needs)
+        raise ConfigError(
+            f'reference: kl_in = "reward" gives every token a reward of its own, and advantage {made.advantage.name} '
+            f'takes one per answer; use kl_in = "loss", or one of the advantages {able}'
+        )
+    if made.kl.place == "loss" and made.kl.estimate == "k1":
+        raise ConfigError(
+            'reference: kl = "k1" in the loss pulls nowhere, its gradient is 0 in expectation; use "unbiased" or "k2", '
+            'or kl_in = "reward"'
+        )
+    if made.kl.place == "reward" and made.kl.estimate == "unbiased":
+        raise ConfigError(
+            'reference: kl = "unbiased" is a loss, what it mends is the gradient; in the reward use "k1", which is exact'
         )
