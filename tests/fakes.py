@@ -103,14 +103,18 @@ class Backend:
     def start(self) -> None:
         pass
 
-    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+    def step(
+        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+    ) -> StepResult:
         self.before_step(self.steps)
         self.steps += 1
         self.trained.append(list(shares[0]))
         return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0})
 
-    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        return np.zeros(micro_batch.num_tokens, np.float32)
+    def score(
+        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+    ) -> list[list[NDArray[np.float32]]]:
+        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
 
     def export(self) -> Snapshot:
         return Snapshot.of([("steps", torch.tensor([self.steps]))])

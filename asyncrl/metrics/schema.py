@@ -92,6 +92,9 @@ SCHEMA: dict[str, str] = {
     "loss": "the batch's loss",
     "grad_norm": "before clipping",
     "entropy": "of the policy at the sampled tokens, nats, mean over trained tokens",
+    "critic/grad_norm": "of the critic, before clipping",
+    "critic/learning_rate": "of this step of the critic",
+    "critic/skipped_steps": "1 when a non-finite loss or gradient skipped the critic's update",
     "kl": "k3 to the reference model, when there is one",
 }
 

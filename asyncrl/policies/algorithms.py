@@ -20,7 +20,7 @@ from asyncrl.policies import correction_chains
 from asyncrl.policies.aggregation import total
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
 from asyncrl.policies.correction_chains import Chain, Evidence, Step
-from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
+from asyncrl.policies.diagnostics import Sums, mean_weight, metrics, sequence_sums, token_sums, version_sums, zero
 from asyncrl.policies.filters import overlong_penalty
 
 Denominator = Literal["before", "after"]
@@ -36,6 +36,7 @@ class LossInputs:
     is_fresh           bool[M]  the version being trained sampled the token and all before it
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   which of the micro-batch's ``num_sequences`` documents the token belongs to, rising
+    scores             f32[M] each: what other models say of the tokens, by name (packing.MicroBatch)
     """
 
     logprobs: torch.Tensor
@@ -47,6 +48,7 @@ class LossInputs:
     staleness: torch.Tensor
     sequence: torch.Tensor
     num_sequences: int
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,14 @@ class Algorithm:
         if self.entropy_coef:
             objective = objective - self.entropy_coef * total(inputs.entropy, inputs.loss_weights)
         return objective, sums
+
+    def zero(self, device: torch.device) -> Sums:
+        """The sums of no tokens."""
+        return zero(device)
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        """The batch's metrics from its totals."""
+        return metrics(totals)
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
