@@ -1,14 +1,14 @@
 """The table of algorithms: advantage + loss + correction + aggregation + defaults + paper, one row each.
 
-What a row's parts need of other models (catalogue.SCORED_BY) says which ones a run loads. ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
-Backends call ``objective`` on it and know nothing else. A new algorithm is one row here, or "package.module:ROW" in the
-run file. Which to choose: docs/algorithms.md.
+``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
+What the parts need of other models says which ones a run loads. Backends call ``objective`` and know nothing else.
+A new algorithm is one row here, or "package.module:ROW" in the run file. Which to choose: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -16,28 +16,24 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies import correction_chains, kl
+from asyncrl.policies import correction_chains
 from asyncrl.policies.aggregation import total
-from asyncrl.policies.catalogue import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    CHOICES,
-    LOSSES,
-    SCORED_BY,
-    Advantage,
-    Aggregation,
-    Loss,
-)
-from asyncrl.policies.correction_chains import Chain, Evidence, Step
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, SCORED_BY, Advantage, Aggregation, Loss
+from asyncrl.policies.combinations import refuse_wrong_combinations
+from asyncrl.policies.correction_chains import Chain, Evidence
 from asyncrl.policies.diagnostics import (
     Sums,
     divergence_sums,
     mean_weight,
+    metrics,
     sequence_sums,
     token_sums,
     version_sums,
+    zero,
 )
 from asyncrl.policies.filters import overlong_penalty
+from asyncrl.policies.kl import Penalty
+from asyncrl.policies.part_options import set_option
 
 Denominator = Literal["before", "after"]
 
@@ -52,6 +48,7 @@ class LossInputs:
     is_fresh           bool[M]  the version being trained sampled the token and all before it
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   which of the micro-batch's ``num_sequences`` documents the token belongs to, rising
+    scores             f32[M] each: what other models say of the tokens, by name (packing.MicroBatch)
     """
 
     logprobs: torch.Tensor
@@ -63,6 +60,7 @@ class LossInputs:
     staleness: torch.Tensor
     sequence: torch.Tensor
     num_sequences: int
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ class Algorithm:
     correction: Chain
     denominator: Denominator = "before"
     entropy_coef: float = 0.0
-    kl: kl.Penalty | None = None
+    kl: Penalty | None = None
     overlong_tokens: int = 0
     max_response_tokens: int = 0
     masks_truncated: bool = False
@@ -119,7 +117,8 @@ class Algorithm:
     def advantage_scores(self) -> frozenset[str]:
         """Which of SCORED_BY the advantages are made from, so that they have to wait for the present weights."""
         is_in_reward = self.kl is not None and self.kl.place == "reward"
-        return SCORED_BY.keys() & {*self.advantage.needs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
+        named = {*self.advantage.needs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
+        return frozenset(SCORED_BY.keys() & named)
 
     @property
     def loss_scores(self) -> frozenset[str]:
@@ -127,7 +126,7 @@ class Algorithm:
         named = {*self.loss.takes, *self.loss.needs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
         if "effective_fraction" in named:  # of the whole batch, so before the first micro-batch
             named.add("prox_logprobs")
-        return SCORED_BY.keys() & named
+        return frozenset(SCORED_BY.keys() & named)
 
     @property
     def models(self) -> frozenset[str]:
@@ -172,23 +171,30 @@ class Algorithm:
         sums += version_sums(log_ratio=log_ratio, weights=weights, clipped=clipped, staleness=inputs.staleness)
         if inputs.scores:
             sums += divergence_sums(prox_logprobs, scores=inputs.scores)
-        shares = self._shares(weights) * inputs.loss_weights
         if self.entropy_coef:
-            objective = objective - self.entropy_coef * total(inputs.entropy, shares)
+            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(inputs, weights))
         if self.kl is not None and self.kl.place == "loss":
             distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
-            objective = objective + total(distance, shares)
+            objective = objective + total(distance, self._shares(inputs, weights))
         return objective, sums
 
-    def _shares(self, weights: torch.Tensor) -> torch.Tensor | float:
+    def _shares(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
         """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
 
         The correction does not weigh them, but where it says what the mean is over: under self_norm a mean by its
         weights, with denominator "after" one over the tokens it keeps.
         """
         if correction_chains.norm_level(self.correction) is not None:
-            return weights
-        return (weights != 0).float() if self.denominator == "after" else 1.0
+            return inputs.loss_weights * weights
+        return inputs.loss_weights * (weights != 0) if self.denominator == "after" else inputs.loss_weights
+
+    def zero(self, device: torch.device) -> Sums:
+        """The sums of no tokens."""
+        return zero(device)
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        """The batch's metrics from its totals."""
+        return metrics(totals)
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
@@ -349,7 +355,7 @@ def resolve(
     correction: str = "",
     denominator: Denominator = "before",
     entropy_coef: float = 0.0,
-    kl: kl.Penalty | None = None,
+    kl: Penalty | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
     """``row`` with other parts and hyper-parameters.
@@ -360,13 +366,13 @@ def resolve(
     parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
     chain = list(correction_chains.chain(row.correction))
     for key, value in row.options.items():
-        _set_option(parts, chain, key, value, name=row.name)
+        set_option(parts, chain, key, value, name=row.name)
     given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     parts |= {what: _pick(what, part) for what, part in given.items() if part}
     if correction:
         chain = list(correction_chains.chain(correction))
     for key, value in (options or {}).items():
-        _set_option(parts, chain, key, value, name=row.name)
+        set_option(parts, chain, key, value, name=row.name)
     made = Algorithm(
         name=row.name,
         paper=row.paper,
@@ -376,7 +382,7 @@ def resolve(
         kl=kl,
         **parts,
     )
-    _refuse_wrong_combinations(made)
+    refuse_wrong_combinations(made)
     return made
 
 
@@ -389,87 +395,3 @@ def _pick(what: str, part: str | Advantage | Loss | Aggregation) -> Any:
     if part not in _TABLES[what]:
         raise ConfigError(f"algorithm: {what} must be one of {', '.join(_TABLES[what])}, got {part!r}")
     return _TABLES[what][part]
-
-
-def _set_option(parts: dict[str, Any], chain: list[Step], key: str, value: Any, *, name: str) -> None:
-    """``part.option``: the part is advantage, loss, aggregation, correction, or the name of one of the corrections."""
-    prefix, _, option = key.rpartition(".")
-    steps = {step.name: step for step in chain}
-    owners = [place for place, found in (parts | steps).items() if option in found.options]
-    if prefix:
-        owners = [place for place in owners if place == prefix or (prefix == "correction" and place in steps)]
-    if not owners:
-        known = ", ".join(sorted({option for found in (parts | steps).values() for option in found.options}))
-        raise ConfigError(f"algorithm.options: {name} has no option {key!r}; it has {known}")
-    if len(owners) > 1:
-        prefixes = " or ".join(f"{owner}.{option}" for owner in owners)
-        raise ConfigError(f"algorithm.options: {key!r} belongs to several parts; write {prefixes}")
-    (owner,) = owners
-    if owner in parts:
-        found = parts[owner]
-        parts[owner] = replace(found, options={**found.options, option: _checked(found.options[option], value, key)})
-    else:
-        found = steps[owner]
-        changes = {option: _checked(found.options[option], value, key)}
-        (chain[chain.index(found)],) = correction_chains.chain([{"name": owner, **found.options, **changes}])
-
-
-def _checked(default: Any, value: Any, key: str) -> Any:
-    if isinstance(default, str):
-        choices = CHOICES.get(key.rpartition(".")[2], ())
-        if not isinstance(value, str) or (choices and value not in choices):
-            wanted = " or ".join(choices) or f"a word such as {default!r}"
-            raise ConfigError(f"algorithm.options: {key} must be {wanted}, got {value!r}")
-        return value
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
-        raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
-    if value < 0 and default >= 0:
-        raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value}")
-    return float(value)
-
-
-def _refuse_wrong_combinations(made: Algorithm) -> None:
-    ratios = [step.name for step in made.correction if step.kind == "weight" and step.name != "none"]
-    if made.loss.is_coupled and ratios:
-        raise ConfigError(
-            f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
-            'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
-        )
-    _refuse_what_teaches_nothing(made)
-    if made.denominator == "after" and made.aggregation.name != "token_mean":
-        raise ConfigError(
-            f'algorithm: denominator = "after" goes with aggregation token_mean; {made.aggregation.name} divides by '
-            "trajectories or prompts, whose number rejection does not change"
-        )
-
-
-def _refuse_what_teaches_nothing(made: Algorithm) -> None:
-    """Parts whose result nobody would look at."""
-    has_rewards = "advantages" in made.loss.takes
-    if made.advantage_scores and not has_rewards:
-        raise ConfigError(
-            f"algorithm: loss {made.loss.name} does not look at advantages, and a pass of another model makes them; "
-            'use a loss such as ppo_clip, or advantage = "none" and no KL in the reward'
-        )
-    if made.advantage.name == "none" and has_rewards and "teacher" not in made.models:
-        raise ConfigError(
-            f'algorithm: advantage = "none" leaves loss {made.loss.name} nothing to learn from; it goes with a teacher '
-            "(loss opd_reward or opd) or with sft"
-        )
-    if made.kl is None:
-        return
-    if made.kl.place == "reward" and "token_rewards" not in made.advantage.needs:
-        able = ", ".join(name for name, row in ADVANTAGES.items() if "token_rewards" in row.needs)
-        raise ConfigError(
-            f'reference: kl_in = "reward" gives every token a reward of its own, and advantage {made.advantage.name} '
-            f'takes one per answer; use kl_in = "loss", or one of the advantages {able}'
-        )
-    if made.kl.place == "loss" and made.kl.estimate == "k1":
-        raise ConfigError(
-            'reference: kl = "k1" in the loss pulls nowhere, its gradient is 0 in expectation; use "unbiased" or "k2", '
-            'or kl_in = "reward"'
-        )
-    if made.kl.place == "reward" and made.kl.estimate == "unbiased":
-        raise ConfigError(
-            'reference: kl = "unbiased" is a loss, what it mends is the gradient; in the reward use "k1", which is exact'
-        )

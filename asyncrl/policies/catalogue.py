@@ -1,7 +1,7 @@
 """What an algorithm is put together from: the tables of advantages, losses and aggregations, each a row per formula.
 
-A row names its pure function, what of the batch it needs, and the defaults of its options; it says what it must not be
-combined with. What it needs of other models (SCORED_BY) it names in the same way: which models a run loads follows. To add one: a function in advantages.py, returns.py or losses/, and a row here
+A row names its pure function, what of the batch and of other models it needs, and the defaults of its options; it says
+what it must not be combined with. To add one: a function in advantages.py, returns.py or losses/, and a row here
 (docs/algorithms.md, tests/test_algorithms.py).
 """
 
@@ -230,7 +230,7 @@ def _m2po(
 def _opd_reward(
     logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without a pass of its own."""
+    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without another pass."""
     mixed = distillation.opd_advantages(advantage, prox_logprobs, teacher_logprobs, coef=coef)
     return losses.reinforce(logprobs, mixed)
 
@@ -294,9 +294,7 @@ LOSSES: dict[str, Loss] = {
             is_coupled=True,
         ),
         Loss(name="m2po", function=_m2po, takes=(*_PROX, "behavior_logprobs"), options={"threshold": 0.04}),
-        Loss(
-            name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True
-        ),
+        Loss(name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True),
         Loss(name="opd_reward", function=_opd_reward, takes=(*_PROX, "teacher_logprobs"), options={"coef": 1.0}),
         Loss(
             name="opd",
