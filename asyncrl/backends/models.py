@@ -1,15 +1,24 @@
-"""The models a learner holds beside the policy: a trained critic, a frozen reference or teacher."""
+"""The models a learner holds: the policy and, by name, what an algorithm needs beside it.
+
+A "critic" is trained, a "reference" or "teacher" is frozen. Frozen models are read from their folders at every start;
+what is trained is in the checkpoint, the policy in its backend folder itself and any other in a subfolder of its name.
+Tests: tests/test_backend_models.py.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.objective import Objective
 
 POLICY: Final = "policy"
+VALUE_HEAD: Final = "value_head.weight"
 
 Head = Literal["logprobs", "values"]
 """logprobs: the output layer over the vocabulary. values: one number per token instead, H -> 1, from 0 at the start."""
@@ -26,3 +35,79 @@ class AuxiliaryModel:
     head: Head = "logprobs"
     objective: Objective | None = None
     optimizer: OptimizerSettings | None = None
+
+    @property
+    def is_trained(self) -> bool:
+        return self.objective is not None
+
+
+def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:
+    """All models by name, the policy first. Raises ConfigError for a model of other tokens than the policy's."""
+    for name, model in auxiliary.items():
+        if name == POLICY or (model.objective is None) != (model.optimizer is None):
+            raise BackendError(f"auxiliary model {name!r} needs a name of its own, and an optimizer if an objective")
+        if model.path != policy.path:
+            _require_same_tokens(policy.path, model.path, name=name)
+    return {POLICY: policy, **auxiliary}
+
+
+def _require_same_tokens(policy: Path, other: Path, *, name: str) -> None:
+    """Token n must be the same word to both models, and every token of the policy be one of the other's.
+
+    The number of rows of the embedding is not the question where both have a tokenizer: they are padded differently.
+    """
+    ours, theirs = _rows(policy, where(POLICY)), _rows(other, where(name))
+    tokens = _tokens(policy), _tokens(other)
+    is_same = tokens[0] == tokens[1] and ours <= theirs if all(tokens) else ours == theirs
+    if not is_same:
+        raise ConfigError(
+            f"{name}: {other} has another vocabulary ({theirs} tokens) than the policy in {policy} ({ours}); "
+            "token ids must mean the same to both: take a model of the same family"
+        )
+
+
+def _rows(folder: Path, what: str) -> int:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{what}: {folder} is no Hugging Face model folder: {error}") from None
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Every token of the folder's tokenizer; empty when there is none to compare."""
+    try:
+        table = json.loads((folder / "tokenizer.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    vocabulary = table["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of a Unigram model: [token, score] each, in the order of their ids
+        vocabulary = {token: index for index, (token, _score) in enumerate(vocabulary)}
+    return {**vocabulary, **{added["content"]: added["id"] for added in table.get("added_tokens", [])}}
+
+
+def where(name: str) -> str:
+    """What to call a model's folder to whoever wrote the run file."""
+    return "model.path" if name == POLICY else name
+
+
+def find(models: Mapping[str, Any], name: str, *, doing: str) -> Any:
+    """The model of that name. Raises BackendError that says which there are."""
+    if name not in models:
+        raise BackendError(f"{doing}: there is no model {name!r} for this; there is {', '.join(models)}")
+    return models[name]
+
+
+def saved_in(folder: Path, name: str) -> Path:
+    """Where the checkpoint in ``folder`` has a trained model."""
+    return folder if name == POLICY else folder / name
+
+
+def require_saved(folder: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError, before anything is restored, when the checkpoint has not all the trained models."""
+    for name in names:
+        if name != POLICY and not saved_in(folder, name).exists():
+            raise CheckpointError(
+                f"{folder}: has no {name}: a run without one wrote it. Resume with that run's [algorithm], or begin a "
+                "new run from its last weights"
+            )
