@@ -12,15 +12,21 @@ import pytest
 import torch
 
 from asyncrl import app, check, config
+from asyncrl.actors.training_step import TrainingStep
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, Row, resolve
+from asyncrl.policies.batch import Batch
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Loss
 from asyncrl.policies.correction_chains import CORRECTIONS
-from asyncrl.policies.packing import Document, pack
+from asyncrl.policies.critic import Critic
+from asyncrl.policies.kl import Penalty
+from asyncrl.policies.packing import pack
 from tests.backend_fixtures import (
     LEARNING_RATE,
+    SETTINGS,
     VOCABULARY,
     distance,
     expected_logprobs,
@@ -37,7 +43,19 @@ REWARDS = ((1.0, 0.0, 0.25, 0.0), (0.0, 1.0, 1.0, 0.0))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    """The policy, and in "another" a model like it with other weights."""
+    made = tiny_model(tmp_path_factory.mktemp("model"))
+    different(made, made / "another")
+    return made
+
+
+def different(folder: Path, to: Path) -> None:
+    model = hugging_face(folder)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(to)
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +95,30 @@ def trajectory(
     )
 
 
-def documents(
+def batch_of(
     algorithm: Algorithm, model: Any, *, rewards: Sequence[Sequence[float]] = REWARDS, noise: float = 0.5
-) -> list[Document]:
+) -> Batch:
     groups = [group(index, of_group, model=model, noise=noise) for index, of_group in enumerate(rewards)]
-    made = batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
-    return made.documents
+    return batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
+
+
+def auxiliary(algorithm: Algorithm, folder: Path) -> dict[str, AuxiliaryModel]:
+    """The models that the row needs: a critic from the policy's folder, others from ``another``'s."""
+    made = {name: AuxiliaryModel(path=folder / "another") for name in algorithm.models}
+    if "critic" in made:
+        made["critic"] = AuxiliaryModel(path=folder, head="values", objective=Critic(), optimizer=SETTINGS)
+    return made
 
 
 def trained(
-    algorithm: Algorithm, batch: list[Document], folder: Path, *, kind: str = "reference", max_tokens: int = 1000
+    algorithm: Algorithm, batch: Batch, folder: Path, *, kind: str = "reference", max_tokens: int = 1000
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The metrics of one step, and the weights after it."""
-    with started(kind, folder, algorithm=algorithm) as backend:
-        result = backend.step([pack(batch, max_tokens=max_tokens)], learning_rate=LEARNING_RATE)
-        return dict(result.metrics), weights(backend)
+    models = auxiliary(algorithm, folder)
+    with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
+        step = TrainingStep(backend, algorithm=algorithm, critic_learning_rate=LEARNING_RATE)
+        shares = [pack(batch.documents, max_tokens=max_tokens)]
+        return dict(step(batch, shares, step=0, learning_rate=LEARNING_RATE).metrics), weights(backend)
 
 
 def run(path: Path, *overrides: str, text: str = "") -> config.RunConfig:
@@ -107,19 +134,25 @@ def run(path: Path, *overrides: str, text: str = "") -> config.RunConfig:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_trains_on_stale_data(name: str, folder: Path, model: Any) -> None:
     algorithm = resolve(ALGORITHMS[name])
-    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model), folder)
     assert np.isfinite(metrics["loss"])
     assert metrics["grad_norm"] > 1e-3
     assert metrics["learner/skipped_steps"] == 0
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo", "opd"])
 def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> None:
-    algorithm = resolve(ALGORITHMS[name], correction="tis_sequence + self_norm", entropy_coef=0.01)
-    batch = documents(algorithm, model)
+    algorithm = resolve(
+        ALGORITHMS[name],
+        correction="tis_sequence + self_norm",
+        entropy_coef=0.01,
+        kl=Penalty(coef=0.1, estimate="unbiased", place="loss"),
+    )
+    batch = batch_of(algorithm, model)
     expected, expected_weights = trained(algorithm, batch, folder)
     metrics, got = trained(algorithm, batch, folder, kind="megatron-1", max_tokens=40)
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    same = [name for name in ("grad_norm", "kl", "teacher_kl", "critic/loss", "critic/grad_norm") if name in expected]
+    assert [metrics[name] for name in same] == pytest.approx([expected[name] for name in same], rel=1e-4)
     assert distance(got, expected_weights) < 1e-4
 
 
@@ -130,6 +163,13 @@ CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS i
     "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
     "masks": {"name": "dr_grpo", "correction": "mis_sequence + opsm + veto", "entropy_coef": 0.1},
     "prompt_mean": {"name": "gpg", "aggregation": "prompt_mean"},
+    "KL after rejection": {
+        "name": "grpo",
+        "correction": "icepop",
+        "denominator": "after",
+        "kl": Penalty(coef=0.1, estimate="k3", place="loss"),
+    },
+    "KL in the reward": {"name": "reinforce_pp", "kl": Penalty(coef=0.1, estimate="k1", place="reward")},
 }
 
 
@@ -137,10 +177,10 @@ CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS i
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path, model: Any) -> None:
     parts = dict(CUTS[case])
     algorithm = resolve(ALGORITHMS[parts.pop("name")], **parts)
-    batch = documents(algorithm, model)
+    batch = batch_of(algorithm, model)
     whole, whole_weights = trained(algorithm, batch, folder)
     cut, cut_weights = trained(algorithm, batch, folder, max_tokens=20)
-    assert len(pack(batch, max_tokens=20)) > 3
+    assert len(pack(batch.documents, max_tokens=20)) > 3
     assert whole["grad_norm"] > 1e-3
     assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-6)
@@ -150,10 +190,10 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
 # -- what the switches do ----------------------------------------------------------------------------------------------
 
 
-def policy_gradient_norm(model: Any, batch: list[Document], *, correction: str) -> float:
+def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:
     """|grad| of -sum(w A logprob) / divisor with the weights and the divisor written out."""
     loss, divisor = torch.zeros(()), 0.0
-    for document in batch:
+    for document in batch.documents:
         tokens = torch.from_numpy(document.tokens.astype(np.int64))
         mask = torch.from_numpy(document.response_mask)[1:]
         all_logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], dim=-1)
@@ -181,7 +221,7 @@ def test_after_and_self_norm_divide_by_what_their_formulas_say(
     parts: dict[str, Any], correction: str, folder: Path, model: Any
 ) -> None:
     algorithm = resolve(ALGORITHMS["grpo"], **parts)
-    batch = documents(algorithm, model)
+    batch = batch_of(algorithm, model)
     metrics, _ = trained(algorithm, batch, folder, max_tokens=20)
     assert metrics["grad_norm"] == pytest.approx(policy_gradient_norm(model, batch, correction=correction), rel=1e-4)
     unscaled = resolve(
@@ -193,11 +233,11 @@ def test_after_and_self_norm_divide_by_what_their_formulas_say(
 def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) -> None:
     same = ((1.0, 1.0, 1.0),) * 2  # no advantage: entropy is all there is to learn
     plain = resolve(ALGORITHMS["grpo"])
-    assert trained(plain, documents(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
+    assert trained(plain, batch_of(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
     norms = []
     for coefficient in (0.1, 0.2):
         algorithm = resolve(ALGORITHMS["grpo"], entropy_coef=coefficient)
-        batch = pack(documents(algorithm, model, rewards=same), max_tokens=1000)
+        batch = pack(batch_of(algorithm, model, rewards=same).documents, max_tokens=1000)
         with started("reference", folder, algorithm=algorithm) as backend:
             first, second = (backend.step([batch], learning_rate=LEARNING_RATE).metrics for _ in range(2))
         norms.append(first["grad_norm"])
@@ -210,7 +250,7 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     loss: str, folder: Path, model: Any
 ) -> None:
     plain, clipped = (resolve(ALGORITHMS["grpo"], loss=name) for name in ("reinforce", loss))
-    batch = documents(plain, model)
+    batch = batch_of(plain, model)
     expected, metrics = trained(plain, batch, folder)[0], trained(clipped, batch, folder)[0]
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert metrics["offpolicy/clip_fraction"] == 0
@@ -219,7 +259,7 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
 @pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo"])
 def test_a_clip_around_the_behavior_policy_binds(loss: str, folder: Path, model: Any) -> None:
     algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none")
-    metrics, _ = trained(algorithm, documents(algorithm, model, noise=1.5), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model, noise=1.5), folder)
     assert 0 < metrics["offpolicy/clip_fraction"] < 1
     assert metrics["grad_norm"] > 1e-3
 
@@ -359,7 +399,7 @@ def test_the_loss_that_the_page_adds_in_ten_lines_trains(
     algorithm = app.algorithm(run(tmp_path, "algorithm.name=my_losses:ROW", "algorithm.options={tau=0.2}"))
     assert isinstance(algorithm.loss, Loss)
     assert algorithm.loss.options == {"tau": 0.2}
-    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model), folder)
     plain = resolve(ALGORITHMS["dr_grpo"], loss="reinforce", aggregation="token_mean", correction="none")
     assert np.isfinite(metrics["loss"])
-    assert metrics["grad_norm"] != pytest.approx(trained(plain, documents(plain, model), folder)[0]["grad_norm"])
+    assert metrics["grad_norm"] != pytest.approx(trained(plain, batch_of(plain, model), folder)[0]["grad_norm"])
