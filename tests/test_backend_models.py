@@ -114,21 +114,20 @@ def test_steps_of_a_critic_make_the_values_and_metrics_of_the_reference(
 
 
 def test_a_value_is_of_the_state_before_the_token_it_is_trained_at(kind: str, folder: Path) -> None:
-    """Returns of 1 at the first response token alone: what rises is the value after the last prompt token."""
+    """Returns of 1 and -1 at the first two response tokens: values after the last prompt token and the one after it."""
     (packed,) = pack(documents(lengths=(16,)), max_tokens=100)
     first = int(np.flatnonzero(packed.response_mask)[0])
-    at_first = np.arange(packed.num_tokens) == first
+    place = np.arange(packed.num_tokens)
+    returns = np.select([place == first, place == first + 1], [1.0, -1.0]).astype(np.float32)
     packed = dataclasses.replace(
-        packed,
-        loss_weights=at_first.astype(np.float32),
-        scores={"old_values": np.zeros(16, np.float32), "returns": np.ones(16, np.float32)},
+        packed, loss_weights=np.abs(returns), scores={"old_values": np.zeros(16, np.float32), "returns": returns}
     )
     cut: list[list[MicroBatch]] = [[packed], *[[] for _ in range(num_shares(kind) - 1)]]
     with started(kind, folder, auxiliary={"critic": critic(folder)}) as backend:
-        for _ in range(30):
+        for _ in range(40):
             backend.step(cut, learning_rate=CRITIC_RATE, model="critic")
         values = scored(backend, kind, packed, model="critic")
-    assert values[first - 1] == pytest.approx(1.0, abs=0.05)
+    np.testing.assert_allclose(values[[first - 1, first]], [1.0, -1.0], atol=0.3)
 
 
 def test_a_critic_s_batch_that_is_not_finite_is_skipped(kind: str, folder: Path) -> None:
@@ -198,9 +197,9 @@ def test_what_a_reference_says_does_not_change_when_the_policy_trains(kind: str,
     (packed,) = pack(documents(), max_tokens=1000)
     with started(kind, folder, auxiliary={"reference": AuxiliaryModel(path=folder)}) as backend:
         start = scored(backend, kind, packed)
-        np.testing.assert_array_equal(scored(backend, kind, packed, model="reference"), start)
+        np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
         backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
-        np.testing.assert_array_equal(scored(backend, kind, packed, model="reference"), start)
+        np.testing.assert_allclose(scored(backend, kind, packed, model="reference"), start, atol=1e-5)
         assert np.abs(scored(backend, kind, packed) - start).max() > 1e-3
 
 
@@ -214,8 +213,8 @@ def test_a_policy_trains_the_same_whatever_is_held_beside_it(kind: str, folder: 
                     train_critic(backend, kind, steps=[step])
                 metrics = backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE).metrics
             results.append((learned(metrics), weights(backend)))
-    assert results[0][0] == results[1][0]
-    assert distance(results[0][1], results[1][1]) == 0.0
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert distance(results[0][1], results[1][1]) < 1e-6
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -271,12 +270,10 @@ def test_a_model_that_is_not_there_or_is_frozen_is_an_error(kind: str, folder: P
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-@pytest.mark.parametrize("characters", ["0123456789", "9876543210abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"])
-def test_a_teacher_of_other_tokens_is_a_config_error(kind: str, folder: Path, tmp_path: Path, characters: str) -> None:
-    """Fewer of them, and as many in another order."""
-    make_tiny_model(tmp_path, characters=characters)
+def test_a_teacher_that_lacks_tokens_of_the_policy_is_a_config_error(kind: str, folder: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, characters="0123456789")
     with (
-        pytest.raises(ConfigError, match="teacher.*another vocabulary"),
+        pytest.raises(ConfigError, match=r"teacher\.path.*14 tokens, fewer than the policy's 50"),
         started(kind, folder, auxiliary={"teacher": AuxiliaryModel(path=tmp_path)}),
     ):
         pass
@@ -285,7 +282,7 @@ def test_a_teacher_of_other_tokens_is_a_config_error(kind: str, folder: Path, tm
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_teacher_that_is_not_there_is_a_config_error(kind: str, folder: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="teacher.*nowhere"),
+        pytest.raises(ConfigError, match=r"teacher\.path.*nowhere"),
         started(kind, folder, auxiliary={"teacher": AuxiliaryModel(path=tmp_path / "nowhere")}),
     ):
         pass

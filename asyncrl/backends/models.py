@@ -11,11 +11,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
 from asyncrl.policies.objective import Objective
+
+T = TypeVar("T")
 
 POLICY: Final = "policy"
 VALUE_HEAD: Final = "value_head.weight"
@@ -42,56 +44,42 @@ class AuxiliaryModel:
 
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:
-    """All models by name, the policy first. Raises ConfigError for a model of other tokens than the policy's."""
+    """All models by name, the policy first. Raises ConfigError for a model that lacks tokens of the policy's."""
     for name, model in auxiliary.items():
         if name == POLICY or (model.objective is None) != (model.optimizer is None):
             raise BackendError(f"auxiliary model {name!r} needs a name of its own, and an optimizer if an objective")
         if model.path != policy.path:
-            _require_same_tokens(policy.path, model.path, name=name)
+            _require_tokens(policy.path, model.path, name=name)
     return {POLICY: policy, **auxiliary}
 
 
-def _require_same_tokens(policy: Path, other: Path, *, name: str) -> None:
-    """Token n must be the same word to both models, and every token of the policy be one of the other's.
+def _require_tokens(policy: Path, other: Path, *, name: str) -> None:
+    """An embedding for each token id of the policy's. More do no harm: vocabularies are padded differently.
 
-    The number of rows of the embedding is not the question where both have a tokenizer: they are padded differently.
+    Whether the ids mean the same words is for whoever has the tokenizers.
     """
-    ours, theirs = _rows(policy, where(POLICY)), _rows(other, where(name))
-    tokens = _tokens(policy), _tokens(other)
-    is_same = tokens[0] == tokens[1] and ours <= theirs if all(tokens) else ours == theirs
-    if not is_same:
+    needed, found = _vocabulary_size(policy, POLICY), _vocabulary_size(other, name)
+    if found < needed:
         raise ConfigError(
-            f"{name}: {other} has another vocabulary ({theirs} tokens) than the policy in {policy} ({ours}); "
-            "token ids must mean the same to both: take a model of the same family"
+            f"{where(name)}: {other} has a vocabulary of {found} tokens, fewer than the policy's {needed} (model.path "
+            f"{policy}); take a model of the same family"
         )
 
 
-def _rows(folder: Path, what: str) -> int:
+def _vocabulary_size(folder: Path, name: str) -> int:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+        return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{what}: {folder} is no Hugging Face model folder: {error}") from None
-
-
-def _tokens(folder: Path) -> dict[str, int]:
-    """Every token of the folder's tokenizer; empty when there is none to compare."""
-    try:
-        table = json.loads((folder / "tokenizer.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    vocabulary = table["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of a Unigram model: [token, score] each, in the order of their ids
-        vocabulary = {token: index for index, (token, _score) in enumerate(vocabulary)}
-    return {**vocabulary, **{added["content"]: added["id"] for added in table.get("added_tokens", [])}}
+        raise ConfigError(f"{where(name)}: {folder} is no Hugging Face model folder: {error}") from None
 
 
 def where(name: str) -> str:
     """What to call a model's folder to whoever wrote the run file."""
-    return "model.path" if name == POLICY else name
+    return "model.path" if name == POLICY else f"{name}.path"
 
 
-def find(models: Mapping[str, Any], name: str, *, doing: str) -> Any:
+def find(models: Mapping[str, T], name: str, *, doing: str) -> T:
     """The model of that name. Raises BackendError that says which there are."""
     if name not in models:
         raise BackendError(f"{doing}: there is no model {name!r} for this; there is {', '.join(models)}")

@@ -65,11 +65,10 @@ class ReferenceBackend:
                 self._trained[name] = loaded
 
     def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY) -> StepResult:
-        trained: TrainedModel = models.find(self._trained, model, doing="step")
-        return trained.step(_only(shares), learning_rate=learning_rate)
+        return models.find(self._trained, model, doing="step").step(_only(shares), learning_rate=learning_rate)
 
     def score(self, shares: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> list[list[NDArray[np.float32]]]:
-        loaded: LoadedModel = models.find(self._loaded, model, doing="score")
+        loaded = models.find(self._loaded, model, doing="score")
         return [[loaded.score(micro_batch) for micro_batch in _only(shares)]]
 
     def export(self) -> Snapshot:
