@@ -384,7 +384,10 @@ def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
     blocks = [
         block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "my_losses" not in block
     ]
-    plain, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
+    plain, ppo, opd, near, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
+    assert (ppo.models, opd.models, near.models) == ({"critic"}, {"teacher"}, {"reference"})
+    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end"}
+    assert near.kl == Penalty(coef=0.001, estimate="unbiased", place="loss")
     assert (plain.name, plain.loss.name, plain.correction_name) == ("grpo", "ppo_clip", "tis_token")
     assert (exchanged.loss.name, exchanged.correction_name) == ("sapo", "tis_token + geo_mask")
     assert [dict(step.options) for step in exchanged.correction] == [{"cap": 3.0}, {"low": 0.9, "high": 1.1}]
