@@ -20,6 +20,7 @@ from typing import Final
 import torch
 
 from asyncrl.policies.corrections import LOG_RATIO_LIMIT, geometric_ratio, sequence_ratio
+from asyncrl.policies.losses.ratios import log_ratio
 from asyncrl.policies.segments import Array, as_floats, segment_sum
 
 BUCKETS: Final = (0, 1, 2, 4, 8, 16)
@@ -159,7 +160,7 @@ def divergence_sums(logprobs: torch.Tensor, *, scores: Mapping[str, torch.Tensor
     sums: dict[str, torch.Tensor] = {}
     for model in ("ref", "teacher"):
         if (other := scores.get(f"{model}_logprobs")) is not None:
-            k3 = k3_of(other.double() - logprobs.detach().double())
+            k3 = k3_of(log_ratio(other.double(), logprobs.double()))
             sums |= {f"{model}_tokens": torch.ones_like(k3).sum(), f"{model}_k3": k3.sum()}
     return _of(sums, {}, logprobs.device)
 
