@@ -30,6 +30,11 @@ def check(run: RunConfig) -> None:
             f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
             'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
+    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
+        raise ConfigError(
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which a group of one always is; '
+            "remove it or use rollout.group_size = 2 or more"
+        )
     auxiliary.check_folders(run, algorithm)
     for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
         if device == "cuda":

@@ -121,7 +121,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "loss sft does not look at advantages",
     ),
     "nothing to learn": (["algorithm.advantage=none"], "leaves loss ppo_clip nothing to learn from"),
-    "two teachers' ratios": (
+    "a filter that nothing passes": (
+        ["algorithm.name=ppo", "rollout.group_size=1", 'algorithm.filters=["dynamic_sampling"]'],
+        "which a group of one always is",
+    ),
+    "the ratio twice": (
         ["algorithm.name=opd", "algorithm.loss=opd", "teacher.path={folder}/same"],
         "correction tis_token would count that ratio twice",
     ),
