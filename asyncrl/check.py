@@ -32,7 +32,7 @@ def check(run: RunConfig) -> None:
         )
     if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
         raise ConfigError(
-            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which a group of one always is; '
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
             "remove it or use rollout.group_size = 2 or more"
         )
     auxiliary.check_folders(run, algorithm)

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "nothing to learn": (["algorithm.advantage=none"], "leaves loss ppo_clip nothing to learn from"),
     "a filter that nothing passes": (
         ["algorithm.name=ppo", "rollout.group_size=1", 'algorithm.filters=["dynamic_sampling"]'],
-        "which a group of one always is",
+        "which one of one always is",
     ),
     "the ratio twice": (
         ["algorithm.name=opd", "algorithm.loss=opd", "teacher.path={folder}/same"],
