@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncrl import checkpoint, plugins, tables
+from asyncrl import auxiliary, checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
@@ -80,8 +80,10 @@ def algorithm(run: RunConfig) -> Algorithm:
         correction=section.correction,
         denominator=section.denominator,
         entropy_coef=section.entropy_coef,
+        kl=auxiliary.penalty(run),
         options=section.options,
     )
+    auxiliary.require_sections(run, resolved)
     limit = run.rollout.max_new_tokens
     resolved = dataclasses.replace(
         resolved,
@@ -136,16 +138,20 @@ def backend(run: RunConfig) -> Backend:
 
     kind, learner = backend_class(run), run.learner
     processes = {"ranks": learner.ranks, "tensor_parallel": learner.tensor_parallel}
-    extra = {name: count for name, count in processes.items() if count > 1}  # one process need not know of either
+    extra: dict[str, Any] = {name: count for name, count in processes.items() if count > 1}  # one need not know of it
+    resolved = algorithm(run)
+    optimizer = OptimizerSettings(
+        weight_decay=learner.weight_decay,
+        betas=(learner.betas[0], learner.betas[1]),
+        eps=learner.eps,
+        max_grad_norm=learner.max_grad_norm,
+    )
+    if models := auxiliary.models(run, resolved, optimizer=optimizer):  # nor of these
+        extra["auxiliary"] = models
     made: Backend = kind(
         Path(run.model.path),
-        algorithm=algorithm(run),
-        optimizer=OptimizerSettings(
-            weight_decay=learner.weight_decay,
-            betas=(learner.betas[0], learner.betas[1]),
-            eps=learner.eps,
-            max_grad_norm=learner.max_grad_norm,
-        ),
+        algorithm=resolved,
+        optimizer=optimizer,
         temperature=run.rollout.temperature,
         device=device(learner.device, "learner"),
         dtype=run.model.dtype,
@@ -236,6 +242,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     from asyncrl.actors.learner import Learner, LearnerSettings
     from asyncrl.actors.prompt_source import PromptSource
     from asyncrl.actors.reporter import Reporter
+    from asyncrl.actors.training_step import TrainingStep
     from asyncrl.actors.weight_sender import WeightSender
     from asyncrl.metrics.sinks import open_sinks
     from asyncrl.policies.admission import Admission
@@ -286,6 +293,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         algorithm=algorithm(run),
     )
     weights = channel(run)
+    trained = backend(run)
     learner = Learner(
         "learner",
         bus,
@@ -305,7 +313,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         buffer=buffer,
         prompts=prompts,
         feed=feed,
-        backend=backend(run),
+        backend=trained,
+        training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
         reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
         filters=filters(run),

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl import app, plugins
+from asyncrl import app, auxiliary, plugins
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
@@ -24,12 +24,18 @@ def check(run: RunConfig) -> None:
     check_model(Path(run.model.path))
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
-    advantage = app.algorithm(run).advantage
-    if advantage.has_group_baseline and run.rollout.group_size < 2:
+    algorithm = app.algorithm(run)
+    if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
         raise ConfigError(
-            f"rollout: group_size 1 gives the advantage {advantage.name} no baseline: it compares the samples of one "
-            'prompt; use 2 or more, or algorithm.advantage = "reinforce"'
+            f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
+            'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
+    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
+        raise ConfigError(
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
+            "remove it or use rollout.group_size = 2 or more"
+        )
+    auxiliary.check_folders(run, algorithm)
     for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
         if device == "cuda":
             app.require_gpu(section)
@@ -94,8 +100,10 @@ def describe(run: RunConfig) -> str:
     rows = app.open_rows(run)
     lines = []
     for section in dataclasses.fields(run):
-        lines.append(f"[{section.name}]")
         table = getattr(run, section.name)
+        if table is None:
+            continue
+        lines.append(f"[{section.name}]")
         for key in dataclasses.fields(table):
             value = getattr(table, key.name)
             shown = "***" if key.name == "token" and value else _toml(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import ConfigError
+from asyncrl.model_sections import Critic, Reference, Teacher
 from asyncrl.tables import build
 
 Mode = Literal["sync", "one_step_off", "async"]
@@ -287,6 +288,9 @@ class RunConfig:
     reward: RewardSection = field(default_factory=RewardSection)
     learner: Learner = field(default_factory=Learner)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    critic: Critic | None = None
+    reference: Reference | None = None
+    teacher: Teacher | None = None
     staleness: Staleness = field(default_factory=Staleness)
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

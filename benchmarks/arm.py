@@ -19,6 +19,7 @@ from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
 from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
@@ -182,6 +183,7 @@ def _learner(
         consumed=buffer.consumed.as_json(),
         prompts=PromptState(),
     )
+    algorithm = resolve(ALGORITHMS["grpo"])
     feed = BatchFeed(
         BatchSettings(
             groups_per_batch=plan.groups_per_batch,
@@ -192,7 +194,7 @@ def _learner(
         ),
         buffer=buffer,
         prompts=prompts,
-        algorithm=resolve(ALGORITHMS["grpo"]),
+        algorithm=algorithm,
     )
     learner = Learner(
         "learner",
@@ -204,6 +206,7 @@ def _learner(
         prompts=prompts,
         feed=feed,
         backend=backend,
+        training=TrainingStep(backend, algorithm=algorithm),
         channel=NullChannel(),
         reporter=Reporter(bus, [window]),
     )

@@ -281,7 +281,9 @@ class TimedBackend:
     def start(self) -> None:
         pass
 
-    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+    def step(
+        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+    ) -> StepResult:
         started = time.monotonic()
         batches = [micro_batch for share in shares for micro_batch in share]
         seconds = self._timing.train_step(sum(batch.num_tokens for batch in batches), machines=self._machines)
@@ -289,8 +291,10 @@ class TimedBackend:
         self.steps.append((sum(int(batch.response_mask.sum()) for batch in batches), time.monotonic() - started))
         return StepResult(metrics={"loss": 0.0})
 
-    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        return np.zeros(micro_batch.num_tokens, np.float32)
+    def score(
+        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+    ) -> list[list[NDArray[np.float32]]]:
+        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
 
     def export(self) -> Snapshot:
         return Snapshot.of(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.backends import megatron, reference
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.diagnostics import Sums
+from asyncrl.policies.objective import ValueInputs
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.protocols import Backend
 
@@ -98,6 +102,32 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
         backend.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class SquaredError:
+    """A critic's objective without clip: (value - return)^2 / 2; its sums are the loss and the number of tokens."""
+
+    def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
+        assert len(inputs.values), "an objective is never asked about no tokens"
+        loss = ((inputs.values - inputs.returns).square() / 2 * inputs.loss_weights).sum()
+        count = torch.ones_like(inputs.values).sum()
+        return loss, Sums(sums=torch.stack([loss.detach(), count]).double(), maxima=loss.new_zeros(0).double())
+
+    def zero(self, device: torch.device) -> Sums:
+        zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        return Sums(sums=zeros, maxima=zeros[:0])
+
+    def gradient_scale(self, totals: Sums) -> float | None:
+        return None
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        loss, tokens = totals.sums.tolist()
+        return {"critic/loss": loss, "critic/tokens": tokens}
+
+
+def critic(path: Path) -> AuxiliaryModel:
+    return AuxiliaryModel(path=path, head="values", objective=SquaredError(), optimizer=SETTINGS)
+
+
 def document(length: int, *, seed: int, num_documents: int = 8) -> Document:
     """Random tokens; the response is the second half, with one observation token in it when it is long enough."""
     random = np.random.default_rng(seed)
@@ -120,6 +150,22 @@ def documents(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12,
 
 def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
     return pack_for_ranks(batch, ranks=num_shares(kind), max_tokens=max_tokens)
+
+
+def scored(backend: Backend, kind: str, micro_batch: MicroBatch, *, model: str = "policy") -> NDArray[np.float32]:
+    """What a model says of one micro-batch: the last share, so that another rank is asked where there is one."""
+    return backend.score([*[[]] * (num_shares(kind) - 1), [micro_batch]], model=model)[-1][0]
+
+
+def with_returns(cut: Sequence[Sequence[MicroBatch]], returns: float | None = None) -> list[list[MicroBatch]]:
+    """Something for a critic to learn: the same number everywhere, or one of each token's own."""
+
+    def scores(micro_batch: MicroBatch) -> dict[str, NDArray[np.float32]]:
+        own = np.sin(micro_batch.tokens).astype(np.float32)
+        wanted = own if returns is None else np.full_like(own, returns)
+        return {"old_values": np.zeros_like(own), "returns": wanted}
+
+    return [[dataclasses.replace(one, scores=scores(one)) for one in share] for share in cut]
 
 
 def learned(metrics: Mapping[str, float]) -> dict[str, float]:

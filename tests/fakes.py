@@ -20,6 +20,7 @@ from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
 from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
@@ -103,14 +104,18 @@ class Backend:
     def start(self) -> None:
         pass
 
-    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+    def step(
+        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+    ) -> StepResult:
         self.before_step(self.steps)
         self.steps += 1
         self.trained.append(list(shares[0]))
         return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0})
 
-    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        return np.zeros(micro_batch.num_tokens, np.float32)
+    def score(
+        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+    ) -> list[list[NDArray[np.float32]]]:
+        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
 
     def export(self) -> Snapshot:
         return Snapshot.of([("steps", torch.tensor([self.steps]))])
@@ -275,6 +280,7 @@ class Loop:
             prompts=self.prompts,
             feed=feed,
             backend=self.backend,
+            training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
             filters=self.filters,

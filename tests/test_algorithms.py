@@ -11,16 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import app, check, config
+from asyncrl import app, check
+from asyncrl.actors.training_step import TrainingStep
+from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, Row, resolve
+from asyncrl.policies.batch import Batch
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Loss
 from asyncrl.policies.correction_chains import CORRECTIONS
-from asyncrl.policies.packing import Document, pack
+from asyncrl.policies.critic import Critic
+from asyncrl.policies.kl import Penalty
+from asyncrl.policies.packing import pack
+from tests.algorithm_fixtures import run
 from tests.backend_fixtures import (
     LEARNING_RATE,
+    SETTINGS,
     VOCABULARY,
     distance,
     expected_logprobs,
@@ -37,7 +44,19 @@ REWARDS = ((1.0, 0.0, 0.25, 0.0), (0.0, 1.0, 1.0, 0.0))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+    """The policy, and in "another" a model like it with other weights."""
+    made = tiny_model(tmp_path_factory.mktemp("model"))
+    different(made, made / "another")
+    return made
+
+
+def different(folder: Path, to: Path) -> None:
+    model = hugging_face(folder)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(to)
 
 
 @pytest.fixture(scope="module")
@@ -77,28 +96,30 @@ def trajectory(
     )
 
 
-def documents(
+def batch_of(
     algorithm: Algorithm, model: Any, *, rewards: Sequence[Sequence[float]] = REWARDS, noise: float = 0.5
-) -> list[Document]:
+) -> Batch:
     groups = [group(index, of_group, model=model, noise=noise) for index, of_group in enumerate(rewards)]
-    made = batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
-    return made.documents
+    return batch.build(groups, algorithm=algorithm, policy_version=VERSION, max_staleness=MAX_STALENESS, forks={})
+
+
+def auxiliary(algorithm: Algorithm, folder: Path) -> dict[str, AuxiliaryModel]:
+    """The models that the row needs: a critic from the policy's folder, others from ``another``'s."""
+    made = {name: AuxiliaryModel(path=folder / "another") for name in algorithm.models}
+    if "critic" in made:
+        made["critic"] = AuxiliaryModel(path=folder, head="values", objective=Critic(), optimizer=SETTINGS)
+    return made
 
 
 def trained(
-    algorithm: Algorithm, batch: list[Document], folder: Path, *, kind: str = "reference", max_tokens: int = 1000
+    algorithm: Algorithm, batch: Batch, folder: Path, *, kind: str = "reference", max_tokens: int = 1000
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The metrics of one step, and the weights after it."""
-    with started(kind, folder, algorithm=algorithm) as backend:
-        result = backend.step([pack(batch, max_tokens=max_tokens)], learning_rate=LEARNING_RATE)
-        return dict(result.metrics), weights(backend)
-
-
-def run(path: Path, *overrides: str, text: str = "") -> config.RunConfig:
-    """A run file as a user writes it, asynchronous, with ``text`` at its end."""
-    file = path / "run.toml"
-    file.write_text(f'[run]\nname = "x"\n[model]\npath = "{path}"\n[data]\npath = "{path}/prompts.jsonl"\n{text}')
-    return config.load(file, ["learner.backend=reference", "reward.kind=exact", *overrides])
+    models = auxiliary(algorithm, folder)
+    with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
+        step = TrainingStep(backend, algorithm=algorithm, critic_learning_rate=LEARNING_RATE)
+        shares = [pack(batch.documents, max_tokens=max_tokens)]
+        return dict(step(batch, shares, step=0, learning_rate=LEARNING_RATE).metrics), weights(backend)
 
 
 # -- every row trains --------------------------------------------------------------------------------------------------
@@ -107,19 +128,25 @@ def run(path: Path, *overrides: str, text: str = "") -> config.RunConfig:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_trains_on_stale_data(name: str, folder: Path, model: Any) -> None:
     algorithm = resolve(ALGORITHMS[name])
-    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model), folder)
     assert np.isfinite(metrics["loss"])
     assert metrics["grad_norm"] > 1e-3
     assert metrics["learner/skipped_steps"] == 0
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "ppo", "opd"])
 def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> None:
-    algorithm = resolve(ALGORITHMS[name], correction="tis_sequence + self_norm", entropy_coef=0.01)
-    batch = documents(algorithm, model)
+    algorithm = resolve(
+        ALGORITHMS[name],
+        correction="tis_sequence + self_norm",
+        entropy_coef=0.01,
+        kl=Penalty(coef=0.1, estimate="unbiased", place="loss"),
+    )
+    batch = batch_of(algorithm, model)
     expected, expected_weights = trained(algorithm, batch, folder)
     metrics, got = trained(algorithm, batch, folder, kind="megatron-1", max_tokens=40)
-    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    same = [name for name in ("grad_norm", "kl", "teacher_kl", "critic/loss", "critic/grad_norm") if name in expected]
+    assert [metrics[name] for name in same] == pytest.approx([expected[name] for name in same], rel=1e-4)
     assert distance(got, expected_weights) < 1e-4
 
 
@@ -130,6 +157,13 @@ CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS i
     "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
     "masks": {"name": "dr_grpo", "correction": "mis_sequence + opsm + veto", "entropy_coef": 0.1},
     "prompt_mean": {"name": "gpg", "aggregation": "prompt_mean"},
+    "KL after rejection": {
+        "name": "grpo",
+        "correction": "icepop",
+        "denominator": "after",
+        "kl": Penalty(coef=0.1, estimate="k3", place="loss"),
+    },
+    "KL in the reward": {"name": "reinforce_pp", "kl": Penalty(coef=0.1, estimate="k1", place="reward")},
 }
 
 
@@ -137,10 +171,10 @@ CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS i
 def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path, model: Any) -> None:
     parts = dict(CUTS[case])
     algorithm = resolve(ALGORITHMS[parts.pop("name")], **parts)
-    batch = documents(algorithm, model)
+    batch = batch_of(algorithm, model)
     whole, whole_weights = trained(algorithm, batch, folder)
     cut, cut_weights = trained(algorithm, batch, folder, max_tokens=20)
-    assert len(pack(batch, max_tokens=20)) > 3
+    assert len(pack(batch.documents, max_tokens=20)) > 3
     assert whole["grad_norm"] > 1e-3
     assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4, abs=1e-6)
@@ -150,10 +184,10 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(case: str, folder: Path
 # -- what the switches do ----------------------------------------------------------------------------------------------
 
 
-def policy_gradient_norm(model: Any, batch: list[Document], *, correction: str) -> float:
+def policy_gradient_norm(model: Any, batch: Batch, *, correction: str) -> float:
     """|grad| of -sum(w A logprob) / divisor with the weights and the divisor written out."""
     loss, divisor = torch.zeros(()), 0.0
-    for document in batch:
+    for document in batch.documents:
         tokens = torch.from_numpy(document.tokens.astype(np.int64))
         mask = torch.from_numpy(document.response_mask)[1:]
         all_logprobs = torch.log_softmax(model(tokens[None]).logits[0, :-1], dim=-1)
@@ -181,7 +215,7 @@ def test_after_and_self_norm_divide_by_what_their_formulas_say(
     parts: dict[str, Any], correction: str, folder: Path, model: Any
 ) -> None:
     algorithm = resolve(ALGORITHMS["grpo"], **parts)
-    batch = documents(algorithm, model)
+    batch = batch_of(algorithm, model)
     metrics, _ = trained(algorithm, batch, folder, max_tokens=20)
     assert metrics["grad_norm"] == pytest.approx(policy_gradient_norm(model, batch, correction=correction), rel=1e-4)
     unscaled = resolve(
@@ -193,11 +227,11 @@ def test_after_and_self_norm_divide_by_what_their_formulas_say(
 def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) -> None:
     same = ((1.0, 1.0, 1.0),) * 2  # no advantage: entropy is all there is to learn
     plain = resolve(ALGORITHMS["grpo"])
-    assert trained(plain, documents(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
+    assert trained(plain, batch_of(plain, model, rewards=same), folder)[0]["grad_norm"] == 0
     norms = []
     for coefficient in (0.1, 0.2):
         algorithm = resolve(ALGORITHMS["grpo"], entropy_coef=coefficient)
-        batch = pack(documents(algorithm, model, rewards=same), max_tokens=1000)
+        batch = pack(batch_of(algorithm, model, rewards=same).documents, max_tokens=1000)
         with started("reference", folder, algorithm=algorithm) as backend:
             first, second = (backend.step([batch], learning_rate=LEARNING_RATE).metrics for _ in range(2))
         norms.append(first["grad_norm"])
@@ -210,7 +244,7 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     loss: str, folder: Path, model: Any
 ) -> None:
     plain, clipped = (resolve(ALGORITHMS["grpo"], loss=name) for name in ("reinforce", loss))
-    batch = documents(plain, model)
+    batch = batch_of(plain, model)
     expected, metrics = trained(plain, batch, folder)[0], trained(clipped, batch, folder)[0]
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     assert metrics["offpolicy/clip_fraction"] == 0
@@ -219,7 +253,7 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
 @pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo"])
 def test_a_clip_around_the_behavior_policy_binds(loss: str, folder: Path, model: Any) -> None:
     algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none")
-    metrics, _ = trained(algorithm, documents(algorithm, model, noise=1.5), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model, noise=1.5), folder)
     assert 0 < metrics["offpolicy/clip_fraction"] < 1
     assert metrics["grad_norm"] > 1e-3
 
@@ -259,68 +293,6 @@ def test_a_prefix_says_whose_option_is_meant(prefix: str) -> None:
     assert made.correction[1].options["threshold"] == 1e-3
 
 
-REFUSED: dict[str, tuple[list[str], str]] = {
-    "ratio twice": (
-        ["algorithm.loss=coupled_ppo"],
-        r"loss coupled_ppo weights by pi / behavior itself; correction tis_token would count that ratio twice",
-    ),
-    "ratio twice, by row": (["algorithm.name=cispo", "algorithm.correction=icepop"], "count that ratio twice"),
-    "nothing corrects": (
-        ["algorithm.correction=none"],
-        r'correction = "none" trains data up to 4 versions old as if it were fresh, which collapses',
-    ),
-    "a norm is no correction": (["algorithm.correction=none + self_norm"], "as if it were fresh"),
-    "after a sequence mean": (
-        ["algorithm.name=gspo", "algorithm.denominator=after"],
-        'denominator = "after" goes with aggregation token_mean; seq_mean_token_mean divides by trajectories',
-    ),
-    "unknown row": (["algorithm.name=grop"], "algorithm.name: 'grop' is unknown; did you mean 'grpo'"),
-    "unknown advantage": (["algorithm.advantage=x"], "advantage must be one of grpo, .*, got 'x'"),
-    "unknown loss": (["algorithm.loss=x"], "loss must be one of reinforce, ppo_clip, .*, got 'x'"),
-    "unknown aggregation": (["algorithm.aggregation=x"], "aggregation must be one of token_mean, .*, got 'x'"),
-    "unknown correction": (["algorithm.correction=tis_token + x"], "correction must be one of none, .*, got 'x'"),
-    "unknown option": (["algorithm.options={cup=2}"], "grpo has no option 'cup'; it has cap, clip_high, clip_low, eps"),
-    "option of another part": (['algorithm.options={"loss.cap"=2}'], "grpo has no option 'loss.cap'"),
-    "option of two parts": (
-        ["algorithm.name=m2po", "algorithm.correction=tis_token + veto", "algorithm.options={threshold=0.1}"],
-        "'threshold' belongs to several parts; write loss.threshold or veto.threshold",
-    ),
-    "option of two corrections": (
-        ["algorithm.correction=clamp + geo_mask", "algorithm.options={low=0.1}"],
-        "'low' belongs to several parts; write clamp.low or geo_mask.low",
-    ),
-    "no number": (["algorithm.options={cap=nan}"], "cap must be a number, got nan"),
-    "no such mode": (["algorithm.name=cispo", 'algorithm.options={cap_mode="abs"}'], "one_plus or absolute, got 'abs'"),
-    "no such statistic": (
-        ["algorithm.correction=tis_token + k_stat", 'algorithm.options={statistic="k4"}'],
-        "statistic must be one of k1, k2, k3, got 'k4'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_combinations_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
-    overrides, reason = REFUSED[case]
-    with pytest.raises(ConfigError, match=reason):
-        app.algorithm(run(tmp_path, *overrides))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["algorithm.loss=coupled_ppo", "algorithm.correction=none"],
-        ["algorithm.loss=coupled_ppo", "algorithm.correction=geo_mask"],
-        ["algorithm.name=sft"],
-        ["algorithm.correction=none", "run.mode=sync", "staleness.max_staleness=0"],
-        ["algorithm.correction=none", "algorithm.allow_uncorrected=true"],
-        ["algorithm.correction=geo_mask", "algorithm.denominator=after"],
-    ],
-    ids=lambda overrides: " ".join(overrides).replace("algorithm.", ""),
-)
-def test_what_needs_no_weight_is_let_through(overrides: list[str], tmp_path: Path) -> None:
-    app.algorithm(run(tmp_path, *overrides))
-
-
 @pytest.mark.parametrize(
     "name", [name for name in ALGORITHMS if resolve(ALGORITHMS[name]).advantage.has_group_baseline]
 )
@@ -344,7 +316,10 @@ def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
     blocks = [
         block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "my_losses" not in block
     ]
-    plain, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
+    plain, ppo, opd, near, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
+    assert (ppo.models, opd.models, near.models) == ({"critic"}, {"teacher"}, {"reference"})
+    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end"}
+    assert near.kl == Penalty(coef=0.001, estimate="unbiased", place="loss")
     assert (plain.name, plain.loss.name, plain.correction_name) == ("grpo", "ppo_clip", "tis_token")
     assert (exchanged.loss.name, exchanged.correction_name) == ("sapo", "tis_token + geo_mask")
     assert [dict(step.options) for step in exchanged.correction] == [{"cap": 3.0}, {"low": 0.9, "high": 1.1}]
@@ -359,7 +334,7 @@ def test_the_loss_that_the_page_adds_in_ten_lines_trains(
     algorithm = app.algorithm(run(tmp_path, "algorithm.name=my_losses:ROW", "algorithm.options={tau=0.2}"))
     assert isinstance(algorithm.loss, Loss)
     assert algorithm.loss.options == {"tau": 0.2}
-    metrics, _ = trained(algorithm, documents(algorithm, model), folder)
+    metrics, _ = trained(algorithm, batch_of(algorithm, model), folder)
     plain = resolve(ALGORITHMS["dr_grpo"], loss="reinforce", aggregation="token_mean", correction="none")
     assert np.isfinite(metrics["loss"])
-    assert metrics["grad_norm"] != pytest.approx(trained(plain, documents(plain, model), folder)[0]["grad_norm"])
+    assert metrics["grad_norm"] != pytest.approx(trained(plain, batch_of(plain, model), folder)[0]["grad_norm"])

@@ -25,6 +25,7 @@ from tests.backend_fixtures import (
     learned,
     num_ranks,
     num_shares,
+    scored,
     shares,
     started,
     tiny_model,
@@ -50,7 +51,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_logprobs_of_a_packed_row_are_those_of_each_document_alone(kind: str, folder: Path, temperature: float) -> None:
     (packed,) = pack(documents(), max_tokens=1000)
     with started(kind, folder, temperature=temperature) as backend:
-        logprobs = backend.logprobs(packed)
+        logprobs = scored(backend, kind, packed)
     model = hugging_face(folder)
     assert logprobs.dtype == np.float32
     for where in document_slices(packed):
@@ -61,8 +62,8 @@ def test_logprobs_of_a_packed_row_are_those_of_each_document_alone(kind: str, fo
 def test_documents_in_one_row_do_not_see_each_other(kind: str, folder: Path) -> None:
     first, other, last = documents(lengths=(20, 20, 13))
     with started(kind, folder) as backend:
-        one = backend.logprobs(pack([first, last], max_tokens=100)[0])[-13:]
-        two = backend.logprobs(pack([other, last], max_tokens=100)[0])[-13:]
+        one = scored(backend, kind, pack([first, last], max_tokens=100)[0])[-13:]
+        two = scored(backend, kind, pack([other, last], max_tokens=100)[0])[-13:]
     np.testing.assert_allclose(one, two, atol=1e-5)
 
 
@@ -175,7 +176,7 @@ def test_an_export_is_a_snapshot_that_hugging_face_loads(kind: str, folder: Path
     with started(kind, folder) as backend:
         backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
         exported = weights(backend)
-        logprobs = backend.logprobs(packed)
+        logprobs = scored(backend, kind, packed)
         backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
     save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from asyncrl.actors import batch_feed
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings, Prepared
@@ -21,7 +22,7 @@ from asyncrl.checkpoint import PromptState, latest
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.buffer import Buffer, Held
-from asyncrl.policies.catalogue import Rewarded
+from asyncrl.policies.catalogue import Advantage
 from asyncrl.topics import PROMPTS
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
@@ -53,13 +54,20 @@ class Prompts:
 
 def counting() -> tuple[Algorithm, list[int]]:
     """grpo, and a list that grows by one for each group that is prepared."""
-    row, calls = resolve(ALGORITHMS["grpo"]), []
+    calls: list[int] = []
 
-    def advantage(batch: Rewarded) -> Any:
-        calls.extend(np.unique(batch.group))
-        return row.advantage(batch)
+    def function(group: NDArray[np.int64], sequence: NDArray[np.int64]) -> NDArray[np.float64]:
+        calls.extend(np.unique(group))
+        return np.zeros(len(sequence))
 
-    return dataclasses.replace(row, advantage=advantage), calls
+    return with_advantage(function), calls
+
+
+def with_advantage(function: Callable[..., NDArray[np.float64]]) -> Algorithm:
+    """grpo with the advantages that ``function`` makes of each batch's groups and sequences."""
+    row = resolve(ALGORITHMS["grpo"])
+    own = Advantage(name="own", function=function, per="batch", needs=("group", "sequence"))
+    return dataclasses.replace(row, advantage=own)
 
 
 class Desk:
@@ -138,6 +146,22 @@ async def test_a_late_arrival_that_is_older_takes_its_place_in_the_batch(desk: D
         desk.arrive(3, version=1)
         await until(lambda: len(desk.prepared) == 4)
     assert await desk.take(3) == [3, 7]
+
+
+async def test_a_stale_group_that_arrives_while_others_are_dropped_is_dropped_too(desk: Desk) -> None:
+    desk.arrive(0)  # too old for version 3
+    desk.arrive(1, version=3)
+    desk.arrive(2, version=3)
+
+    async def drop(stale: Sequence[Held]) -> None:
+        await desk.drop(stale)
+        if 9 not in desk.dropped:
+            desk.arrive(9)
+
+    taken = await desk.feed.take(3, drop=drop)
+    assert taken is not None
+    assert ids(taken) == [1, 2]
+    assert desk.dropped == [0, 9]
 
 
 async def test_a_guess_for_another_version_is_not_used(desk: Desk) -> None:
@@ -276,15 +300,15 @@ async def test_a_drain_leaves_what_was_prepared_ahead_for_the_next_life(bus_fact
 
 
 async def test_a_batch_that_cannot_be_prepared_ends_the_learner(bus_factory: Any, tmp_path: Path) -> None:
-    row, calls = resolve(ALGORITHMS["grpo"]), []
+    calls = []
 
-    def advantage(batch: Rewarded) -> Any:
+    def function(group: NDArray[np.int64], sequence: NDArray[np.int64]) -> NDArray[np.float64]:
         calls.append(1)
         if len(calls) > 1:
             raise ArithmeticError("advantages of batch 2")
-        return row.advantage(batch)
+        return np.zeros(len(sequence))
 
-    loop = Loop(await bus_factory(), tmp_path, algorithm=dataclasses.replace(row, advantage=advantage))
+    loop = Loop(await bus_factory(), tmp_path, algorithm=with_advantage(function))
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
     with pytest.raises(ArithmeticError, match="batch 2"):
         await loop.run_learner()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
-from asyncrl import app, config
-from asyncrl.actors.base import Heart
-from asyncrl.actors.supervisor import supervise
-from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.protocols import Bus
+from tests.learning_fixtures import demo_run, is_same, memory_bus, train, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -35,39 +28,11 @@ def one_thread() -> Any:
 def base(tmp_path: Path) -> RunConfig:
     """The demo's task on the reference backend."""
     demo_task.write(tmp_path)
-    made = config.load(Path(__file__).parent.parent / "examples" / "demo.toml")
-    return dataclasses.replace(
-        made,
-        run=dataclasses.replace(made.run, directory=str(tmp_path / "runs"), name="run", steps=4),
-        model=dataclasses.replace(made.model, path=str(tmp_path / "model")),
-        data=dataclasses.replace(made.data, path=str(tmp_path / "prompts.jsonl")),
-        learner=dataclasses.replace(made.learner, backend="reference", groups_per_batch=4),
-        rollout=dataclasses.replace(made.rollout, group_size=4),
-        metrics=dataclasses.replace(made.metrics, console=False),
-    )
+    return demo_run(tmp_path)
 
 
 def changed(run: RunConfig, section: str, **values: Any) -> RunConfig:
     return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **values)})
-
-
-async def train(run: RunConfig, bus: Bus, *, workers: int = 1) -> list[dict[str, Any]]:
-    """Run to the end in this process; the rows of metrics.jsonl."""
-    learner, helpers = await app.build_learner(run, bus=bus, resume=False)
-    async with asyncio.TaskGroup() as group:
-        for number in range(workers):
-            worker, follower = await app.build_worker(run, bus=bus, name=f"w{number}")
-            group.create_task(supervise(worker, follower, Heart(worker)))
-        await supervise(learner, *helpers, Heart(learner))
-    return [json.loads(line) for line in (run.run_directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def memory_bus() -> MemoryBus:
-    return MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
-
-
-def weights(run: RunConfig, version: int) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(run.weights_directory / f"0-{version}" / "model.safetensors")
 
 
 async def test_async_without_staleness_is_sync_to_the_last_bit(base: RunConfig) -> None:
@@ -85,7 +50,7 @@ async def test_async_without_staleness_is_sync_to_the_last_bit(base: RunConfig) 
     assert rows[0][-1]["loss"] != rows[0][0]["loss"]
     for version in range(1, 5):
         first, second = weights(sync, version), weights(none, version)
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert is_same(first, second)
 
 
 GOLDEN_LOSSES = [-0.09403118, -0.00980402, -0.02196324, -0.07599314]

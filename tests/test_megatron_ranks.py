@@ -88,7 +88,7 @@ def follower_pid(backend: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["waiting", "restoring"])
+@pytest.mark.parametrize("moment", ["waiting", "scoring", "restoring"])
 def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
     """Killed while it waits for a command, or by an error of its own in the midst of one (rank 0 waits for it then)."""
     with started("megatron-2", folder) as backend:
@@ -96,6 +96,10 @@ def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path
             os.kill(follower_pid(backend), signal.SIGKILL)
             with pytest.raises(BackendError, match="rank 1.*exit code -9"):
                 backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+        elif moment == "scoring":  # which meets in no collective
+            os.kill(follower_pid(backend), signal.SIGKILL)
+            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+                backend.score(shares("megatron-2", documents()))
         else:
             (tmp_path / "rank-00001.safetensors").mkdir()  # a file cannot be written there
             with pytest.raises(BackendError, match="rank 1.*exit code 1"):

@@ -51,6 +51,9 @@ def total(batch: dict[str, Any]) -> Sums:
             sequence=batch["sequence"],
             num_sequences=batch["num_sequences"],
         )
+        + diagnostics.divergence_sums(
+            batch["logprobs"], scores={f"{name}_logprobs": batch["behavior"] for name in ("ref", "teacher")}
+        )
         + diagnostics.version_sums(
             log_ratio=log_ratio, weights=batch["weights"], clipped=batch["clipped"], staleness=batch["staleness"]
         )

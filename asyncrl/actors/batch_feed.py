@@ -101,9 +101,8 @@ class BatchFeed:
                 self._changed.clear()
                 if self._draining:
                     return None
-                stale = self._buffer.evict(policy_version)
-                if stale:
-                    await drop(stale)
+                while stale := self._buffer.evict(policy_version):
+                    await drop(stale)  # while it tells the bus, another one may arrive
                 taken = self._buffer.take(self.settings.groups_per_batch)
                 if taken is not None and not self._holds_for_stragglers(policy_version):
                     return taken

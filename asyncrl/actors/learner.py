@@ -1,6 +1,6 @@
 """Trains continuously on what the trajectory log brings, and says where the new weights are.
 
-    log -> buffer -> batch feed -> backend.step -> weight version -> progress -> metrics -> checkpoint
+    log -> buffer -> batch feed -> training step -> weight version -> progress -> metrics -> checkpoint
 
 Invariants (tests/test_actors.py, tests/test_learning.py):
   L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
@@ -28,6 +28,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
+from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
@@ -75,6 +76,7 @@ class Learner(Actor):
         prompts: PromptSource,
         feed: BatchFeed,
         backend: Backend,
+        training: TrainingStep,
         channel: WeightChannel,
         reporter: Reporter,
         filters: Sequence[GroupFilter] = (),
@@ -87,6 +89,7 @@ class Learner(Actor):
         self._prompts = prompts
         self._feed = feed
         self._backend = backend
+        self._training = training
         self._weights = WeightPublisher(bus, channel)
         self._reporter = reporter
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
@@ -247,7 +250,13 @@ class Learner(Actor):
         ahead = group.create_task(self._feed.prepare_ahead(self.policy_version + 1, training=taken, owner=group))
         try:
             result = await self._in_backend(
-                functools.partial(self._backend.step, prepared.shares, learning_rate=self._learning_rate())
+                functools.partial(
+                    self._training,
+                    prepared.batch,
+                    prepared.shares,
+                    step=self.step,
+                    learning_rate=self._learning_rate(),
+                )
             )
         finally:
             ahead.cancel()
@@ -279,7 +288,7 @@ class Learner(Actor):
 
     def _learning_rate(self) -> float:
         warmup = self._settings.warmup_steps
-        return self._settings.learning_rate * min(1.0, (self.step + 1) / warmup if warmup else 1.0)
+        return self._settings.learning_rate * min(1.0, self._training.policy_steps(self.step + 1) / max(warmup, 1))
 
     # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
 

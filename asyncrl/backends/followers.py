@@ -1,8 +1,9 @@
 """The processes of a Megatron learner: rank 0 leads, the others follow over a pipe.
 
-A command is a message of our codec on a follower's pipe; then all ranks meet in Megatron's collectives. A follower
-waits on its pipe and ends when that closes or its parent dies. The leader notices a dead follower before it joins, or
-when a collective loses its peer. On a CPU they are forked from a server that has imported Megatron once.
+A command is a message of our codec on a follower's pipe; then all ranks meet in Megatron's collectives. Scores, which
+differ between ranks that have different data, come back the same way. A follower waits on its pipe and ends when that
+closes or its parent dies. The leader notices a dead follower before it joins, or when a collective loses its peer. On a
+CPU they are forked from a server that has imported Megatron once.
 Several nodes: another launcher calls ``follow`` on each with the leader's address in ``Place`` and any object that has
 ``recv_bytes`` and ``send_bytes`` (multiprocessing.connection.Client).
 """
@@ -17,16 +18,18 @@ import multiprocessing.process
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from asyncrl import codec
-from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.errors import BackendError
-from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.packing import MicroBatch
 
 _GOODBYE_SECONDS = 5.0
@@ -46,11 +49,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every rank must know to be the same model and the same optimizer."""
+    """What every rank must know to hold the same models and the same optimizers."""
 
-    model_path: Path
-    algorithm: Algorithm
-    optimizer: OptimizerSettings
+    models: Mapping[str, AuxiliaryModel]
     temperature: float
     device: str
     dtype: str
@@ -60,15 +61,28 @@ class Job:
     recompute: str
     is_offloading: bool
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One thing to do together: step, logprobs, export, save or restore. ``micro_batches`` is the receiver's share."""
+    """One thing to do together: step, score, export, save or restore. ``micro_batches`` is the receiver's share."""
 
     name: str
+    model: str = POLICY
     micro_batches: tuple[MicroBatch, ...] = ()
     learning_rate: float = 0.0
     folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a follower answers to "score": f32[N] per micro-batch of its share."""
+
+    rows: tuple[NDArray[np.float32], ...]
 
 
 class Rank(Protocol):
@@ -116,6 +130,18 @@ class Followers:
             except OSError as error:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
 
+    def scores(self, *, every: int) -> list[Scores]:
+        """The answers of rank ``every``, 2 x ``every``, ...: of each group's first. Raises BackendError."""
+        return [self._answer(place, connection) for place, connection, _ in self._links if place.rank % every == 0]
+
+    def _answer(self, place: Place, connection: Connection) -> Scores:
+        if not connection.poll(place.timeout_seconds):
+            raise BackendError(f"learner rank {place.rank} gave no scores within {place.timeout_seconds:g} s")
+        try:
+            return codec.decode(connection.recv_bytes(), Scores)
+        except (EOFError, OSError):
+            raise BackendError(self.obituary() or f"learner rank {place.rank} closed its pipe") from None
+
     def obituary(self) -> str:
         """Which followers have ended and how; empty when all live. Waits a moment for one that is about to end."""
         multiprocessing.connection.wait([process.sentinel for _, _, process in self._links], 1.0)
@@ -156,7 +182,9 @@ def follow(job: Job, place: Place, connection: Connection) -> None:
             data = connection.recv_bytes()
         except (EOFError, OSError):
             break
-        rank.obey(codec.decode(data, Command))
+        result = rank.obey(codec.decode(data, Command))
+        if isinstance(result, Scores):
+            connection.send_bytes(codec.encode(result))
     rank.close()
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
+from asyncrl.backends.models import Head
 from asyncrl.errors import ConfigError
 
 ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -52,21 +53,24 @@ class ModelShape:
     """f32[head_size / 2]: radians per position."""
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """The model in ``folder``. Raises ConfigError for what is not one of ARCHITECTURES or has extras we do not map."""
+def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
+    """The model in ``folder``, which the run file names at ``where``.
+
+    Raises ConfigError for what is not one of ARCHITECTURES or has extras we do not map.
+    """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {folder} is no Hugging Face model folder: {error}") from None
+        raise ConfigError(f"{where}: {folder} is no Hugging Face model folder: {error}") from None
     architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"model.path: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}. "
+            f"{where}: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}. "
             'learner.backend = "reference" trains whatever transformers loads, on one rank'
         )
-    _refuse_extras(folder, architecture, config)
+    _refuse_extras(f"{where}: {folder}", architecture, config)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -80,11 +84,11 @@ def read_shape(folder: Path) -> ModelShape:
         has_qkv_bias=architecture == "Qwen2ForCausalLM",
         has_qk_norm=architecture == "Qwen3ForCausalLM",
         dtype=config.dtype or torch.float32,
-        rope_frequencies=_rope_frequencies(folder, config),
+        rope_frequencies=_rope_frequencies(f"{where}: {folder}", config),
     )
 
 
-def _refuse_extras(folder: Path, architecture: str, config: Any) -> None:
+def _refuse_extras(where: str, architecture: str, config: Any) -> None:
     """Raise ConfigError for a feature that would be left out silently."""
     extras = {
         "attention_bias": getattr(config, "attention_bias", False),
@@ -95,27 +99,27 @@ def _refuse_extras(folder: Path, architecture: str, config: Any) -> None:
     }
     for name, is_used in extras.items():
         if is_used:
-            raise ConfigError(f"model.path: {folder}: {architecture} with {name} is not supported by megatron here")
+            raise ConfigError(f"{where}: {architecture} with {name} is not supported by megatron here")
 
 
 def _head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _rope_frequencies(folder: Path, config: Any) -> torch.Tensor:
+def _rope_frequencies(where: str, config: Any) -> torch.Tensor:
     """As transformers computes them, so that scaling means the same in the engine and here."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_TYPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"model.path: {folder}: rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
+        raise ConfigError(f"{where}: rope type {kind!r} is not supported; supported: {ROPE_TYPES}")
     if kind == "default":
         size = _head_size(config)
         return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if factor != 1.0:
-        raise ConfigError(f"model.path: {folder}: rope type {kind!r} scales attention by {factor}; not supported")
+        raise ConfigError(f"{where}: rope type {kind!r} scales attention by {factor}; not supported")
     return torch.as_tensor(frequencies)
 
 
@@ -123,29 +127,29 @@ def _rope_frequencies(folder: Path, config: Any) -> torch.Tensor:
 
 
 @contextmanager
-def open_weights(folder: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
     """Reads one tensor at a time out of model.safetensors, or the files its index names. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     try:
         with ExitStack() as stack:
             if index.exists():
-                where = json.loads(index.read_text())["weight_map"]
+                files_of = json.loads(index.read_text())["weight_map"]
             else:
                 with safe_open(folder / "model.safetensors", framework="pt") as file:
-                    where = dict.fromkeys(file.keys(), "model.safetensors")
+                    files_of = dict.fromkeys(file.keys(), "model.safetensors")
             files = {
-                name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in set(where.values())
+                name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in set(files_of.values())
             }
 
             def read(name: str) -> torch.Tensor:
-                if name not in where:
-                    raise ConfigError(f"model.path: {folder} has no weight {name}")
-                tensor: torch.Tensor = files[where[name]].get_tensor(name)
+                if name not in files_of:
+                    raise ConfigError(f"{where}: {folder} has no weight {name}")
+                tensor: torch.Tensor = files[files_of[name]].get_tensor(name)
                 return tensor
 
             yield read
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ConfigError(f"model.path: {folder}: cannot read its safetensors: {error}") from None
+        raise ConfigError(f"{where}: {folder}: cannot read its safetensors: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +161,8 @@ class Mapping:
     huggingface: tuple[str, ...]
 
 
-def weight_map(shape: ModelShape) -> list[Mapping]:
-    """Every parameter of the model."""
+def weight_map(shape: ModelShape, *, head: Head = "logprobs") -> list[Mapping]:
+    """Every parameter of the model; a value head, which no folder has, is not among them."""
     maps = [Mapping(megatron="embedding.word_embeddings.weight", cut="vocabulary", huggingface=(_EMBEDDING,))]
     for layer in range(shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -179,7 +183,7 @@ def weight_map(shape: ModelShape) -> list[Mapping]:
             table.append(("self_attention.k_layernorm.weight", "whole", (f"{attention}.k_norm.weight",)))
         maps += [Mapping(megatron=f"{ours}.{name}", cut=cut, huggingface=names) for name, cut, names in table]
     maps.append(Mapping(megatron="decoder.final_layernorm.weight", cut="whole", huggingface=("model.norm.weight",)))
-    if not shape.is_tied:
+    if not shape.is_tied and head == "logprobs":
         maps.append(Mapping(megatron="output_layer.weight", cut="vocabulary", huggingface=("lm_head.weight",)))
     return maps
 
@@ -187,16 +191,14 @@ def weight_map(shape: ModelShape) -> list[Mapping]:
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def require_divisible(shape: ModelShape, tensor_parallel: int) -> None:
+def require_divisible(shape: ModelShape, tensor_parallel: int, *, whose: str = "the model") -> None:
     """Raise ConfigError when the model cannot be cut for so many tensor-parallel ranks."""
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),
         ("intermediate_size", shape.feed_forward_size),
     ):
         if number % tensor_parallel:
-            raise ConfigError(
-                f"learner.tensor_parallel: {tensor_parallel} does not divide the model's {what}, {number}"
-            )
+            raise ConfigError(f"learner.tensor_parallel: {tensor_parallel} does not divide {whose}'s {what}, {number}")
 
 
 def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:

@@ -7,7 +7,7 @@ followers.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, huggingface
-from asyncrl.backends.followers import Command, Followers, Job, Place
+from asyncrl.backends import flops, huggingface, models
+from asyncrl.backends.followers import Command, Followers, Job, Place, Scores
+from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms import Algorithm
@@ -69,13 +70,13 @@ class MegatronBackend:
         options: Options,
         ranks: int = 1,
         tensor_parallel: int = 1,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         if ranks % tensor_parallel:
             raise BackendError(f"{ranks} ranks cannot be split into groups of tensor_parallel = {tensor_parallel}")
+        policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
         self._job = Job(
-            model_path=model_path,
-            algorithm=algorithm,
-            optimizer=optimizer,
+            models=models.with_policy(policy, auxiliary or {}),
             temperature=temperature,
             device=device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
             dtype=dtype,
@@ -94,8 +95,12 @@ class MegatronBackend:
     def start(self) -> None:
         if dist.is_initialized():
             raise BackendError("torch.distributed is in use in this process; a MegatronBackend needs it for itself")
-        self._shape = huggingface.read_shape(self._job.model_path)  # a wrong model is told before any process starts
-        huggingface.require_divisible(self._shape, self._job.tensor_parallel)
+        shapes = {}
+        for name, model in self._job.models.items():  # a wrong model is told before any process starts
+            shapes[name] = huggingface.read_shape(model.path, where=models.where(name))
+            whose = "the model" if name == POLICY else f"the {name}"
+            huggingface.require_divisible(shapes[name], self._job.tensor_parallel, whose=whose)
+        self._shape = shapes[POLICY]
         timeout = timedelta(seconds=self._timeout_seconds)
         store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         places = [
@@ -111,14 +116,27 @@ class MegatronBackend:
         with self._explaining("start"):
             self._own = MegatronRank(self._job, places[0], store=store)
 
-    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY) -> StepResult:
+        trained = {name: held for name, held in self._job.models.items() if held.is_trained}
+        models.find(trained, model, doing="step")
+        began = time.perf_counter()
+        result: StepResult = self._together(self._commands("step", shares, model=model, learning_rate=learning_rate))
+        if model != POLICY:
+            return result
+        return StepResult(metrics={**result.metrics, **self._speed(shares, time.perf_counter() - began)})
+
+    def _commands(
+        self, name: str, shares: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
+    ) -> list[Command]:
+        """One per rank: those that hold one copy of a model together work on the same share."""
         copies = self._ranks // self._job.tensor_parallel
         if len(shares) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shares, got {len(shares)}")
-        commands = [Command(name="step", micro_batches=tuple(share), learning_rate=learning_rate) for share in shares]
-        began = time.perf_counter()
-        result: StepResult = self._together([c for c in commands for _ in range(self._job.tensor_parallel)])
-        return StepResult(metrics={**result.metrics, **self._speed(shares, time.perf_counter() - began)})
+        return [
+            Command(name=name, model=model, micro_batches=tuple(share), learning_rate=learning_rate)
+            for share in shares
+            for _ in range(self._job.tensor_parallel)
+        ]
 
     def _speed(self, shares: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
         """Of one step over all ranks; utilisation only on a device whose peak is known."""
@@ -130,11 +148,11 @@ class MegatronBackend:
             metrics["learner/mfu"] = work / (seconds * peak * self._ranks)
         return metrics
 
-    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
-        logprobs: NDArray[np.float32] = self._together(
-            [Command(name="logprobs", micro_batches=(micro_batch,))] * self._job.tensor_parallel
-        )
-        return logprobs
+    def score(self, shares: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> list[list[NDArray[np.float32]]]:
+        models.find(self._job.models, model, doing="score")
+        own: Scores = self._together(self._commands("score", shares, model=model))
+        others = self._followers.scores(every=self._job.tensor_parallel) if self._followers else []
+        return [list(scores.rows) for scores in [own, *others]]
 
     def export(self) -> Snapshot:
         snapshot: Snapshot = self._together([Command(name="export")] * self._job.tensor_parallel)
@@ -144,6 +162,7 @@ class MegatronBackend:
         self._together([Command(name="save", folder=str(folder))] * self._ranks)
 
     def restore(self, folder: Path) -> None:
+        models.require_saved(folder, (name for name, model in self._job.models.items() if model.is_trained))
         self._together([Command(name="restore", folder=str(folder))] * self._ranks)
 
     def close(self) -> None:

@@ -18,6 +18,8 @@ from asyncrl.backends import huggingface, kernels, megatron_cpu
 from asyncrl.backends.followers import Job, Place
 from asyncrl.backends.megatron_noise import quiet
 from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.models import Head
+from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.packed_attention import attention
 from asyncrl.backends.token_logprobs import linear_logprobs
 
@@ -153,20 +155,46 @@ def _layers(config: TransformerConfig) -> TransformerBlockSubmodules:
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's GPTModel for one row of documents: positions start anew in each, logits are never all there."""
 
-    def __init__(self, config: TransformerConfig, shape: huggingface.ModelShape, device: torch.device) -> None:
+    def __init__(
+        self, config: TransformerConfig, shape: huggingface.ModelShape, device: torch.device, *, head: Head
+    ) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=_layers(config),
             vocab_size=huggingface.padded_vocabulary(shape, config.tensor_model_parallel_size),
             max_sequence_length=0,  # read by learned positions only
             position_embedding_type="none",  # rotary angles are made below
-            share_embeddings_and_output_weights=shape.is_tied,
+            # With a value head there is no output layer: Megatron's has no weight of its own when it says it shares.
+            share_embeddings_and_output_weights=shape.is_tied or head == "values",
         )
         self._frequencies = shape.rope_frequencies.to(device)
         self._vocabulary_size = shape.vocabulary_size
+        if head == "values":
+            self.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
+            torch.nn.init.zeros_(self.value_head.weight)
 
-    def forward(self, row: PackedRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, row: PackedRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
+        is_tied = self.share_embeddings_and_output_weights
+        return linear_logprobs(
+            self._hidden(row).index_select(0, row.rows - 1),
+            self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
+            row.tokens.index_select(0, row.rows),
+            temperature=temperature,
+            vocabulary_size=self._vocabulary_size,
+            group=tensor_parallel_group(),
+        )
+
+    def values(self, row: PackedRow) -> torch.Tensor:
+        """The value after each token, f32[N].
+
+        Every tensor-parallel rank has the whole head and the same hidden states, so it has the whole gradient of both:
+        nothing is summed over these ranks.
+        """
+        return self._hidden(row).float() @ self.value_head.weight[0].float()
+
+    def _hidden(self, row: PackedRow) -> torch.Tensor:
+        """The last hidden state of every token, [N, H]."""
         hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
         rotary = kernels.rotary(row.positions, self._frequencies)
         hidden = self.decoder(
@@ -174,15 +202,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             attention_mask=None,
             packed_seq_params=_RowParameters(qkv_format="sbhd", row=row, rotary=rotary),
         )
-        is_tied = self.share_embeddings_and_output_weights
-        return linear_logprobs(
-            hidden.flatten(0, 1).index_select(0, row.rows - 1),
-            self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
-            row.tokens.index_select(0, row.rows),
-            temperature=temperature,
-            vocabulary_size=self._vocabulary_size,
-            group=tensor_parallel_group(),
-        )
+        return hidden.flatten(0, 1)  # type: ignore[no-any-return]
 
 
 def join(place: Place, tensor_parallel: int) -> None:
@@ -217,10 +237,10 @@ def reduce_gradients(model: DistributedDataParallel) -> None:
     finalize_model_grads([model])
 
 
-def build_model(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype, device: torch.device) -> PackedGPT:
+def build_model(job: Job, shape: huggingface.ModelShape, device: torch.device, *, head: Head) -> PackedGPT:
     """The model without its weights."""
-    model = PackedGPT(_transformer_config(job, shape, dtype), shape, device)
-    model.to(device, dtype)
+    model = PackedGPT(_transformer_config(job, shape, job.torch_dtype), shape, device, head=head)
+    model.to(device, job.torch_dtype)
     return model
 
 
@@ -276,9 +296,8 @@ def _transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dt
     )
 
 
-def build_optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype, device: torch.device) -> Any:
+def build_optimizer(job: Job, settings: OptimizerSettings, model: DistributedDataParallel, device: torch.device) -> Any:
     """Megatron's optimizer around torch's AdamW; the learning rate is set at every step."""
-    settings = job.optimizer
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -287,8 +306,8 @@ def build_optimizer(job: Job, model: DistributedDataParallel, dtype: torch.dtype
         adam_beta2=settings.betas[1],
         adam_eps=settings.eps,
         clip_grad=settings.max_grad_norm,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
+        bf16=job.torch_dtype == torch.bfloat16,
+        params_dtype=job.torch_dtype,
         use_distributed_optimizer=job.is_distributed_optimizer,
     )
     with megatron_cpu.cuda_type_names(device):

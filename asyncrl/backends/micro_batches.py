@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.policies.algorithms import LossInputs
+from asyncrl.policies.objective import ValueInputs
 from asyncrl.policies.packing import MicroBatch
 
 LENGTH_RATIO = 0.75
@@ -49,6 +50,7 @@ class PackedRow:
     rows: torch.Tensor
     layout: Rectangles | None
     _loss: Mapping[str, torch.Tensor]
+    _scores: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(
@@ -61,21 +63,43 @@ class PackedRow:
             "rows": rows,
         }
         loss = {name: getattr(micro_batch, name)[rows] for name in _LOSS}
+        scores = {f"score {name}": array[rows] for name, array in micro_batch.scores.items()}
         loss["sequence"] = np.searchsorted(micro_batch.boundaries[1:], rows, side="right")
         parts, order = rectangles(micro_batch.boundaries) if in_rectangles else ([], np.empty(0, np.int64))
         rectangular = {f"rectangle {i}": part for i, part in enumerate(parts)} | {"order": order}
-        moved = to_device(arrays | loss | rectangular, device)
+        moved = to_device(arrays | loss | scores | rectangular, device)
         layout = Rectangles(indices=tuple(moved[f"rectangle {i}"] for i in range(len(parts))), order=moved["order"])
         return cls(
             **{name: moved[name] for name in arrays},
             longest=int(np.diff(micro_batch.boundaries).max()),
             layout=layout if in_rectangles else None,
             _loss={name: moved[name] for name in loss},
+            _scores={name: moved[f"score {name}"] for name in micro_batch.scores},
         )
 
     def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
         """The numbers of ``rows`` beside their logprobs and entropy f32[M]."""
-        return LossInputs(logprobs=logprobs, entropy=entropy, num_sequences=len(self.boundaries) - 1, **self._loss)
+        return LossInputs(
+            logprobs=logprobs,
+            entropy=entropy,
+            num_sequences=len(self.boundaries) - 1,
+            scores=self._scores,
+            **self._loss,
+        )
+
+    def value_inputs(self, values: torch.Tensor) -> ValueInputs:
+        """Values after each token f32[N] -> those before each of ``rows``, and the numbers of ``rows`` beside them.
+
+        The micro-batch has the scores "old_values" and "returns".
+        """
+        return ValueInputs(
+            values=values.index_select(0, self.rows - 1),
+            old_values=self._scores["old_values"],
+            returns=self._scores["returns"],
+            loss_weights=self._loss["loss_weights"],
+            sequence=self._loss["sequence"],
+            num_sequences=len(self.boundaries) - 1,
+        )
 
 
 _LOSS = ("behavior_logprobs", "advantages", "loss_weights", "is_fresh", "staleness")

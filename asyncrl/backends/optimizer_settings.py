@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.policies import diagnostics
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
@@ -25,15 +23,18 @@ def is_trainable(loss: float, grad_norm: float) -> bool:
 
 
 def step_metrics(
-    totals: diagnostics.Sums, *, grad_norm: float, learning_rate: float, is_skipped: bool
+    of_objective: Mapping[str, float], *, model: str, grad_norm: float, learning_rate: float, is_skipped: bool
 ) -> Mapping[str, float]:
-    """The metrics of one optimizer step from the sums over the whole batch.
+    """The metrics of one optimizer step of the policy; of another ``model`` they are all under its name.
 
     grad_norm      of the summed gradients, before the clip
     learner/skipped_steps  1 when loss or gradients were not finite and the weights were left as they were
     """
-    return diagnostics.metrics(totals) | {
-        "grad_norm": grad_norm,
-        "learner/learning_rate": learning_rate,
-        "learner/skipped_steps": float(is_skipped),
+    is_policy = model == "policy"
+    learner = "learner" if is_policy else model
+    return {
+        **of_objective,
+        "grad_norm" if is_policy else f"{model}/grad_norm": grad_norm,
+        f"{learner}/learning_rate": learning_rate,
+        f"{learner}/skipped_steps": float(is_skipped),
     }

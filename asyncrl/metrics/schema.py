@@ -32,6 +32,7 @@ SCHEMA: dict[str, str] = {
     "learner/mfu": "model FLOP/s utilisation of the step: training FLOPs / seconds / nominal bfloat16 peak; GPU only",
     "learner/step_tokens_per_second": "packed tokens, prompts included, over the seconds of the step alone",
     "learner/memory_bytes": "most GPU memory that tensors of the first rank took since the start; GPU only",
+    "learner/score_seconds": "of step_seconds, other models scoring the batch, and advantages made of that",
     "learner/prepare_seconds": "batch to packed micro-batches, on the host, most often while the step before runs",
     "learner/learning_rate": "of this step",
     "learner/skipped_steps": "1 when a non-finite loss or gradient skipped the update",
@@ -92,7 +93,16 @@ SCHEMA: dict[str, str] = {
     "loss": "the batch's loss",
     "grad_norm": "before clipping",
     "entropy": "of the policy at the sampled tokens, nats, mean over trained tokens",
-    "kl": "k3 to the reference model, when there is one",
+    "critic/grad_norm": "of the critic, before clipping",
+    "critic/learning_rate": "of this step of the critic",
+    "critic/skipped_steps": "1 when a non-finite loss or gradient skipped the critic's update",
+    "critic/loss": "the batch's value loss",
+    "critic/explained_variance": "1 - Var(returns - values) / Var(returns) over trained tokens, at most 1",
+    "critic/clip_fraction": "tokens whose value the clip held back",
+    "critic/value_mean": "mean over trained tokens",
+    "critic/return_mean": "what the values should have been, mean over trained tokens",
+    "kl": "k3 to the reference model per token, nats, when there is one",
+    "teacher_kl": "k3 to the teacher per token, nats, when there is one",
 }
 
 

@@ -1,14 +1,14 @@
 """The table of algorithms: advantage + loss + correction + aggregation + defaults + paper, one row each.
 
 ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
-Backends call ``objective`` on it and know nothing else. A new algorithm is one row here, or "package.module:ROW" in the
-run file. Which to choose: docs/algorithms.md.
+What the parts need of other models says which ones a run loads. Backends call ``objective`` and know nothing else.
+A new algorithm is one row here, or "package.module:ROW" in the run file. Which to choose: docs/algorithms.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +18,22 @@ from numpy.typing import NDArray
 from asyncrl.errors import ConfigError
 from asyncrl.policies import correction_chains
 from asyncrl.policies.aggregation import total
-from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
-from asyncrl.policies.correction_chains import Chain, Evidence, Step
-from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, SCORED_BY, Advantage, Aggregation, Loss
+from asyncrl.policies.combinations import refuse_wrong_combinations
+from asyncrl.policies.correction_chains import Chain, Evidence
+from asyncrl.policies.diagnostics import (
+    Sums,
+    divergence_sums,
+    mean_weight,
+    metrics,
+    sequence_sums,
+    token_sums,
+    version_sums,
+    zero,
+)
 from asyncrl.policies.filters import overlong_penalty
+from asyncrl.policies.kl import Penalty
+from asyncrl.policies.part_options import set_option
 
 Denominator = Literal["before", "after"]
 
@@ -36,6 +48,7 @@ class LossInputs:
     is_fresh           bool[M]  the version being trained sampled the token and all before it
     staleness          i32[M]   version being trained - version that sampled the token
     sequence           i64[M]   which of the micro-batch's ``num_sequences`` documents the token belongs to, rising
+    scores             f32[M] each: what other models say of the tokens, by name (packing.MicroBatch)
     """
 
     logprobs: torch.Tensor
@@ -47,6 +60,7 @@ class LossInputs:
     staleness: torch.Tensor
     sequence: torch.Tensor
     num_sequences: int
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +78,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py)."""
+    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py).
+
+    kl: how far from the reference model is too far; None without one.
+    """
 
     name: str
     paper: str
@@ -74,6 +91,7 @@ class Algorithm:
     correction: Chain
     denominator: Denominator = "before"
     entropy_coef: float = 0.0
+    kl: Penalty | None = None
     overlong_tokens: int = 0
     max_response_tokens: int = 0
     masks_truncated: bool = False
@@ -95,6 +113,26 @@ class Algorithm:
         is_covered = self.loss.is_coupled or self.loss.is_supervised
         return correction_chains.is_uncorrected(self.correction) and not is_covered
 
+    @property
+    def advantage_scores(self) -> frozenset[str]:
+        """Which of SCORED_BY the advantages are made from, so that they have to wait for the present weights."""
+        is_in_reward = self.kl is not None and self.kl.place == "reward"
+        named = {*self.advantage.needs, *(("prox_logprobs", "ref_logprobs") if is_in_reward else ())}
+        return frozenset(SCORED_BY.keys() & named)
+
+    @property
+    def loss_scores(self) -> frozenset[str]:
+        """Which of SCORED_BY the loss takes; the present policy's logprobs it has at hand."""
+        named = {*self.loss.takes, *self.loss.needs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
+        if "effective_fraction" in named:  # of the whole batch, so before the first micro-batch
+            named.add("prox_logprobs")
+        return frozenset(SCORED_BY.keys() & named)
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Models besides the policy: "critic", "reference", "teacher"."""
+        return frozenset(SCORED_BY[name] for name in self.advantage_scores | self.loss_scores) - {"policy"}
+
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """What to call backward() on (this micro-batch's part of the batch's loss), and sums for the metrics.
 
@@ -102,7 +140,8 @@ class Algorithm:
         the correction covers staleness and engine mismatch at once, and the clip is a trust region around the learner.
         """
         prox_logprobs = inputs.logprobs.detach()
-        values = {name: getattr(inputs, name) for name in LossInputs.__slots__} | {"prox_logprobs": prox_logprobs}
+        values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
+        values |= dict(inputs.scores) | {"prox_logprobs": prox_logprobs}
         loss, clipped = self.loss(values)
         log_ratio = prox_logprobs - inputs.behavior_logprobs
         evidence = Evidence(
@@ -130,9 +169,32 @@ class Algorithm:
             num_sequences=inputs.num_sequences,
         )
         sums += version_sums(log_ratio=log_ratio, weights=weights, clipped=clipped, staleness=inputs.staleness)
+        if inputs.scores:
+            sums += divergence_sums(prox_logprobs, scores=inputs.scores)
         if self.entropy_coef:
-            objective = objective - self.entropy_coef * total(inputs.entropy, inputs.loss_weights)
+            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(inputs, weights))
+        if self.kl is not None and self.kl.place == "loss":
+            distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
+            objective = objective + total(distance, self._shares(inputs, weights))
         return objective, sums
+
+    def _shares(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
+        """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
+
+        The correction does not weigh them, but where it says what the mean is over: under self_norm a mean by its
+        weights, with denominator "after" one over the tokens it keeps.
+        """
+        if correction_chains.norm_level(self.correction) is not None:
+            return inputs.loss_weights * weights
+        return inputs.loss_weights * (weights != 0) if self.denominator == "after" else inputs.loss_weights
+
+    def zero(self, device: torch.device) -> Sums:
+        """The sums of no tokens."""
+        return zero(device)
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        """The batch's metrics from its totals."""
+        return metrics(totals)
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
@@ -249,6 +311,30 @@ ALGORITHMS: dict[str, Row] = {
             correction="tis_token",
         ),
         Row(
+            name="ppo",
+            paper="arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
+            advantage="gae",
+            loss="ppo_clip",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="opd",
+            paper="on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
+            advantage="none",
+            loss="opd_reward",
+            aggregation="token_mean",
+            correction="tis_token",
+        ),
+        Row(
+            name="p3o",
+            paper="arXiv:2605.12380",
+            advantage="grpo",
+            loss="p3o",
+            aggregation="token_mean",
+            correction="none",
+        ),
+        Row(
             name="sft",
             paper="maximum likelihood of the responses, whatever their reward",
             advantage="reinforce",
@@ -269,6 +355,7 @@ def resolve(
     correction: str = "",
     denominator: Denominator = "before",
     entropy_coef: float = 0.0,
+    kl: Penalty | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Algorithm:
     """``row`` with other parts and hyper-parameters.
@@ -279,22 +366,23 @@ def resolve(
     parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
     chain = list(correction_chains.chain(row.correction))
     for key, value in row.options.items():
-        _set_option(parts, chain, key, value, name=row.name)
+        set_option(parts, chain, key, value, name=row.name)
     given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     parts |= {what: _pick(what, part) for what, part in given.items() if part}
     if correction:
         chain = list(correction_chains.chain(correction))
     for key, value in (options or {}).items():
-        _set_option(parts, chain, key, value, name=row.name)
+        set_option(parts, chain, key, value, name=row.name)
     made = Algorithm(
         name=row.name,
         paper=row.paper,
         correction=tuple(chain),
         denominator=denominator,
         entropy_coef=entropy_coef,
+        kl=kl,
         **parts,
     )
-    _refuse_wrong_combinations(made)
+    refuse_wrong_combinations(made)
     return made
 
 
@@ -307,54 +395,3 @@ def _pick(what: str, part: str | Advantage | Loss | Aggregation) -> Any:
     if part not in _TABLES[what]:
         raise ConfigError(f"algorithm: {what} must be one of {', '.join(_TABLES[what])}, got {part!r}")
     return _TABLES[what][part]
-
-
-def _set_option(parts: dict[str, Any], chain: list[Step], key: str, value: Any, *, name: str) -> None:
-    """``part.option``: the part is advantage, loss, aggregation, correction, or the name of one of the corrections."""
-    prefix, _, option = key.rpartition(".")
-    steps = {step.name: step for step in chain}
-    owners = [place for place, found in (parts | steps).items() if option in found.options]
-    if prefix:
-        owners = [place for place in owners if place == prefix or (prefix == "correction" and place in steps)]
-    if not owners:
-        known = ", ".join(sorted({option for found in (parts | steps).values() for option in found.options}))
-        raise ConfigError(f"algorithm.options: {name} has no option {key!r}; it has {known}")
-    if len(owners) > 1:
-        prefixes = " or ".join(f"{owner}.{option}" for owner in owners)
-        raise ConfigError(f"algorithm.options: {key!r} belongs to several parts; write {prefixes}")
-    (owner,) = owners
-    if owner in parts:
-        found = parts[owner]
-        parts[owner] = replace(found, options={**found.options, option: _checked(found.options[option], value, key)})
-    else:
-        found = steps[owner]
-        changes = {option: _checked(found.options[option], value, key)}
-        (chain[chain.index(found)],) = correction_chains.chain([{"name": owner, **found.options, **changes}])
-
-
-def _checked(default: Any, value: Any, key: str) -> Any:
-    if isinstance(default, str):
-        choices = CHOICES.get(key.rpartition(".")[2], ())
-        if not isinstance(value, str) or (choices and value not in choices):
-            wanted = " or ".join(choices) or f"a word such as {default!r}"
-            raise ConfigError(f"algorithm.options: {key} must be {wanted}, got {value!r}")
-        return value
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
-        raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
-    if value < 0 and default >= 0:
-        raise ConfigError(f"algorithm.options: {key} must be >= 0, got {value}")
-    return float(value)
-
-
-def _refuse_wrong_combinations(made: Algorithm) -> None:
-    ratios = [step.name for step in made.correction if step.kind == "weight" and step.name != "none"]
-    if made.loss.is_coupled and ratios:
-        raise ConfigError(
-            f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
-            'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
-        )
-    if made.denominator == "after" and made.aggregation.name != "token_mean":
-        raise ConfigError(
-            f'algorithm: denominator = "after" goes with aggregation token_mean; {made.aggregation.name} divides by '
-            "trajectories or prompts, whose number rejection does not change"
-        )

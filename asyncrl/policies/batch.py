@@ -29,9 +29,15 @@ Metric = float | Histogram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """documents: one per trajectory. metrics: of the samples, under the schema's names."""
+    """documents: one per trajectory. metrics: of the samples, under the schema's names.
+
+    rewarded, sampled  what advantages are made from once other models have scored the batch (scored.py): the rewards,
+                       and bool[T] of each document where the policy sampled the token, also one that is not trained
+    """
 
     documents: list[Document]
+    rewarded: Rewarded
+    sampled: list[NDArray[np.bool_]]
     metrics: dict[str, Metric]
     num_tokens: int
     """Response tokens that are trained."""
@@ -40,20 +46,25 @@ class Batch:
 def build(
     groups: Sequence[TrajectoryGroup], *, algorithm: Algorithm, policy_version: int, max_staleness: int, forks: Forks
 ) -> Batch:
-    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound."""
+    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
+
+    Advantages that need another model's scores are 0 here.
+    """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     masks = [trajectory.response_mask for _, trajectory in trajectories]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    advantages = algorithm.advantage(
-        Rewarded(
-            rewards=algorithm.shaped(
-                np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
-                np.array([len(trajectory.tokens) for _, trajectory in trajectories]),
-            ),
-            group=members,
-            sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
-        )
+    rewarded = Rewarded(
+        rewards=algorithm.shaped(
+            np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
+            np.array([len(trajectory.tokens) for _, trajectory in trajectories]),
+        ),
+        group=members,
+        sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
+        is_truncated=np.array([trajectory.finish_reason == "length" for _, trajectory in trajectories]),
     )
+    advantages = np.zeros(len(rewarded.sequence), np.float32)
+    if not algorithm.advantage_scores:
+        advantages = algorithm.advantage(rewarded)
     trained = masks
     if algorithm.masks_truncated:
         trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
@@ -72,7 +83,16 @@ def build(
     sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
     assert sampled.size == 0 or sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(sampled, max_staleness) | _sample_metrics(groups)
-    return Batch(documents=documents, metrics=metrics, num_tokens=int(sampled.size))
+    return Batch(
+        documents=documents,
+        rewarded=rewarded,
+        sampled=[
+            np.concatenate([np.zeros(len(group.prompt_tokens), np.bool_), trajectory.response_mask])
+            for group, trajectory in trajectories
+        ],
+        metrics=metrics,
+        num_tokens=int(sampled.size),
+    )
 
 
 def _document(

@@ -1,7 +1,7 @@
 """What an algorithm is put together from: the tables of advantages, losses and aggregations, each a row per formula.
 
-A row names its pure function, what of the batch it needs, and the defaults of its options; it says what it must not be
-combined with. To add one: a function in advantages.py, returns.py or losses/, and a row here
+A row names its pure function, what of the batch and of other models it needs, and the defaults of its options; it says
+what it must not be combined with. To add one: a function in advantages.py, returns.py or losses/, and a row here
 (docs/algorithms.md, tests/test_algorithms.py).
 """
 
@@ -15,10 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies import advantages, aggregation, losses, returns
+from asyncrl.policies import advantages, aggregation, distillation, losses, returns
 from asyncrl.policies.segments import Array
 
 Options = Mapping[str, Any]
+Floats = NDArray[np.float64]
+
+SCORED_BY: Mapping[str, str] = {
+    "values": "critic",
+    "ref_logprobs": "reference",
+    "teacher_logprobs": "teacher",
+    "prox_logprobs": "policy",
+}
+"""Which model says it of every token, before the step (protocols.Backend.score)."""
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------
@@ -29,24 +38,41 @@ class Rewarded:
     """A batch as advantages see it: B trajectories, M response tokens end to end.
 
     rewards  f64[B];  group  i64[B]: which prompt group;  sequence  i64[M]: which trajectory a token belongs to, rising
+    is_truncated  bool[B]: cut at the longest allowed answer
+    kl            f64[M]: taken off each token's reward
+
+    Where there is a critic, in the present weights:
+    values        f64[M]: of the state in which each token was chosen;  final_values  f64[B]: behind the last one
     """
 
     rewards: NDArray[np.float64]
     group: NDArray[np.int64]
     sequence: NDArray[np.int64]
+    is_truncated: NDArray[np.bool_] | None = None
+    kl: NDArray[np.float64] | None = None
+    values: NDArray[np.float64] | None = None
+    final_values: NDArray[np.float64] | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Response tokens of each trajectory.  i64[B]"""
         return np.bincount(self.sequence, minlength=len(self.rewards))
 
+    @property
+    def token_rewards(self) -> NDArray[np.float64]:
+        """The trajectory's reward on its last token, and the KL to the reference on all.  f64[M]"""
+        return returns.token_rewards(self.rewards, self.sequence, kl=self.kl, kl_coef=1.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage:
-    """per  "group": function(rewards [G], ...) -> [G];  "batch": function(...) -> per token [M]. needs: of Rewarded."""
+    """per  "group": function(rewards [G], ...) -> [G];  "batch": function(...) -> per token [M]. needs: of Rewarded.
+
+    With "values" among its needs the function gives advantages and returns, what the critic learns.
+    """
 
     name: str
-    function: Callable[..., NDArray[Any]]
+    function: Callable[..., Any]
     per: Literal["group", "batch"] = "group"
     needs: tuple[str, ...] = ("rewards",)
     options: Options = field(default_factory=dict)
@@ -55,9 +81,18 @@ class Advantage:
 
     def __call__(self, batch: Rewarded) -> NDArray[np.float32]:
         """Advantage of each response token.  f32[M]"""
-        if self.per == "batch":
-            given = (getattr(batch, name) for name in self.needs)
-            return self.function(*given, **self.options).astype(np.float32)
+        return self.with_returns(batch)[0]
+
+    def with_returns(self, batch: Rewarded) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Advantage of each response token, and its return where a critic learns that.  f32[M] each"""
+        if self.per == "group":
+            return self._of_groups(batch), None
+        made = self.function(*(getattr(batch, name) for name in self.needs), **self.options)
+        if "values" not in self.needs:
+            return made.astype(np.float32), None
+        return made[0].astype(np.float32), made[1].astype(np.float32)
+
+    def _of_groups(self, batch: Rewarded) -> NDArray[np.float32]:
         lengths = batch.lengths
         values = np.zeros(len(batch.rewards), np.float32)
         for name in np.unique(batch.group):
@@ -67,21 +102,47 @@ class Advantage:
         return values[batch.sequence]
 
 
-def _reinforce(rewards: NDArray[np.float64], sequence: NDArray[np.int64], *, gamma: float = 1.0) -> NDArray[np.float64]:
-    return returns.reinforce(returns.token_rewards(rewards, sequence), sequence, gamma=gamma)
+def _reinforce_pp(token_rewards: Floats, sequence: NDArray[np.int64], *, gamma: float) -> Floats:
+    return returns.whiten(returns.reinforce(token_rewards, sequence, gamma=gamma))
+
+
+def _gae(
+    token_rewards: Floats,
+    values: Floats,
+    sequence: NDArray[np.int64],
+    is_truncated: NDArray[np.bool_],
+    final_values: Floats,
+    *,
+    gamma: float,
+    lam: float,
+    truncated: Literal["end", "bootstrap"],
+) -> tuple[Floats, Floats]:
+    """Advantages whitened over the batch as in verl and OpenRLHF, returns as they are."""
+    bootstrap = np.where(is_truncated, final_values, 0.0) if truncated == "bootstrap" else None
+    estimates, targets = returns.gae(token_rewards, values, sequence, gamma=gamma, lam=lam, bootstrap=bootstrap)
+    return returns.whiten(estimates), targets
+
+
+def _none(sequence: NDArray[np.int64]) -> Floats:
+    return np.zeros(len(sequence))
 
 
 def _gpg(
-    rewards: NDArray[np.float64], group: NDArray[np.int64], sequence: NDArray[np.int64], *, f_norm: float = 1.0
-) -> NDArray[np.float64]:
-    alpha = advantages.gpg_alpha(rewards, group)
+    rewards: Floats,
+    group: NDArray[np.int64],
+    sequence: NDArray[np.int64],
+    *,
+    f_norm: float,
+    count: Literal["nonzero_rewards", "groups_with_variance"],
+) -> Floats:
+    alpha = advantages.gpg_alpha(rewards, group, count=count)
     values = np.zeros(len(rewards))
     for name in np.unique(group):
         values[group == name] = advantages.gpg(rewards[group == name], alpha=alpha, f_norm=f_norm)
     return values[sequence]
 
 
-_TOKENS = ("rewards", "sequence")
+_TOKENS = ("token_rewards", "sequence")
 
 ADVANTAGES: dict[str, Advantage] = {
     row.name: row
@@ -91,10 +152,16 @@ ADVANTAGES: dict[str, Advantage] = {
         Advantage(name="rloo", function=advantages.rloo),
         Advantage(name="maxrl", function=advantages.maxrl, options={"eps": 0.0}),
         Advantage(name="opo", function=advantages.opo, needs=("rewards", "lengths")),
-        Advantage(name="gpg", function=_gpg, per="batch", needs=("rewards", "group", "sequence")),
+        Advantage(
+            name="gpg",
+            function=_gpg,
+            per="batch",
+            needs=("rewards", "group", "sequence"),
+            options={"f_norm": 1.0, "count": "nonzero_rewards"},
+        ),
         Advantage(
             name="reinforce",
-            function=_reinforce,
+            function=returns.reinforce,
             per="batch",
             needs=_TOKENS,
             options={"gamma": 1.0},
@@ -102,7 +169,7 @@ ADVANTAGES: dict[str, Advantage] = {
         ),
         Advantage(
             name="reinforce_pp",
-            function=returns.reinforce_pp,
+            function=_reinforce_pp,
             per="batch",
             needs=_TOKENS,
             options={"gamma": 1.0},
@@ -114,6 +181,15 @@ ADVANTAGES: dict[str, Advantage] = {
             per="batch",
             needs=("rewards", "group", "sequence"),
         ),
+        Advantage(
+            name="gae",
+            function=_gae,
+            per="batch",
+            needs=("token_rewards", "values", "sequence", "is_truncated", "final_values"),
+            options={"gamma": 1.0, "lam": 1.0, "truncated": "end"},
+            has_group_baseline=False,
+        ),
+        Advantage(name="none", function=_none, per="batch", needs=("sequence",), has_group_baseline=False),
     )
 }
 
@@ -149,6 +225,14 @@ def _m2po(
     """The second moment of each micro-batch is bounded, and so the batch's."""
     keep = losses.m2po_mask(prox_logprobs, behavior_logprobs, threshold=threshold)
     return losses.m2po(logprobs, prox_logprobs, advantage, keep=keep)
+
+
+def _opd_reward(
+    logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without another pass."""
+    mixed = distillation.opd_advantages(advantage, prox_logprobs, teacher_logprobs, coef=coef)
+    return losses.reinforce(logprobs, mixed)
 
 
 _PROX = ("logprobs", "prox_logprobs", "advantages")
@@ -210,12 +294,23 @@ LOSSES: dict[str, Loss] = {
             is_coupled=True,
         ),
         Loss(name="m2po", function=_m2po, takes=(*_PROX, "behavior_logprobs"), options={"threshold": 0.04}),
+        Loss(name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True),
+        Loss(name="opd_reward", function=_opd_reward, takes=(*_PROX, "teacher_logprobs"), options={"coef": 1.0}),
+        Loss(
+            name="opd",
+            function=distillation.opd,
+            takes=("logprobs", "behavior_logprobs", "teacher_logprobs"),
+            options={"max_drop": 0.2, "kl_coef": 1e-3},
+            is_coupled=True,
+        ),
         Loss(name="sft", function=losses.sft, takes=("logprobs",), is_supervised=True),
     )
 }
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "cap_mode": ("one_plus", "absolute"),
+    "count": ("nonzero_rewards", "groups_with_variance"),
+    "truncated": ("end", "bootstrap"),
     "level": ("sequence", "token"),
     "divergence": ("tv", "kl"),
 }

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 
 from asyncrl.policies.corrections import LOG_RATIO_LIMIT, geometric_ratio, sequence_ratio
+from asyncrl.policies.losses.ratios import log_ratio
 from asyncrl.policies.segments import Array, as_floats, segment_sum
 
 BUCKETS: Final = (0, 1, 2, 4, 8, 16)
@@ -43,6 +44,8 @@ _TOKEN_SUMS: Final = (
     "fresh_k3",
 )
 
+_DIVERGENCE_SUMS: Final = ("ref_tokens", "ref_k3", "teacher_tokens", "teacher_k3")
+
 _SEQUENCE_SUMS: Final = (
     "sequences",
     "rejected_sequences",
@@ -62,7 +65,12 @@ _SEQUENCE_SUMS: Final = (
     "nll_distance",
 )
 
-SUMS: Final = (*_TOKEN_SUMS, *_SEQUENCE_SUMS, *(f"{name}@{low}" for name in _BUCKET_SUMS for low in BUCKETS))
+SUMS: Final = (
+    *_TOKEN_SUMS,
+    *_SEQUENCE_SUMS,
+    *(f"{name}@{low}" for name in _BUCKET_SUMS for low in BUCKETS),
+    *_DIVERGENCE_SUMS,
+)
 MAXIMA: Final = ("ratio", "difference", "fresh_difference", "inverse_ratio", "sequence_ratio", "nll_rise", "nll_fall")
 _LOWEST: Final = {"nll_rise": -torch.inf, "nll_fall": -torch.inf}  # of those that may be negative; 0 of the others
 
@@ -145,6 +153,16 @@ def token_sums(
         "inverse_ratio": _ratio(-log_ratio).max(),
     }
     return _of(sums, maxima, log_ratio.device)
+
+
+def divergence_sums(logprobs: torch.Tensor, *, scores: Mapping[str, torch.Tensor]) -> Sums:
+    """Sums of the k3 of M tokens to the reference and to the teacher, of those among ``scores``.  f32[M] each"""
+    sums: dict[str, torch.Tensor] = {}
+    for model in ("ref", "teacher"):
+        if (other := scores.get(f"{model}_logprobs")) is not None:
+            k3 = k3_of(log_ratio(other.double(), logprobs.double()))
+            sums |= {f"{model}_tokens": torch.ones_like(k3).sum(), f"{model}_k3": k3.sum()}
+    return _of(sums, {}, logprobs.device)
 
 
 def sequence_sums(
@@ -273,6 +291,7 @@ def metrics(totals: Sums) -> dict[str, float]:
     offpolicy/ess             effective sample size of the token weights, as a fraction of the tokens, in (0, 1]
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
     mismatch/*                |trainer - behavior| logprob; fresh_*: of tokens the learner's own version sampled
+    kl, teacher_kl            k3 to the reference and to the teacher per token, where there is one
     """
     values = dict(zip(SUMS, totals.sums.tolist(), strict=True))
     maxima = dict(zip(MAXIMA, totals.maxima.tolist(), strict=True))
@@ -295,6 +314,9 @@ def metrics(totals: Sums) -> dict[str, float]:
             "mismatch/fresh_max": maxima["fresh_difference"],
             "mismatch/fresh_k3": values["fresh_k3"] / fresh,
         }
+    for name, model in (("kl", "ref"), ("teacher_kl", "teacher")):
+        if values[f"{model}_tokens"]:
+            result[name] = values[f"{model}_k3"] / values[f"{model}_tokens"]
     if values["sequences"]:
         result |= _sequence_metrics(values, maxima)
     return result | _version_metrics(values)

@@ -13,10 +13,29 @@ Gradients flow through ``logprobs`` only. k3 clamps the log ratio before exp.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from asyncrl.policies.losses.ratios import log_ratio, ratio
 from asyncrl.policies.segments import Array, as_floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """coef x the estimate of KL(policy || reference), added to the loss of every token or taken off its reward."""
+
+    coef: float
+    estimate: Literal["k1", "k2", "k3", "low_variance", "unbiased"]
+    place: Literal["loss", "reward"]
+
+    def __call__(self, logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
+        """coef x nats, with gradient in ``logprobs``.  f32[M] x 3 -> f32[M]"""
+        if self.estimate == "unbiased":
+            return self.coef * unbiased(logprobs, ref_logprobs, behavior_logprobs)
+        estimates = {"k1": k1, "k2": k2, "k3": k3, "low_variance": low_variance}
+        return self.coef * estimates[self.estimate](logprobs, ref_logprobs)
 
 
 def k1(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:

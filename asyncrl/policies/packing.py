@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ class MicroBatch:
     """Documents packed into one row of N tokens; fields as in Document, concatenated.
 
     boundaries  i32[D+1]  document d is tokens[boundaries[d]:boundaries[d+1]]
+    documents   i64[D]    where each stood in the list that was packed; -1 for what ``empty`` fills in
+    scores      f32[N] each, by name: numbers of other models about each token ("ref_logprobs", "teacher_logprobs",
+                "old_values", "returns"). Aligned as everything here: what belongs to choosing token n is at n, so the
+                old value of the state in which it was chosen is the critic's at token n - 1.
     """
 
     tokens: NDArray[np.int32]
@@ -52,6 +56,8 @@ class MicroBatch:
     advantages: NDArray[np.float32]
     loss_weights: NDArray[np.float32]
     staleness: NDArray[np.int32]
+    documents: NDArray[np.int64]
+    scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -95,7 +101,7 @@ def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int
     count = max(len(_packed(share, lengths, max_tokens, at_least=0)) for share in shares)
     return [
         [
-            _concatenate([documents[i] for i in sorted(group)]) if group else empty()
+            _concatenate([documents[i] for i in sorted(group)], sorted(group)) if group else empty()
             for group in _packed(share, lengths, max_tokens, at_least=count)
         ]
         for share in shares
@@ -153,14 +159,16 @@ def empty() -> MicroBatch:
         loss_weights=np.zeros(2, np.float32),
         staleness=np.zeros(2, np.int32),
     )
-    return _concatenate([blank])
+    return _concatenate([blank], [-1])
 
 
-def _concatenate(documents: Sequence[Document]) -> MicroBatch:
+def _concatenate(documents: Sequence[Document], indices: Sequence[int]) -> MicroBatch:
     lengths = [len(document) for document in documents]
+    per_token: dict[str, Any] = {name: np.concatenate([getattr(d, name) for d in documents]) for name in _PER_TOKEN}
     return MicroBatch(
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        **{name: np.concatenate([getattr(d, name) for d in documents]) for name in _PER_TOKEN},
+        documents=np.array(indices, np.int64),
+        **per_token,
     )
 
 

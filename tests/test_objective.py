@@ -1,0 +1,135 @@
+"""What an algorithm's objective adds to its policy loss: entropy, KL to a reference, a teacher's signal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.metrics.schema import is_known
+from asyncrl.policies import kl
+from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, LossInputs, resolve
+from asyncrl.policies.kl import Penalty
+
+BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
+LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
+"""Ratios 1, e, 1.1 and 1 / e: the second is over icepop's 1.25, the last below its 0.8."""
+OTHER = torch.tensor([-1.5, -0.5, -2.0, -1.0])
+
+
+def inputs(rows: slice = slice(None), **changes: Any) -> LossInputs:
+    columns = {
+        "logprobs": LOGPROBS.clone(),
+        "entropy": torch.ones(4),
+        "behavior_logprobs": BEHAVIOR,
+        "advantages": torch.zeros(4),
+        "loss_weights": torch.full((4,), 0.25),
+        "is_fresh": torch.zeros(4, dtype=torch.bool),
+        "staleness": torch.ones(4, dtype=torch.int32),
+        "sequence": torch.tensor([0, 0, 1, 1]),
+    } | changes
+    scores = {name: score[rows] for name, score in columns.pop("scores", {}).items()}
+    return LossInputs(num_sequences=2, scores=scores, **{name: column[rows] for name, column in columns.items()})
+
+
+def gradient(algorithm: Algorithm, of: str, *, cuts: tuple[slice, ...] = (slice(None),), **changes: Any) -> list[float]:
+    """Of the batch's whole loss in the ``of`` of each token, as a backend makes it of micro-batches."""
+    leaf = (changes.pop(of, None) if of in changes else getattr(inputs(), of)).clone().requires_grad_()
+    totals = algorithm.zero(torch.device("cpu"))
+    for rows in cuts:
+        objective, sums = algorithm.objective(inputs(rows, **{of: leaf}, **changes))
+        totals += sums
+        objective.backward()
+    scale = algorithm.gradient_scale(totals)
+    assert leaf.grad is not None
+    return [(1.0 if scale is None else scale) * value for value in leaf.grad.tolist()]
+
+
+HALVES = (slice(0, 1), slice(1, 4))
+NARROW = {"icepop.low": 0.8, "icepop.high": 1.25}
+WEIGHTS = [1.0, 2.0, math.exp(0.1), math.exp(-1)]  # tis_token
+SHARES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "before": ({"correction": "icepop", "options": NARROW}, [0.25] * 4),
+    "after, the two that are kept": (
+        {"correction": "icepop", "options": NARROW, "denominator": "after"},
+        [0.5, 0.0, 0.5, 0.0],
+    ),
+    "self_norm, by weight": ({"correction": "tis_token + self_norm"}, [w / sum(WEIGHTS) for w in WEIGHTS]),
+}
+
+
+@pytest.mark.parametrize("cuts", [(slice(None),), HALVES])
+@pytest.mark.parametrize("case", SHARES)
+def test_entropy_is_a_mean_over_what_the_loss_is_a_mean_over(case: str, cuts: tuple[slice, ...]) -> None:
+    parts, shares = SHARES[case]
+    algorithm = resolve(ALGORITHMS["grpo"], entropy_coef=0.1, **parts)
+    assert gradient(algorithm, "entropy", cuts=cuts) == pytest.approx([-0.1 * share for share in shares])
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_kl_in_the_loss_is_a_mean_over_the_same_tokens(case: str) -> None:
+    """The gradient of k2 is the log ratio to the reference."""
+    parts, shares = SHARES[case]
+    algorithm = resolve(ALGORITHMS["grpo"], kl=Penalty(coef=0.1, estimate="k2", place="loss"), **parts)
+    got = gradient(algorithm, "logprobs", cuts=HALVES, scores={"ref_logprobs": OTHER})
+    expected = [0.1 * share * ratio for share, ratio in zip(shares, (LOGPROBS - OTHER).tolist(), strict=True)]
+    assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "function"),
+    [("k2", kl.k2), ("k3", kl.k3), ("low_variance", kl.low_variance), ("unbiased", kl.unbiased)],
+)
+def test_the_kl_of_the_run_file_is_the_function_of_that_name(estimate: Any, function: Any) -> None:
+    algorithm = resolve(ALGORITHMS["grpo"], kl=Penalty(coef=0.3, estimate=estimate, place="loss"))
+    leaf = LOGPROBS.clone().requires_grad_()
+    more = (BEHAVIOR,) if estimate == "unbiased" else ()
+    (0.3 * function(leaf, OTHER, *more)).mean().backward()
+    assert leaf.grad is not None
+    got = gradient(algorithm, "logprobs", scores={"ref_logprobs": OTHER})
+    assert got == pytest.approx(leaf.grad.tolist(), abs=1e-7)
+
+
+def test_kl_in_the_reward_adds_nothing_to_the_loss() -> None:
+    algorithm = resolve(ALGORITHMS["ppo"], kl=Penalty(coef=0.3, estimate="k1", place="reward"))
+    assert gradient(algorithm, "logprobs", scores={"ref_logprobs": OTHER}) == [0.0] * 4
+
+
+def test_divergences_are_told_of_the_models_there_are() -> None:
+    algorithm = resolve(ALGORITHMS["grpo"])
+
+    def metrics(cuts: tuple[slice, ...], **scores: torch.Tensor) -> dict[str, float]:
+        totals = algorithm.zero(torch.device("cpu"))
+        for rows in cuts:
+            totals += algorithm.objective(inputs(rows, scores=scores))[1]
+        return dict(algorithm.metrics(totals))
+
+    assert not {"kl", "teacher_kl"} & metrics(HALVES).keys()
+    got = metrics(HALVES, ref_logprobs=OTHER, teacher_logprobs=LOGPROBS)
+    assert got["kl"] == pytest.approx(float(kl.k3(LOGPROBS, OTHER).mean()))
+    assert got["teacher_kl"] == 0.0
+    assert all(is_known(name) for name in got)
+
+
+def test_on_policy_distillation_follows_the_log_ratio_to_the_teacher() -> None:
+    """-A logprob with A = teacher - student, weighted by tis_token: 1, 2 (capped), e^0.1 and 1 / e."""
+    algorithm = resolve(ALGORITHMS["opd"])
+    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": OTHER})
+    signal = (OTHER - LOGPROBS).tolist()
+    expected = [-0.25 * weight * gap for weight, gap in zip(WEIGHTS, signal, strict=True)]
+    assert got == pytest.approx(expected)
+
+
+def test_a_teacher_beside_rewards_adds_to_their_advantages() -> None:
+    algorithm = resolve(ALGORITHMS["opd"], advantage="grpo", options={"coef": 0.5})
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": OTHER}, advantages=advantages)
+    mixed = (advantages + 0.5 * (OTHER - LOGPROBS)).tolist()
+    assert got == pytest.approx([-0.25 * weight * value for weight, value in zip(WEIGHTS, mixed, strict=True)])
+
+
+def test_gpgs_count_is_an_option() -> None:
+    made = resolve(ALGORITHMS["gpg"], options={"count": "groups_with_variance"})
+    assert made.advantage.options["count"] == "groups_with_variance"
