@@ -248,6 +248,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     state, restore_from = _starting_point(run, resume=resume, last_epoch=-1 if progress is None else progress.run_epoch)
     buffer = Buffer(
         max_staleness=run.max_staleness,
+        order=run.staleness.order,
         forks=state.forks,
         groups=Ledger.from_json(state.groups),
         consumed=Ledger.from_json(state.consumed),

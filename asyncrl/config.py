@@ -227,6 +227,9 @@ class Staleness:
     """No token older than this many policy versions is trained. 0 is synchronous RL."""
     eviction: Literal["drop", "wait"] = "drop"
     """What happens to a group that would get too old: drop it, or hold the learner until stragglers arrive."""
+    order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
+    """Which of the groups that are here go first. freshest_first: least staleness, but it drops what took long.
+    in_order: as the prompts were published, so one straggler holds everybody up."""
     adaptive: bool = False
     """async only: the window follows the effective sample size (ESS) of the batches, offpolicy/sequence_ess. It is
     (bound + 1) batches, smallest <= bound <= max_staleness; max_staleness stays the limit of what is trained."""
@@ -240,6 +243,10 @@ class Staleness:
 
     def __post_init__(self) -> None:
         _require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
+        _require(
+            self.order != "freshest_first" or self.eviction == "drop",
+            'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
+        )
         _require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
         _require(
             not self.adaptive or self.smallest <= self.max_staleness,

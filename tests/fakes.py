@@ -218,6 +218,7 @@ class Loop:
     max_buried_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
     bound: AdaptiveBound | None = None
+    order: str = "oldest_first"
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -227,6 +228,7 @@ class Loop:
         state, restore_from = self._state(resume)
         self.buffer = Buffer(
             max_staleness=self.max_staleness,
+            order=self.order,
             forks=state.forks,
             groups=Ledger.from_json(state.groups),
             consumed=Ledger.from_json(state.consumed),
