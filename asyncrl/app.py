@@ -242,13 +242,15 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     from asyncrl.policies.admission import Admission
     from asyncrl.policies.buffer import Buffer
     from asyncrl.policies.ledger import Ledger
+    from asyncrl.policies.staleness import age_weight
     from asyncrl.topics import PROGRESS
 
+    section = run.staleness
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = _starting_point(run, resume=resume, last_epoch=-1 if progress is None else progress.run_epoch)
     buffer = Buffer(
         max_staleness=run.max_staleness,
-        order=run.staleness.order,
+        order=section.order,
         forks=state.forks,
         groups=Ledger.from_json(state.groups),
         consumed=Ledger.from_json(state.consumed),
@@ -279,9 +281,10 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         BatchSettings(
             groups_per_batch=run.learner.groups_per_batch,
             max_staleness=run.max_staleness,
-            wait_for_stragglers=run.staleness.eviction == "wait",
+            wait_for_stragglers=section.eviction == "wait",
             shares=run.learner.data_parallel,
             micro_batch_tokens=run.learner.micro_batch_tokens,
+            age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
         ),
         buffer=buffer,
         prompts=prompts,

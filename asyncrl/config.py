@@ -230,6 +230,10 @@ class Staleness:
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
     """Which of the groups that are here go first. freshest_first: least staleness, but it drops what took long.
     in_order: as the prompts were published, so one straggler holds everybody up."""
+    weight: Literal["", "exponential", "inverse", "linear"] = ""
+    """What a token s versions old counts in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1).
+    It makes old tokens count less; it corrects nothing (algorithm.correction does)."""
+    weight_rate: float = 0.2
     adaptive: bool = False
     """async only: the window follows the effective sample size (ESS) of the batches, offpolicy/sequence_ess. It is
     (bound + 1) batches, smallest <= bound <= max_staleness; max_staleness stays the limit of what is trained."""
@@ -256,7 +260,7 @@ class Staleness:
             0 <= self.ess_low <= self.ess_high <= 1,
             f"0 <= ess_low <= ess_high <= 1 must hold, got {self.ess_low} and {self.ess_high}",
         )
-        _positive(self, "patience")
+        _positive(self, "patience", "weight_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

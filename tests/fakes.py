@@ -32,6 +32,7 @@ from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.staleness import AgeWeight
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
@@ -219,6 +220,7 @@ class Loop:
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
     bound: AdaptiveBound | None = None
     order: str = "oldest_first"
+    age_weight: AgeWeight | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -255,6 +257,7 @@ class Loop:
                 wait_for_stragglers=self.wait_for_stragglers,
                 shares=1,
                 micro_batch_tokens=1024,
+                age_weight=self.age_weight,
             ),
             buffer=self.buffer,
             prompts=self.prompts,

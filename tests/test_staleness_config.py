@@ -30,6 +30,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "adaptive without staleness": ({"adaptive": True, "mode": "sync"}, 'adaptive needs run.mode = "async"; sync has'),
     "crossed": ({"ess_low": 0.95}, "0 <= ess_low <= ess_high <= 1 must hold, got 0.95 and 0.9"),
     "freshest first that waits": ({"order": "freshest_first", "eviction": "wait"}, 'eviction = "wait" waits for; use'),
+    "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
+    "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
     "no patience": ({"patience": 0}, "patience must be > 0, got 0"),
 }
 
@@ -45,11 +47,16 @@ def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any],
 
 async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
-    run = run_config(tmp_path, adaptive=True, smallest=2, ess_low=0.3, ess_high=0.8, patience=7, order="in_order")
+    run = run_config(
+        tmp_path, adaptive=True, smallest=2, ess_low=0.3, ess_high=0.8, patience=7, order="in_order", weight="linear"
+    )
     bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
     learner, _ = await app.build_learner(run, bus=bus, resume=False)
     await learner.stop()
     bound = learner._feed.bound
     assert (bound.bound, bound.largest, bound.smallest) == (4, 4, 2)
     assert learner._buffer.order == "in_order"
+    weight = learner._feed.settings.age_weight
+    assert weight is not None
+    assert weight([0, 4]).tolist() == pytest.approx([1.0, 0.2])
     assert (bound.low, bound.high, bound.patience) == (0.3, 0.8, 7)

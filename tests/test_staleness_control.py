@@ -17,6 +17,7 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.algorithms import ALGORITHMS, resolve
 from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.staleness import age_weight
 from asyncrl.protocols import Bus
 from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES
 from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
@@ -225,3 +226,23 @@ async def test_in_order_trains_the_prompts_in_their_order_across_a_restart(bus_f
     ids = [group_id for step in trained(first)[:4] + trained(second) for group_id in step]
     assert ids == sorted(set(ids))
     assert len(ids) == 16
+
+
+# -- weights that fall with age ----------------------------------------------------------------------------------------
+
+
+async def test_old_tokens_count_less_and_the_step_says_how_much(bus_factory: Any, tmp_path: Path) -> None:
+    """Batches of two groups: one of version 0 and one of version 1, trained from version 1."""
+    weight = age_weight("inverse", rate=0.2, max_staleness=2)
+    loop = Loop(await bus_factory(), tmp_path, steps=2, max_staleness=1, age_weight=weight)
+    task = asyncio.create_task(loop.run_learner())
+    async with Hand(await bus_factory()).taking() as hand:
+        await hand.answer(2)
+        await until(lambda: loop.backend.steps == 1)
+        await hand.answer(1, version=0)
+        await hand.answer(1, version=1)
+        await task
+    fresh, mixed = loop.backend.trained
+    assert set(fresh[0].loss_weights[fresh[0].response_mask].tolist()) == {0.125}  # 1 of 8 tokens
+    assert sorted(set(mixed[0].loss_weights[mixed[0].response_mask].tolist())) == [0.0625, 0.125]
+    assert [row["staleness/weight"] for row in loop.recorder.rows] == [1.0, 0.75]
