@@ -90,6 +90,7 @@ def algorithm(run: RunConfig) -> Algorithm:
         max_response_tokens=limit,
         masks_truncated=section.mask_truncated,
         aggregation=resolved.aggregation.at_most(limit, unless=section.options),
+        learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
     )
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(

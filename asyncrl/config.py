@@ -234,6 +234,8 @@ class Staleness:
     """What a token s versions old counts in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1).
     It makes old tokens count less; it corrects nothing (algorithm.correction does)."""
     weight_rate: float = 0.2
+    learning_rate: Literal["", "ess_sqrt", "ess_linear"] = ""
+    """VCPO: each step's learner.learning_rate times the ESS of its batch (below), or times its root."""
     adaptive: bool = False
     """async only: the window follows the effective sample size (ESS) of the batches, offpolicy/sequence_ess. It is
     (bound + 1) batches, smallest <= bound <= max_staleness; max_staleness stays the limit of what is trained."""

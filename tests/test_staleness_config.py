@@ -32,6 +32,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "freshest first that waits": ({"order": "freshest_first", "eviction": "wait"}, 'eviction = "wait" waits for; use'),
     "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
     "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
+    "unknown rule": ({"learning_rate": "sqrt"}, "learning_rate must be one of 'ess_sqrt', 'ess_linear', got 'sqrt'"),
     "no patience": ({"patience": 0}, "patience must be > 0, got 0"),
 }
 
@@ -43,6 +44,12 @@ def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any],
     assert str(raised.value).startswith("run.toml: staleness: ")
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:
+    assert app.algorithm(run_config(learning_rate="ess_sqrt")).learning_rate_rule == "sqrt"
+    assert app.algorithm(run_config(learning_rate="ess_linear")).learning_rate_rule == "linear"
+    assert app.algorithm(run_config()).learning_rate_rule == ""
 
 
 async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:

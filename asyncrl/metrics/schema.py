@@ -35,7 +35,7 @@ SCHEMA: dict[str, str] = {
     "learner/step_tokens_per_second": "packed tokens, prompts included, over the seconds of the step alone",
     "learner/memory_bytes": "most GPU memory that tensors of the first rank took since the start; GPU only",
     "learner/prepare_seconds": "batch to packed micro-batches, on the host, most often while the step before runs",
-    "learner/learning_rate": "of this step",
+    "learner/learning_rate": "of this step: warm-up and staleness.learning_rate included",
     "learner/skipped_steps": "1 when a non-finite loss or gradient skipped the update",
     "rollout/tokens_per_second": "tokens sampled per second, summed over workers",
     "rollout/idle_ratio": "share of time with nothing being decoded, mean over workers",
