@@ -378,6 +378,7 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any]:
     """(RolloutWorker, WeightFollower), ready to be supervised."""
     from asyncrl.actors.rollout_worker import RolloutWorker
+    from asyncrl.actors.stragglers import Stragglers
     from asyncrl.actors.weight_follower import WeightFollower
     from asyncrl.data.tokenizer import load_tokenizer
 
@@ -395,5 +396,8 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
         max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
+        stragglers=Stragglers(max_staleness=run.max_staleness, min_group=run.staleness.min_group)
+        if run.staleness.stragglers == "partial"
+        else None,
     )
     return worker, follower

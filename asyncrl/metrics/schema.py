@@ -16,6 +16,7 @@ SCHEMA: dict[str, str] = {
     "staleness/histogram": "trained tokens by staleness",
     "staleness/weight": "what staleness.weight left of the loss weights, mean over trained tokens; when it is set",
     "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",
+    "staleness/cancelled": "answers of the batch's groups that staleness.stragglers cut off: the longest ones",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
     "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",
     "staleness/buried_groups": "groups that could not be made (engine or reward failed for good), since the start",

@@ -139,6 +139,7 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        "staleness/cancelled": float(sum(group.cancelled for group in groups)),
         "reward/same_in_group": float(np.mean([len({t.reward for t in g.trajectories}) == 1 for g in groups])),
         "length/trained": histogram([len(t.tokens) for group in groups for t in group.trajectories]),
         "length/trained_mean": float(np.mean([len(t.tokens) for group in groups for t in group.trajectories])),
