@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference, Teacher
 from asyncrl.tables import build
@@ -223,17 +224,6 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
-    max_staleness: int = 4
-    """No token older than this many policy versions is trained. 0 is synchronous RL."""
-    eviction: Literal["drop", "wait"] = "drop"
-    """What happens to a group that would get too old: drop it, or hold the learner until stragglers arrive."""
-
-    def __post_init__(self) -> None:
-        _require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     channel: str = "files"
     """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
@@ -295,6 +285,9 @@ class RunConfig:
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
 
     @property
     def run_directory(self) -> Path:

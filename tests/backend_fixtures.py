@@ -119,6 +119,9 @@ class SquaredError:
     def gradient_scale(self, totals: Sums) -> float | None:
         return None
 
+    def learning_rate_share(self, totals: Sums) -> float:
+        return 1.0
+
     def metrics(self, totals: Sums) -> Mapping[str, float]:
         loss, tokens = totals.sums.tolist()
         return {"critic/loss": loss, "critic/tokens": tokens}

@@ -25,6 +25,7 @@ from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
+from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.batch import Metric
@@ -32,6 +33,7 @@ from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.staleness import AgeWeight
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
@@ -100,6 +102,7 @@ class Backend:
         self.steps = 0
         self.trained: list[list[MicroBatch]] = []
         self.before_step: Callable[[int], None] = lambda step: None
+        self.measures: Callable[[int], dict[str, float]] = lambda step: {}
 
     def start(self) -> None:
         pass
@@ -110,7 +113,7 @@ class Backend:
         self.before_step(self.steps)
         self.steps += 1
         self.trained.append(list(shares[0]))
-        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0})
+        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0} | self.measures(self.steps))
 
     def score(
         self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
@@ -220,6 +223,9 @@ class Loop:
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
+    bound: AdaptiveBound | None = None
+    order: str = "oldest_first"
+    age_weight: AgeWeight | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -229,6 +235,7 @@ class Loop:
         state, restore_from = self._state(resume)
         self.buffer = Buffer(
             max_staleness=self.max_staleness,
+            order=self.order,
             forks=state.forks,
             groups=Ledger.from_json(state.groups),
             consumed=Ledger.from_json(state.consumed),
@@ -255,10 +262,12 @@ class Loop:
                 wait_for_stragglers=self.wait_for_stragglers,
                 shares=1,
                 micro_batch_tokens=1024,
+                age_weight=self.age_weight,
             ),
             buffer=self.buffer,
             prompts=self.prompts,
             algorithm=self.algorithm,
+            bound=self.bound and self.bound.resumed(state.bound),
         )
         self.learner = Learner(
             "learner",

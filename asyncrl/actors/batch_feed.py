@@ -22,16 +22,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.policies import batch as batches
+from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.staleness import AgeWeight
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -44,13 +47,14 @@ Drop = Callable[[Sequence[Held]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """shares: data-parallel ranks that a batch is dealt to."""
+    """shares: data-parallel ranks that a batch is dealt to; age_weight: what multiplies the loss weights, if any."""
 
     groups_per_batch: int
     max_staleness: int
     wait_for_stragglers: bool
     shares: int
     micro_batch_tokens: int
+    age_weight: AgeWeight | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +77,17 @@ class _Preparation:
 class BatchFeed:
     """Waits for what the learner's reader puts into the buffer; ``wake`` says that something changed."""
 
-    def __init__(self, settings: BatchSettings, *, buffer: Buffer, prompts: PromptSource, algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        settings: BatchSettings,
+        *,
+        buffer: Buffer,
+        prompts: PromptSource,
+        algorithm: Algorithm,
+        bound: AdaptiveBound | None = None,
+    ) -> None:
         self.settings = settings
+        self.bound = bound or AdaptiveBound.fixed(settings.max_staleness)
         self._buffer = buffer
         self._prompts = prompts
         self._algorithm = algorithm
@@ -143,6 +156,15 @@ class BatchFeed:
                 await self.prepare(groups, policy_version=policy_version, owner=owner)
             await self._changed.wait()
 
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Let the bound follow what a step measured; what to say about it when it changed, else nothing."""
+        ess, before = metrics.get("offpolicy/sequence_ess", math.nan), self.bound.bound
+        self.bound = self.bound.update(ess)
+        if self.bound.bound == before:
+            return {}
+        log.info("staleness bound %d -> %d: sequence ESS %.3f", before, self.bound.bound, ess)
+        return {"bound": self.bound.bound, "before": before, "ess": ess}
+
     @property
     def _outstanding(self) -> set[int]:
         """Ids of groups that were published and have not come back."""
@@ -186,6 +208,7 @@ class BatchFeed:
             policy_version=policy_version,
             max_staleness=self.settings.max_staleness,
             forks=self._buffer.forks,
+            age_weight=self.settings.age_weight,
         )
         shares = pack_for_ranks(
             batch.documents, ranks=self.settings.shares, max_tokens=self.settings.micro_batch_tokens

@@ -183,6 +183,8 @@ class Learner(Actor):
         if became == "held" and group is not None:
             self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
             self._buried_in_a_row = 0
+            if group.cancelled:
+                await self._event("cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled)
             await self._filter(group)
         elif became == "buried" and group is not None:
             self._buried += 1
@@ -274,6 +276,8 @@ class Learner(Actor):
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
         await self._publish_weights(group)
+        if changed := self._feed.adapt(result.metrics):
+            await self._event("bound", step=self.step, **changed)
         await self._report_progress()
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
@@ -312,6 +316,7 @@ class Learner(Actor):
                 groups_dropped=self._dropped,
                 groups_buried=self._buried,
                 groups_filtered=self._filtered,
+                bound=self._feed.bound.bound,
                 finished=finished,
             ),
         )
@@ -340,6 +345,7 @@ class Learner(Actor):
             groups_filtered=self._filtered,
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
+            bound=self._feed.bound.state(),
         )
         folder = await self._in_backend(
             functools.partial(
@@ -368,6 +374,7 @@ class Learner(Actor):
     def _own_metrics(self) -> dict[str, Metric]:
         held = self._buffer.held.values()
         metrics: dict[str, Metric] = {
+            "staleness/bound": float(self._feed.bound.bound),
             "staleness/dropped_groups": float(self._dropped),
             "staleness/buried_groups": float(self._buried),
             "staleness/filtered_groups": float(self._filtered),
@@ -390,7 +397,7 @@ class Learner(Actor):
     async def _event(self, kind: str, **data: object) -> None:
         """For whoever asks later why a group was not trained."""
         event = Event(kind=kind, actor=self.name, time=time.time(), data=data)
-        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', ''))}"
+        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', data.get('step', '')))}"
         await self.bus.publish(EVENTS, event, key=key)
 
     async def _in_backend(self, function: Callable[..., T], *arguments: object) -> T:

@@ -134,6 +134,7 @@ class TrainedModel(LoadedModel):
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
         is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
         if not is_skipped:
+            learning_rate *= self._objective.learning_rate_share(totals)
             self._update(learning_rate)
         metrics = step_metrics(
             self._objective.metrics(totals),

@@ -51,6 +51,9 @@ class Critic:
     def gradient_scale(self, totals: Sums) -> float | None:
         return None
 
+    def learning_rate_share(self, totals: Sums) -> float:
+        return 1.0
+
     def metrics(self, totals: Sums) -> Mapping[str, float]:
         """critic/explained_variance: 1 - Var(returns - values) / Var(returns), at most 1; left out of equal returns."""
         of = dict(zip(SUMS, totals.sums.tolist(), strict=True))

@@ -53,6 +53,10 @@ class Objective(Protocol):
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1."""
         ...
 
+    def learning_rate_share(self, totals: Sums) -> float:
+        """What the learning rate of this step is multiplied by, in [0, 1]; asked when the totals are on the host."""
+        ...
+
     def metrics(self, totals: Sums) -> Mapping[str, float]:
         """The batch's metrics from its totals, by their full names ("critic/loss")."""
         ...
