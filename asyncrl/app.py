@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncrl.actors.base import Actor
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
+    from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.filters import GroupFilter
 
@@ -284,6 +285,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         buffer=buffer,
         prompts=prompts,
         algorithm=algorithm(run),
+        bound=_bound(run).resumed(state.bound),
     )
     weights = channel(run)
     learner = Learner(
@@ -312,6 +314,23 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]
+
+
+def _bound(run: RunConfig) -> AdaptiveBound:
+    """Of admission, before any step."""
+    from asyncrl.policies.adaptive import AdaptiveBound
+
+    section, largest = run.staleness, run.max_staleness
+    if not section.adaptive:
+        return AdaptiveBound.fixed(largest)
+    return AdaptiveBound(
+        bound=largest,
+        largest=largest,
+        smallest=section.smallest,
+        low=section.ess_low,
+        high=section.ess_high,
+        patience=section.patience,
+    )
 
 
 def _starting_point(run: RunConfig, *, resume: bool, last_epoch: int) -> tuple[LearnerState, Path | None]:

@@ -103,7 +103,8 @@ def describe(run: RunConfig) -> str:
         lines.append("")
     lines += [
         "# what follows",
-        f"staleness bound   {run.max_staleness} versions ({run.run.mode})",
+        f"staleness bound   {run.max_staleness} versions ({run.run.mode})"
+        + (f", the window's between {run.staleness.smallest} and it" if run.staleness.adaptive else ""),
         f"window            {run.window} groups = (max_staleness {run.max_staleness} + 1) x "
         f"groups_per_batch {run.learner.groups_per_batch}",
         f"data              {rows.num_rows:,} prompts, {run.run.steps * run.learner.groups_per_batch:,} trained",

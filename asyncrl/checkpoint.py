@@ -2,7 +2,7 @@
 
     checkpoints/step-00000050/
       learner.json     run epoch, step, policy version, forks, trajectory cursor and what was consumed beyond it,
-                       group ledger, prompt position and outstanding prompts, counters
+                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound
       backend/         weights, optimizer, RNG (written by the backend)
 
 The cursor lives here and not in the broker: a restarted learner reads the log again from it and skips what this
@@ -43,7 +43,7 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """What a learner knows besides its backend. Ledgers are as their ``as_json``."""
+    """What a learner knows besides its backend. Ledgers are as their ``as_json``, ``bound`` as AdaptiveBound.state."""
 
     run_epoch: int
     step: int
@@ -57,6 +57,7 @@ class LearnerState:
     groups_filtered: int = 0
     groups_per_batch: int = 0
     forks: dict[int, int] = field(default_factory=dict)
+    bound: dict[str, int] = field(default_factory=dict)
 
 
 def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:

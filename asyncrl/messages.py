@@ -225,6 +225,7 @@ class Progress:
     """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
 
     step           optimizer steps done;  batches_taken: steps begun
+    bound          versions of slack that admission gives now; None: the run file's max_staleness
     groups_lost    dropped (too stale), buried (could not be made) or filtered (nothing to learn from): they left the
                    window untrained
     finished       no more work will come: workers drain
@@ -238,6 +239,7 @@ class Progress:
     groups_dropped: int = 0
     groups_buried: int = 0
     groups_filtered: int = 0
+    bound: int | None = None
     finished: bool = False
 
     @property

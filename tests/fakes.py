@@ -24,6 +24,7 @@ from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
+from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
 from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
 from asyncrl.policies.batch import Metric
@@ -99,6 +100,7 @@ class Backend:
         self.steps = 0
         self.trained: list[list[MicroBatch]] = []
         self.before_step: Callable[[int], None] = lambda step: None
+        self.measures: Callable[[int], dict[str, float]] = lambda step: {}
 
     def start(self) -> None:
         pass
@@ -107,7 +109,7 @@ class Backend:
         self.before_step(self.steps)
         self.steps += 1
         self.trained.append(list(shares[0]))
-        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0})
+        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0} | self.measures(self.steps))
 
     def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
         return np.zeros(micro_batch.num_tokens, np.float32)
@@ -215,6 +217,7 @@ class Loop:
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
+    bound: AdaptiveBound | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -254,6 +257,7 @@ class Loop:
             buffer=self.buffer,
             prompts=self.prompts,
             algorithm=self.algorithm,
+            bound=self.bound and self.bound.resumed(state.bound),
         )
         self.learner = Learner(
             "learner",

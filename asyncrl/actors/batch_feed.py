@@ -22,12 +22,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.policies import batch as batches
+from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.buffer import Buffer, Held
@@ -73,8 +75,17 @@ class _Preparation:
 class BatchFeed:
     """Waits for what the learner's reader puts into the buffer; ``wake`` says that something changed."""
 
-    def __init__(self, settings: BatchSettings, *, buffer: Buffer, prompts: PromptSource, algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        settings: BatchSettings,
+        *,
+        buffer: Buffer,
+        prompts: PromptSource,
+        algorithm: Algorithm,
+        bound: AdaptiveBound | None = None,
+    ) -> None:
         self.settings = settings
+        self.bound = bound or AdaptiveBound.fixed(settings.max_staleness)
         self._buffer = buffer
         self._prompts = prompts
         self._algorithm = algorithm
@@ -143,6 +154,15 @@ class BatchFeed:
             if groups is not None:
                 await self.prepare(groups, policy_version=policy_version, owner=owner)
             await self._changed.wait()
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Let the bound follow what a step measured; what to say about it when it changed, else nothing."""
+        ess, before = metrics.get("offpolicy/sequence_ess", math.nan), self.bound.bound
+        self.bound = self.bound.update(ess)
+        if self.bound.bound == before:
+            return {}
+        log.info("staleness bound %d -> %d: sequence ESS %.3f", before, self.bound.bound, ess)
+        return {"bound": self.bound.bound, "before": before, "ess": ess}
 
     @property
     def _outstanding(self) -> set[int]:

@@ -265,6 +265,8 @@ class Learner(Actor):
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
         await self._publish_weights(group)
+        if changed := self._feed.adapt(result.metrics):
+            await self._event("bound", step=self.step, **changed)
         await self._report_progress()
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
@@ -303,6 +305,7 @@ class Learner(Actor):
                 groups_dropped=self._dropped,
                 groups_buried=self._buried,
                 groups_filtered=self._filtered,
+                bound=self._feed.bound.bound,
                 finished=finished,
             ),
         )
@@ -331,6 +334,7 @@ class Learner(Actor):
             groups_filtered=self._filtered,
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
+            bound=self._feed.bound.state(),
         )
         folder = await self._in_backend(
             functools.partial(
@@ -359,6 +363,7 @@ class Learner(Actor):
     def _own_metrics(self) -> dict[str, Metric]:
         held = self._buffer.held.values()
         metrics: dict[str, Metric] = {
+            "staleness/bound": float(self._feed.bound.bound),
             "staleness/dropped_groups": float(self._dropped),
             "staleness/buried_groups": float(self._buried),
             "staleness/filtered_groups": float(self._filtered),
@@ -381,7 +386,7 @@ class Learner(Actor):
     async def _event(self, kind: str, **data: object) -> None:
         """For whoever asks later why a group was not trained."""
         event = Event(kind=kind, actor=self.name, time=time.time(), data=data)
-        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', ''))}"
+        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', data.get('step', '')))}"
         await self.bus.publish(EVENTS, event, key=key)
 
     async def _in_backend(self, function: Callable[..., T], *arguments: object) -> T:

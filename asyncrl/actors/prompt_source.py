@@ -123,6 +123,7 @@ class PromptSource(Actor):
             lost=progress.groups_lost,
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
+            bound=progress.bound,
         )
         rows = await asyncio.to_thread(self._read_many, count)
         async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt

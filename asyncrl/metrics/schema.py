@@ -14,6 +14,7 @@ SCHEMA: dict[str, str] = {
     "staleness/p95": "95th percentile over trained tokens",
     "staleness/max": "oldest token trained; never above max_staleness",
     "staleness/histogram": "trained tokens by staleness",
+    "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
     "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",
     "staleness/buried_groups": "groups that could not be made (engine or reward failed for good), since the start",

@@ -5,6 +5,7 @@ Both take the ESS of the untruncated sequence ratios as a fraction of the sequen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 
@@ -25,7 +26,12 @@ def vcpo_learning_rate(
 class AdaptiveBound:
     """A bound on staleness that follows the ESS: additive increase, multiplicative decrease. Ours.
 
-    bound             max_staleness now, in [smallest, largest]
+    It is the bound of admission: from the next step on the window is (bound + 1) batches. Eviction stays at
+    ``largest``, the run file's max_staleness, which no trained token is ever over. So a bound that falls drops nothing:
+    what was generated under the old one is paid for, within the guarantee, and trained oldest first, while nothing is
+    published until the narrower window has room. A straggler may be older than ``bound``, never than ``largest``.
+
+    bound             what admission allows now, in [smallest, largest]
     low, high         ESS fractions: below ``low`` the bound is halved at once; ``patience`` steps in a row above
                       ``high`` raise it by one
     calm              steps in a row above ``high`` so far
@@ -42,14 +48,27 @@ class AdaptiveBound:
     calm: int = 0
     hold: int = 0
 
+    @classmethod
+    def fixed(cls, bound: int) -> AdaptiveBound:
+        """One that stays where it is."""
+        return cls(bound=bound, largest=bound, smallest=bound)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps; the rest is the run file's."""
+        return {"bound": self.bound, "calm": self.calm, "hold": self.hold}
+
+    def resumed(self, state: Mapping[str, int]) -> AdaptiveBound:
+        """Where a checkpoint left off, within the limits of now; an empty ``state`` changes nothing."""
+        found = replace(self, **state)
+        return replace(found, bound=min(self.largest, max(self.smallest, found.bound)))
+
     def update(self, ess: float) -> AdaptiveBound:
-        """The bound after a step whose batch had this ESS fraction."""
+        """The bound after a step whose batch had this ESS fraction; nan, of a batch without tokens, is no calm step."""
         if self.hold:
             return replace(self, hold=self.hold - 1)
         if ess < self.low:
             return replace(self, bound=max(self.smallest, self.bound // 2), calm=0, hold=self.bound)
-        if ess <= self.high:
-            return replace(self, calm=0)
-        if self.calm + 1 < self.patience:
-            return replace(self, calm=self.calm + 1)
+        calm = self.calm + 1 if ess > self.high else 0
+        if calm < self.patience:
+            return replace(self, calm=calm)
         return replace(self, bound=min(self.largest, self.bound + 1), calm=0)

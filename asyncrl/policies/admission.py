@@ -12,7 +12,8 @@ one of the batches that may be open at once:
 
 A group is born fresh: it carries the version at which it was published, and no worker starts it on older weights. With
 a full window it is trained max_staleness versions later, so older weights at its start would be over the bound.
-The window saves work; the check at take time (buffer.py) is the guarantee.
+The window saves work; the check at take time (buffer.py) is the guarantee. A bound that adapts (adaptive.py) takes the
+place of max_staleness in the slack of async, and never in the check.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ class Admission:
     max_staleness: int
     total_groups: int
 
-    def may_publish(self, *, published: int, lost: int, batches_taken: int, steps_done: int) -> int:
-        """Groups that may be published now, >= 0."""
+    def may_publish(
+        self, *, published: int, lost: int, batches_taken: int, steps_done: int, bound: int | None = None
+    ) -> int:
+        """Groups that may be published now, >= 0. ``bound``: the adapted one; None is max_staleness."""
         released = batches_taken if self.mode == "one_step_off" else steps_done
-        slack = self.max_staleness if self.mode == "async" else 0
+        widest = self.max_staleness if bound is None else min(bound, self.max_staleness)
+        slack = widest if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
         return max(0, open_groups - (published - lost))
 

@@ -1,0 +1,164 @@
+"""What [staleness] changes in the loop: the bound that adapts, the order of training, weights that fall with age."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.policies.adaptive import AdaptiveBound
+from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.buffer import Buffer
+from asyncrl.protocols import Bus
+from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES
+from tests.fakes import Engine, Loop, run_worker, until, worker
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGroup:
+    made = Trajectory(
+        tokens=np.array([4, 5], np.int32),
+        response_mask=np.ones(2, np.bool_),
+        behavior_logprobs=np.full(2, -1.0, np.float32),
+        version_spans=(VersionSpan(start=0, run_epoch=0, policy_version=version),),
+        reward=1.0,
+    )
+    return TrajectoryGroup(group_id=group_id, prompt_tokens=np.array([1], np.int32), trajectories=(made,) * members)
+
+
+class Hand:
+    """A rollout worker moved by hand: takes every prompt group and answers those it is told to."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    @contextlib.asynccontextmanager
+    async def taking(self) -> AsyncIterator[Hand]:
+        async with self._bus.consume(PROMPTS) as deliveries:
+            self._deliveries = deliveries
+            yield self
+
+    async def answer(self, count: int, *, version: int = 0) -> None:
+        for _ in range(count):
+            delivery = await anext(self._deliveries)
+            await self._bus.publish(TRAJECTORIES, group(int(delivery.key), version=version), key=delivery.key)
+            await delivery.ack()
+
+    async def published(self) -> int:
+        return await self._bus.last_sequence(PROMPTS)
+
+
+async def ended(task: asyncio.Task[Any], loop: Loop) -> None:
+    loop.learner.drain()
+    await task
+
+
+# -- the bound that adapts ---------------------------------------------------------------------------------------------
+
+
+def adaptive(largest: int, **options: Any) -> AdaptiveBound:
+    return AdaptiveBound(bound=largest, largest=largest, smallest=0, **options)
+
+
+def ess(*values: float) -> Any:
+    """What a backend measures, step by step."""
+    return lambda step: {"offpolicy/sequence_ess": values[step - 1]}
+
+
+async def test_a_bound_that_falls_narrows_the_window_at_once(bus_factory: Any, tmp_path: Path) -> None:
+    """Batches of 2, bound 2: 6 outstanding. Step 1 halves it to 1: nothing is published until 4 are the window."""
+    loop = Loop(await bus_factory(), tmp_path, steps=20, bound=adaptive(2))
+    loop.backend.measures = ess(0.1, *[0.7] * 19)
+    task = asyncio.create_task(loop.run_learner())
+    async with Hand(await bus_factory()).taking() as hand:
+        while await hand.published() < 6:
+            await asyncio.sleep(0.01)
+        await hand.answer(2)
+        await until(lambda: loop.backend.steps == 1)
+        await hand.answer(2, version=0)
+        await until(lambda: len(loop.recorder.rows) == 2)
+        while await hand.published() < 8:
+            await asyncio.sleep(0.01)
+        await hand.answer(2, version=1)
+        await until(lambda: len(loop.recorder.rows) == 3)
+        while await hand.published() < 10:
+            await asyncio.sleep(0.01)
+        await ended(task, loop)
+        assert await hand.published() == 10  # 2 x (3 steps + 1 + bound 1); with the bound of 2 it would be 12
+    assert [row["staleness/bound"] for row in loop.recorder.rows] == [1.0, 1.0, 1.0]
+    assert "0-bound-1" in await loop.bus.keys(EVENTS)
+
+
+def test_a_bound_that_falls_drops_nothing_that_was_generated_under_the_old_one() -> None:
+    buffer = Buffer(max_staleness=4)
+    settings = BatchSettings(
+        groups_per_batch=2, max_staleness=4, wait_for_stragglers=False, shares=1, micro_batch_tokens=64
+    )
+    prompts: Any = None
+    algorithm = resolve(ALGORITHMS["grpo"])
+    feed = BatchFeed(settings, buffer=buffer, prompts=prompts, algorithm=algorithm, bound=adaptive(4))
+    buffer.add(1, group(0, version=3), now=0.0)
+    assert feed.adapt({"offpolicy/sequence_ess": 0.1}) == {"bound": 2, "before": 4, "ess": 0.1}
+    assert feed.adapt({"offpolicy/sequence_ess": 0.1}) == {}
+    assert buffer.evict(7) == []  # four versions old: over the adapted bound, within max_staleness
+    assert len(buffer.evict(8)) == 1
+
+
+async def test_without_adapting_the_bound_is_max_staleness_whatever_is_measured(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    loop = Loop(await bus_factory(), tmp_path)
+    loop.backend.measures = ess(0.01, 0.99, float("nan"), 0.01)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run_worker(worker(await bus_factory(), Engine())))
+        tasks.create_task(loop.run_learner())
+    assert [row["staleness/bound"] for row in loop.recorder.rows] == [2.0] * 4
+    assert not [key for key in await loop.bus.keys(EVENTS) if "bound" in key]
+
+
+async def test_a_resumed_bound_goes_on_where_it_was(bus_factory: Any, tmp_path: Path) -> None:
+    """Killed in step 6 with a checkpoint at 4, in the middle of a hold: the bounds are those of a run never killed."""
+    measured = ess(0.1, 0.95, 0.95, 0.95, 0.95, 0.95, 0.1, 0.95, 0.95, 0.95)
+    settings: dict[str, Any] = {
+        "steps": 10,
+        "max_staleness": 4,
+        "checkpoint_every": 2,
+        "bound": adaptive(4, patience=1),
+    }
+    expected, bound = [], adaptive(4, patience=1)
+    for step in range(1, 11):
+        bound = bound.update(measured(step)["offpolicy/sequence_ess"])
+        expected.append(float(bound.bound))
+    first = Loop(await bus_factory(), tmp_path, **settings)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    first.backend.before_step, first.backend.measures = die, measured
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.run_learner()
+    second = Loop(await bus_factory(), tmp_path, **settings)
+    second.backend.measures = measured
+    await second.run_learner(resume=True)
+    await task
+    assert [row["staleness/bound"] for row in first.recorder.rows[:4]] == expected[:4]
+    assert [row["staleness/bound"] for row in second.recorder.rows] == expected[4:]
+    assert len(set(expected)) > 2
+
+
+def test_a_resumed_bound_keeps_the_limits_of_its_run_file() -> None:
+    saved = AdaptiveBound(bound=12, largest=16, calm=3, hold=2).state()
+    again = AdaptiveBound(bound=8, largest=8).resumed(saved)
+    assert (again.bound, again.calm, again.hold) == (8, 3, 2)
+    assert AdaptiveBound(bound=8, largest=8).resumed({}).bound == 8
+    assert AdaptiveBound.fixed(4).resumed(saved).bound == 4
