@@ -1,10 +1,10 @@
 """A weight channel whose versions reach the engines late: the lag of a run, forced instead of hoped for.
 
     weights.channel = "benchmarks.delayed_channel:DelayedChannel"
-    weights.keep = 18                                              16 versions late
+    weights.keep = 20                                              16 versions late
 
-Version v is announced when the learner has published version v + delay, delay = ``keep`` - 2. With the folder of the
-version announced, all newer ones are kept, and one older for an engine that still loads it.
+Version v is announced when the learner has published version v + delay, delay = ``keep`` - SPARE. Kept are the version
+announced, all newer ones, and some older for engines that still load them.
 
 How much of a lag that is. A group published at version v is sampled by v or newer weights (min_policy_version) and,
 with the window full, trained max_staleness versions later. Engines have v from when the learner is at v + delay. So
@@ -19,18 +19,25 @@ Tests: tests/test_staleness_bus.py.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from asyncrl.messages import WeightVersion
 from asyncrl.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
+
+SPARE: Final = 4
+"""As many as a channel without a delay keeps by default."""
 
 
 class DelayedChannel(FilesChannel):
     """FilesChannel, announcing another version than the one it writes."""
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
+        """Raises ValueError when ``keep`` is below SPARE."""
         super().__init__(directory, keep=keep, model_path=model_path)
-        self._delay = keep - 2
+        if keep < SPARE:
+            raise ValueError(f"weights.keep must be the delay + {SPARE}, got {keep}")
+        self._delay = keep - SPARE
         self._written: list[WeightVersion] = []
 
     def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:

@@ -1,6 +1,6 @@
 """The net of staleness_task.py as a Backend: the algorithm's objective, one Adam step, and the exact expected reward.
 
-    learner.backend = "benchmarks.tiny_backend:TinyBackend"
+learner.backend = "benchmarks.tiny_backend:TinyBackend"
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import StepResult
 from asyncrl.snapshot import Snapshot
 from benchmarks.staleness_task import LENGTH, Policy, expected_reward
-from benchmarks.tiny_model import FIRST_DIGIT, WEIGHTS_FILE
+from benchmarks.tiny_files import FIRST_DIGIT, WEIGHTS_FILE
 
 EXPECTED_REWARD: Final = "reward/expected"
 """The metric of J after the step."""

@@ -18,11 +18,13 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
+from asyncrl.errors import WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport
 from benchmarks.staleness_task import LENGTH, SIZE, START, Policy
-from benchmarks.tiny_model import FIRST_DIGIT, WEIGHTS_FILE
+from benchmarks.tiny_files import FIRST_DIGIT, WEIGHTS_FILE
 
 SHUFFLED_SAMPLES: Final = 128
 
@@ -100,7 +102,10 @@ class TinyEngine:
             self._step.cancel()
 
     def _read(self, folder: Path) -> None:
-        self._policy = Policy.of(safetensors.torch.load_file(folder / WEIGHTS_FILE))
+        try:
+            self._policy = Policy.of(safetensors.torch.load_file(folder / WEIGHTS_FILE))
+        except (OSError, SafetensorError) as error:  # collected for newer versions, perhaps
+            raise WeightsError(f"{folder / WEIGHTS_FILE}: cannot be read: {error}") from error
 
     def _schedule(self) -> None:
         if self._step is None and self._running:

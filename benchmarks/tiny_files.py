@@ -1,4 +1,4 @@
-"""What a run on the task of staleness_task.py needs on disk: a model folder, the prompts, and their reward.
+"""What a run on the task of staleness_task.py needs on disk: a model folder and the prompts.
 
 Digits are text outside and tokens inside: prompt "35", answer "302571". The folder has no config.json, for no
 Hugging Face model is in it.
@@ -14,7 +14,6 @@ from typing import Final
 import safetensors.torch
 
 from asyncrl.data.tiny_model import SPECIAL_TOKENS, make_tokenizer
-from asyncrl.protocols import Sample
 from benchmarks import staleness_task
 from benchmarks.staleness_task import SIZE, Policy
 
@@ -31,11 +30,6 @@ def write(folder: Path, policy: Policy) -> None:
     rows = zip(prompts.tolist(), staleness_task.right_answers(prompts).tolist(), strict=True)
     lines = (json.dumps({"prompt": _text(prompt), "label": _text(answer)}) + "\n" for prompt, answer in rows)
     (folder / "prompts.jsonl").write_text("".join(lines))
-
-
-async def reward(samples: Sequence[Sample]) -> list[float]:
-    """1 when every token is right."""
-    return [float(sample.completion == sample.label) for sample in samples]
 
 
 def _text(digits: Sequence[int]) -> str:
