@@ -62,8 +62,8 @@ Row = dict[str, Any]
 
 LAG: Final = 16
 WORKERS: Final = 2
-STEP_SECONDS: Final = 0.1
-"""Of the learner in the arms that are timed: more than the bus takes, so that a window of any size fills up."""
+STEP_SECONDS: Final = 0.15
+"""Of the learner in the arms that are timed: more than generating a batch takes, so that a window of any size fills."""
 REWARD_SECONDS: Final = 0.15
 """Mean time until a group has its rewards, in those arms."""
 
