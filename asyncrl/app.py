@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asyncrl.actors.base import Actor
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
-    from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.filters import GroupFilter
 
@@ -90,6 +89,7 @@ def algorithm(run: RunConfig) -> Algorithm:
         max_response_tokens=limit,
         masks_truncated=section.mask_truncated,
         aggregation=resolved.aggregation.at_most(limit, unless=section.options),
+        learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
     )
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
@@ -239,15 +239,19 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     from asyncrl.actors.reporter import Reporter
     from asyncrl.actors.weight_sender import WeightSender
     from asyncrl.metrics.sinks import open_sinks
+    from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.admission import Admission
     from asyncrl.policies.buffer import Buffer
     from asyncrl.policies.ledger import Ledger
+    from asyncrl.policies.staleness import age_weight
     from asyncrl.topics import PROGRESS
 
+    section = run.staleness
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = _starting_point(run, resume=resume, last_epoch=-1 if progress is None else progress.run_epoch)
     buffer = Buffer(
         max_staleness=run.max_staleness,
+        order=section.order,
         forks=state.forks,
         groups=Ledger.from_json(state.groups),
         consumed=Ledger.from_json(state.consumed),
@@ -278,14 +282,15 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         BatchSettings(
             groups_per_batch=run.learner.groups_per_batch,
             max_staleness=run.max_staleness,
-            wait_for_stragglers=run.staleness.eviction == "wait",
+            wait_for_stragglers=section.eviction == "wait",
             shares=run.learner.data_parallel,
             micro_batch_tokens=run.learner.micro_batch_tokens,
+            age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
         ),
         buffer=buffer,
         prompts=prompts,
         algorithm=algorithm(run),
-        bound=_bound(run).resumed(state.bound),
+        bound=AdaptiveBound.of(section, largest=run.max_staleness).resumed(state.bound),
     )
     weights = channel(run)
     learner = Learner(
@@ -314,23 +319,6 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]
-
-
-def _bound(run: RunConfig) -> AdaptiveBound:
-    """Of admission, before any step."""
-    from asyncrl.policies.adaptive import AdaptiveBound
-
-    section, largest = run.staleness, run.max_staleness
-    if not section.adaptive:
-        return AdaptiveBound.fixed(largest)
-    return AdaptiveBound(
-        bound=largest,
-        largest=largest,
-        smallest=section.smallest,
-        low=section.ess_low,
-        high=section.ess_high,
-        patience=section.patience,
-    )
 
 
 def _starting_point(run: RunConfig, *, resume: bool, last_epoch: int) -> tuple[LearnerState, Path | None]:
@@ -373,6 +361,7 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any]:
     """(RolloutWorker, WeightFollower), ready to be supervised."""
     from asyncrl.actors.rollout_worker import RolloutWorker
+    from asyncrl.actors.stragglers import Stragglers
     from asyncrl.actors.weight_follower import WeightFollower
     from asyncrl.data.tokenizer import load_tokenizer
 
@@ -390,5 +379,8 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
         max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
+        stragglers=Stragglers(max_staleness=run.max_staleness, min_group=run.staleness.min_group)
+        if run.staleness.stragglers == "partial"
+        else None,
     )
     return worker, follower

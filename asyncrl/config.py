@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.tables import build
 
@@ -222,37 +223,6 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
-    max_staleness: int = 4
-    """No token older than this many policy versions is trained. 0 is synchronous RL."""
-    eviction: Literal["drop", "wait"] = "drop"
-    """What happens to a group that would get too old: drop it, or hold the learner until stragglers arrive."""
-    adaptive: bool = False
-    """async only: the window follows the effective sample size (ESS) of the batches, offpolicy/sequence_ess. It is
-    (bound + 1) batches, smallest <= bound <= max_staleness; max_staleness stays the limit of what is trained."""
-    smallest: int = 1
-    """The adaptive bound does not fall below."""
-    ess_low: float = 0.5
-    """A batch whose ESS is below halves the adaptive bound. Ratios of long answers are extreme: lower it for them."""
-    ess_high: float = 0.9
-    """``patience`` batches in a row above raise it by one."""
-    patience: int = 4
-
-    def __post_init__(self) -> None:
-        _require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
-        _require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
-        _require(
-            not self.adaptive or self.smallest <= self.max_staleness,
-            f"adaptive moves the bound between smallest and max_staleness; got {self.smallest} > {self.max_staleness}",
-        )
-        _require(
-            0 <= self.ess_low <= self.ess_high <= 1,
-            f"0 <= ess_low <= ess_high <= 1 must hold, got {self.ess_low} and {self.ess_high}",
-        )
-        _positive(self, "patience")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     channel: str = "files"
     """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
@@ -313,10 +283,7 @@ class RunConfig:
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
-        _require(
-            self.run.mode == "async" or not self.staleness.adaptive,
-            f'staleness: adaptive needs run.mode = "async"; {self.run.mode} has a bound of its own',
-        )
+        self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
 
     @property
     def run_directory(self) -> Path:

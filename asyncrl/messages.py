@@ -132,7 +132,7 @@ class TrajectoryGroup:
     """All answers to one prompt, rewarded.  Topic ``trajectories``: rollout workers -> the log, read by the learner.
 
     A group that could not be made carries ``error`` and no trajectories: it is buried, counted, and frees its place
-    in the admission window.
+    in the admission window.  cancelled: answers that were cut off so that the others could be trained (stragglers.py)
     """
 
     group_id: int
@@ -142,9 +142,11 @@ class TrajectoryGroup:
     worker: str = ""
     seconds: float = 0.0
     error: str = ""
+    cancelled: int = 0
 
     def __post_init__(self) -> None:
         _array(self, "prompt_tokens", np.int32)
+        _require(self.cancelled >= 0, f"cancelled must be >= 0, got {self.cancelled}")
         _require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
 
 

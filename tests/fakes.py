@@ -32,6 +32,7 @@ from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.staleness import AgeWeight
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
@@ -218,6 +219,8 @@ class Loop:
     max_buried_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
     bound: AdaptiveBound | None = None
+    order: str = "oldest_first"
+    age_weight: AgeWeight | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -227,6 +230,7 @@ class Loop:
         state, restore_from = self._state(resume)
         self.buffer = Buffer(
             max_staleness=self.max_staleness,
+            order=self.order,
             forks=state.forks,
             groups=Ledger.from_json(state.groups),
             consumed=Ledger.from_json(state.consumed),
@@ -253,6 +257,7 @@ class Loop:
                 wait_for_stragglers=self.wait_for_stragglers,
                 shares=1,
                 micro_batch_tokens=1024,
+                age_weight=self.age_weight,
             ),
             buffer=self.buffer,
             prompts=self.prompts,

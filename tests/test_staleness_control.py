@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.algorithms import ALGORITHMS, resolve
 from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.staleness import age_weight
 from asyncrl.protocols import Bus
 from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES
-from tests.fakes import Engine, Loop, run_worker, until, worker
+from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,7 +33,8 @@ def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGro
         version_spans=(VersionSpan(start=0, run_epoch=0, policy_version=version),),
         reward=1.0,
     )
-    return TrajectoryGroup(group_id=group_id, prompt_tokens=np.array([1], np.int32), trajectories=(made,) * members)
+    prompt = np.array([1, 4 + group_id], np.int32)
+    return TrajectoryGroup(group_id=group_id, prompt_tokens=prompt, trajectories=(made,) * members)
 
 
 class Hand:
@@ -162,3 +165,84 @@ def test_a_resumed_bound_keeps_the_limits_of_its_run_file() -> None:
     assert (again.bound, again.calm, again.hold) == (8, 3, 2)
     assert AdaptiveBound(bound=8, largest=8).resumed({}).bound == 8
     assert AdaptiveBound.fixed(4).resumed(saved).bound == 4
+
+
+# -- the order of training ---------------------------------------------------------------------------------------------
+
+
+def trained(loop: Loop) -> list[list[int]]:
+    """Group ids of each step: with Rows(1000), as from a Hand, a prompt's second token says which group it is."""
+    return [
+        sorted({int(micro.tokens[start + 1]) - 4 for micro in step for start in micro.boundaries[:-1]})
+        for step in loop.backend.trained
+    ]
+
+
+@pytest.mark.parametrize(
+    ("order", "second"), [("oldest_first", [2, 3]), ("freshest_first", [4, 5]), ("in_order", [2, 3])]
+)
+async def test_a_batch_is_the_first_groups_of_the_order_the_run_file_names(
+    order: str, second: list[int], bus_factory: Any, tmp_path: Path
+) -> None:
+    """While step 1 trains groups 0 and 1, two old groups and two of the next version arrive."""
+    loop = Loop(await bus_factory(), tmp_path, order=order, rows=Rows(1000))
+    reached, go = threading.Event(), threading.Event()
+
+    def pause(step: int) -> None:
+        if step == 0:
+            reached.set()
+            go.wait()
+
+    loop.backend.before_step = pause
+    task = asyncio.create_task(loop.run_learner())
+    async with Hand(await bus_factory()).taking() as hand:
+        await hand.answer(2)
+        await until(reached.is_set)
+        await hand.answer(2, version=0)
+        await hand.answer(2, version=1)
+        await until(lambda: len(loop.buffer.held) == 6)
+        go.set()
+        await until(lambda: loop.backend.steps >= 2)
+        await ended(task, loop)
+    assert trained(loop)[:2] == [[0, 1], second]
+
+
+async def test_in_order_trains_the_prompts_in_their_order_across_a_restart(bus_factory: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"steps": 8, "checkpoint_every": 2, "order": "in_order"}
+    first = Loop(await bus_factory(), tmp_path, rows=Rows(1000), **settings)
+
+    def die(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("killed")
+
+    first.backend.before_step = die
+    workers = [asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), name=name))) for name in "ab"]
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.run_learner()
+    second = Loop(await bus_factory(), tmp_path, rows=Rows(1000), **settings)
+    await second.run_learner(resume=True)
+    for task in workers:
+        await task
+    ids = [group_id for step in trained(first)[:4] + trained(second) for group_id in step]
+    assert ids == sorted(set(ids))
+    assert len(ids) == 16
+
+
+# -- weights that fall with age ----------------------------------------------------------------------------------------
+
+
+async def test_old_tokens_count_less_and_the_step_says_how_much(bus_factory: Any, tmp_path: Path) -> None:
+    """Batches of two groups: one of version 0 and one of version 1, trained from version 1."""
+    weight = age_weight("inverse", rate=0.2, max_staleness=2)
+    loop = Loop(await bus_factory(), tmp_path, steps=2, max_staleness=1, age_weight=weight)
+    task = asyncio.create_task(loop.run_learner())
+    async with Hand(await bus_factory()).taking() as hand:
+        await hand.answer(2)
+        await until(lambda: loop.backend.steps == 1)
+        await hand.answer(1, version=0)
+        await hand.answer(1, version=1)
+        await task
+    fresh, mixed = loop.backend.trained
+    assert set(fresh[0].loss_weights[fresh[0].response_mask].tolist()) == {0.125}  # 1 of 8 tokens
+    assert sorted(set(mixed[0].loss_weights[mixed[0].response_mask].tolist())) == [0.0625, 0.125]
+    assert [row["staleness/weight"] for row in loop.recorder.rows] == [1.0, 0.75]

@@ -34,6 +34,7 @@ from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.staleness import AgeWeight
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -46,13 +47,14 @@ Drop = Callable[[Sequence[Held]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """shares: data-parallel ranks that a batch is dealt to."""
+    """shares: data-parallel ranks that a batch is dealt to; age_weight: what multiplies the loss weights, if any."""
 
     groups_per_batch: int
     max_staleness: int
     wait_for_stragglers: bool
     shares: int
     micro_batch_tokens: int
+    age_weight: AgeWeight | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,7 @@ class BatchFeed:
             policy_version=policy_version,
             max_staleness=self.settings.max_staleness,
             forks=self._buffer.forks,
+            age_weight=self.settings.age_weight,
         )
         shares = pack_for_ranks(
             batch.documents, ranks=self.settings.shares, max_tokens=self.settings.micro_batch_tokens

@@ -180,6 +180,8 @@ class Learner(Actor):
         if became == "held" and group is not None:
             self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
             self._buried_in_a_row = 0
+            if group.cancelled:
+                await self._event("cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled)
             await self._filter(group)
         elif became == "buried" and group is not None:
             self._buried += 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from asyncrl import messages
 from asyncrl.actors.base import Actor
+from asyncrl.actors.stragglers import Stragglers
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.errors import (
     BusError,
@@ -64,6 +65,7 @@ class RolloutWorker(Actor):
         max_running: int,
         max_attempts: int,
         keep_seconds: float,
+        stragglers: Stragglers | None = None,
     ) -> None:
         super().__init__(name, bus)
         self._engine = engine
@@ -74,6 +76,7 @@ class RolloutWorker(Actor):
         self._seed = seed
         self._max_attempts = max_attempts
         self._keep_seconds = keep_seconds
+        self._stragglers = stragglers
         self._room = Room(max_running)
         self._activity = Activity()
 
@@ -104,6 +107,8 @@ class RolloutWorker(Actor):
     async def _until_finished(self) -> None:
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
+                if self._stragglers is not None:
+                    self._stragglers.learner_is_at(progress.policy_version)
                 if progress.finished:
                     self.log.info("the run is finished")
                     return
@@ -157,19 +162,23 @@ class RolloutWorker(Actor):
             epoch=prompt.epoch,
             worker=self.name,
             seconds=time.monotonic() - started,
+            cancelled=prompt.group_size - len(trajectories),
         )
 
     async def _generate(self, prompt: PromptGroup, places: Places) -> list[Trajectory]:
-        """All samples of a group side by side; the first failure cancels the others."""
+        """The samples of a group side by side, without stragglers; the first failure cancels the others."""
+        starts: dict[int, int] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(prompt, index, places)) for index in range(prompt.group_size)]
+                tasks = [group.create_task(self._one(prompt, i, places, starts)) for i in range(prompt.group_size)]
+                if self._stragglers is not None:
+                    group.create_task(self._stragglers.cut(tasks, starts))
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
             raise (died or other or error).exceptions[0] from error
-        return [task.result() for task in tasks]
+        return [task.result() for task in tasks if not task.cancelled()]
 
-    async def _one(self, prompt: PromptGroup, index: int, places: Places) -> Trajectory:
+    async def _one(self, prompt: PromptGroup, index: int, places: Places, starts: dict[int, int]) -> Trajectory:
         calls = 0
 
         async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
@@ -180,6 +189,7 @@ class RolloutWorker(Actor):
             if max_new_tokens is not None:
                 sampling = messages.replace(sampling, max_new_tokens=max_new_tokens)
             async with self._follower.generation(prompt.min_policy_version):
+                starts.setdefault(index, self._engine.version[1])
                 with self._activity.running():
                     generation = await self._engine.generate(tokens, sampling, seed=seed)
             self._activity.tokens += len(generation.tokens)

@@ -116,6 +116,7 @@ class MegatronRank:
             loss, grad_norm = torch.stack([totals.sums[0], self._grad_norm()]).tolist()
         is_skipped = not is_trainable(loss, grad_norm)
         if not is_skipped:
+            learning_rate *= self._job.algorithm.learning_rate_share(totals)
             with record_function("learner: optimizer"):
                 self._update(grad_norm, learning_rate)
         metrics = step_metrics(totals, grad_norm=grad_norm, learning_rate=learning_rate, is_skipped=is_skipped)

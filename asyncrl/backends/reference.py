@@ -97,6 +97,7 @@ class ReferenceBackend:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
         is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
         if not is_skipped:
+            learning_rate *= self._algorithm.learning_rate_share(totals)
             self._update(learning_rate)
         return StepResult(
             metrics=step_metrics(totals, grad_norm=grad_norm, learning_rate=learning_rate, is_skipped=is_skipped)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from asyncrl.config_staleness import Staleness
+
 
 def vcpo_learning_rate(
     learning_rate: float, *, ess_fraction: float, base_ess_fraction: float = 1.0, rule: str = "sqrt"
@@ -52,6 +54,16 @@ class AdaptiveBound:
     def fixed(cls, bound: int) -> AdaptiveBound:
         """One that stays where it is."""
         return cls(bound=bound, largest=bound, smallest=bound)
+
+    @classmethod
+    def of(cls, section: Staleness, *, largest: int) -> AdaptiveBound:
+        """What the run file's [staleness] says, before any step: ``largest``, and fixed there unless it is adaptive."""
+        if not section.adaptive:
+            return cls.fixed(largest)
+        low, high = section.ess_low, section.ess_high
+        return cls(
+            bound=largest, largest=largest, smallest=section.smallest, low=low, high=high, patience=section.patience
+        )
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps; the rest is the run file's."""

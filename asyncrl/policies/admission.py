@@ -53,7 +53,8 @@ def areal_capacity(
     running   being generated; at most max(1, max_running) at a time
 
     Source: AReaL's staleness manager, arXiv:2505.24298 eq. 3 made incremental. It bounds the aggregate, not each group.
-    Our window is the same number where nothing is lost, with published = accepted + running.
+    Our window is the same number where nothing is lost, with published = accepted + running, so it is no choice of the
+    run file: a lost group frees its place in ours, and what runs is bounded where it runs, by rollout.max_running.
     """
     allowed = (max_staleness + version + 1) * groups_per_batch
     return min(max(1, max_running) - running, allowed - (accepted + running))

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies import correction_chains
+from asyncrl.policies.adaptive import vcpo_learning_rate
 from asyncrl.policies.aggregation import total
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, CHOICES, LOSSES, Advantage, Aggregation, Loss
 from asyncrl.policies.correction_chains import Chain, Evidence, Step
-from asyncrl.policies.diagnostics import Sums, mean_weight, sequence_sums, token_sums, version_sums
+from asyncrl.policies.diagnostics import Sums, effective_samples, mean_weight, sequence_sums, token_sums, version_sums
 from asyncrl.policies.filters import overlong_penalty
 
 Denominator = Literal["before", "after"]
@@ -64,7 +65,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py)."""
+    """A row put together. denominator: whether what a correction rejects still counts in the mean (aggregation.py).
+
+    learning_rate_rule: of adaptive.vcpo_learning_rate, "sqrt" or "linear"; empty leaves the learning rate alone.
+    """
 
     name: str
     paper: str
@@ -77,6 +81,7 @@ class Algorithm:
     overlong_tokens: int = 0
     max_response_tokens: int = 0
     masks_truncated: bool = False
+    learning_rate_rule: str = ""
 
     def shaped(self, rewards: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Rewards with what DAPO takes off long answers, arXiv:2503.14476 eq. 13.  [B], response tokens [B] -> [B]"""
@@ -146,6 +151,17 @@ class Algorithm:
         if self.denominator == "after":
             return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
         return None
+
+    def learning_rate_share(self, totals: Sums) -> float:
+        """What the learning rate of this step is multiplied by, in [0, 1]: VCPO's share of the whole batch's ESS.
+
+        Of the learning rate, because AdamW undoes a scale of the gradients. A backend asks once loss and norm are on
+        the host: the sums are computed then, so nothing waits for them. A batch without tokens gets the whole rate.
+        """
+        if not self.learning_rate_rule or not totals["sequences"]:
+            return 1.0
+        effective = effective_samples(totals["sequence_ratio"], totals["sequence_ratio_squared"])
+        return vcpo_learning_rate(1.0, ess_fraction=effective / totals["sequences"], rule=self.learning_rate_rule)
 
 
 ALGORITHMS: dict[str, Row] = {

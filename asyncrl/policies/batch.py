@@ -13,7 +13,7 @@ from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.catalogue import Rewarded
 from asyncrl.policies.filters import overlong_masks
 from asyncrl.policies.packing import Document
-from asyncrl.policies.staleness import Forks, per_token
+from asyncrl.policies.staleness import AgeWeight, Forks, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,18 @@ class Batch:
 
 
 def build(
-    groups: Sequence[TrajectoryGroup], *, algorithm: Algorithm, policy_version: int, max_staleness: int, forks: Forks
+    groups: Sequence[TrajectoryGroup],
+    *,
+    algorithm: Algorithm,
+    policy_version: int,
+    max_staleness: int,
+    forks: Forks,
+    age_weight: AgeWeight | None = None,
 ) -> Batch:
-    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound."""
+    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
+
+    ``age_weight`` multiplies the loss weights, whose denominators stay those of whole tokens: an old batch counts less.
+    """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     masks = [trajectory.response_mask for _, trajectory in trajectories]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
@@ -63,6 +72,8 @@ def build(
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
         for _, t in trajectories
     ]
+    if age_weight is not None:
+        weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     documents = [
         _document(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
         for (group, trajectory), mask, sampled, weight, age in zip(
@@ -72,6 +83,8 @@ def build(
     sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
     assert sampled.size == 0 or sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(sampled, max_staleness) | _sample_metrics(groups)
+    if age_weight is not None and sampled.size:
+        metrics["staleness/weight"] = float(age_weight(sampled).mean())
     return Batch(documents=documents, metrics=metrics, num_tokens=int(sampled.size))
 
 
@@ -126,6 +139,7 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        "staleness/cancelled": float(sum(group.cancelled for group in groups)),
         "reward/same_in_group": float(np.mean([len({t.reward for t in g.trajectories}) == 1 for g in groups])),
         "length/trained": histogram([len(t.tokens) for group in groups for t in group.trajectories]),
         "length/trained_mean": float(np.mean([len(t.tokens) for group in groups for t in group.trajectories])),

@@ -14,7 +14,8 @@ test_versions_of_a_lost_history_count_as_old_as_the_fork).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,22 @@ def inverse_weight(staleness: ArrayLike) -> NDArray[np.float64]:
 def linear_weight(staleness: ArrayLike, *, max_staleness: int) -> NDArray[np.float64]:
     """1 - staleness / (max_staleness + 1), never below 0: the oldest admitted still count.  i32[M] -> f64[M]"""
     return np.maximum(0.0, 1.0 - _age(staleness) / (max_staleness + 1))
+
+
+AgeWeight = Callable[[ArrayLike], NDArray[np.float64]]
+"""Staleness of tokens to what their loss weights are multiplied by, i32[M] -> f64[M] in [0, 1]."""
+
+
+def age_weight(name: str, *, rate: float, max_staleness: int) -> AgeWeight | None:
+    """The weight of that name: exponential, inverse or linear; None for the empty name. Raises KeyError for others."""
+    if not name:
+        return None
+    weights: dict[str, AgeWeight] = {
+        "exponential": functools.partial(exponential_weight, rate=rate),
+        "inverse": inverse_weight,
+        "linear": functools.partial(linear_weight, max_staleness=max_staleness),
+    }
+    return weights[name]
 
 
 def _age(staleness: ArrayLike) -> NDArray[np.float64]:
