@@ -9,7 +9,7 @@ announced, all newer ones, and some older for engines that still load them.
 How much of a lag that is. A group published at version v is sampled by v or newer weights (min_policy_version) and,
 with the window full, trained max_staleness versions later. Engines have v from when the learner is at v + delay. So
 
-    delay <= every token's staleness <= max_staleness        (from version ``delay`` on; at step i before, i)
+    min(versions made, delay) <= staleness of every token <= max_staleness
 
 and delay = max_staleness leaves one value: the run is in lockstep at that lag, however fast its parts are. A longer
 delay cannot work: the learner would wait for groups that wait for weights.
@@ -44,7 +44,7 @@ class DelayedChannel(FilesChannel):
         """Write this version and give back the one whose time has come; version 0, which engines have, before any."""
         self._written.append(super().publish(snapshot, run_epoch=run_epoch, policy_version=policy_version))
         due = policy_version - self._delay
-        # The learner writes no version while it trains the next ones, so ``due`` may be missing: the one after it is
-        # what its groups wait for.
+        # A learner faster than the disk passes over versions (WeightPublisher), so ``due`` may be missing: the one
+        # after it is what its groups wait for.
         self._written = [weights for weights in self._written if weights.policy_version >= due]
         return self._written[0] if due > 0 else WeightVersion(run_epoch=run_epoch, policy_version=0)

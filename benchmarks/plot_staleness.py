@@ -59,7 +59,7 @@ def draw(rows: Sequence[Row], target: Path) -> None:
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-    rewards.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.62))
+    rewards.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)  # no room inside
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)

@@ -1,6 +1,6 @@
 """What staleness does to learning, through the real loop, and the lag forced: staleness.py's question asked again.
 
-    python -m benchmarks.staleness_bus                                           five minutes on two cores
+    python -m benchmarks.staleness_bus                                           six minutes on two cores
     python -m benchmarks.staleness_bus --arms sync,none,tis_token --seeds 1      one seed of the promise
     python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line (plot_staleness.py)
 
@@ -51,6 +51,7 @@ from asyncrl import app, config
 from asyncrl.actors.base import Heart
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
+from asyncrl.config_staleness import Staleness
 from benchmarks import staleness_task, tiny_files
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
@@ -102,9 +103,7 @@ class Arm:
                 options=self.backend,
             ),
             algorithm=config.Algorithm(name="grpo", correction=self.correction, allow_uncorrected=True),
-            staleness=config.Staleness(
-                max_staleness=self.max_staleness, adaptive=self.is_adaptive, eviction=self.eviction
-            ),
+            staleness=Staleness(max_staleness=self.max_staleness, adaptive=self.is_adaptive, eviction=self.eviction),
             weights=config.Weights(channel="benchmarks.delayed_channel:DelayedChannel", keep=self.delay + SPARE),
             checkpoint=config.Checkpoint(every_steps=0),
             metrics=config.Metrics(console=False, mismatch_alarm=0),
