@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends import micro_batches
 from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.models import POLICY
 from asyncrl.backends.optimizer_settings import OptimizerSettings, step_metrics
 from asyncrl.policies import diagnostics
 from asyncrl.policies.algorithms import Algorithm
@@ -70,11 +71,11 @@ class TinyBackend:
             weight_decay=self._settings.weight_decay,
         )
 
-    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float) -> StepResult:
+    def step(self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY) -> StepResult:
         started = time.monotonic()
         (share,) = shares
         self._optimizer.zero_grad()
-        totals = diagnostics.zero()
+        totals = self._algorithm.zero(_CPU)
         for micro_batch in share:
             totals = totals + self._accumulate(micro_batch)
         scale = self._algorithm.gradient_scale(totals)
@@ -83,10 +84,13 @@ class TinyBackend:
                 assert parameter.grad is not None
                 parameter.grad *= scale
         norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters, self._settings.max_grad_norm))
+        learning_rate *= self._algorithm.learning_rate_share(totals)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        metrics = step_metrics(totals, grad_norm=norm, learning_rate=learning_rate, is_skipped=False)
+        metrics = step_metrics(
+            self._algorithm.metrics(totals), model=model, grad_norm=norm, learning_rate=learning_rate, is_skipped=False
+        )
         reward = expected_reward(self._policy)
         time.sleep(max(0.0, started + self._options.step_seconds - time.monotonic()))
         return StepResult(metrics={**metrics, EXPECTED_REWARD: reward})
@@ -109,8 +113,11 @@ class TinyBackend:
         return each, each.gather(1, answers.reshape(-1, 1))[:, 0]
 
     @torch.no_grad()
-    def logprobs(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+    def score(self, shares: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> list[list[NDArray[np.float32]]]:
         """Of the response tokens; the net predicts no prompts."""
+        return [[self._score(micro_batch) for micro_batch in share] for share in shares]
+
+    def _score(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
         result = np.zeros(micro_batch.num_tokens, np.float32)
         result[micro_batches.response_rows(micro_batch)] = self._predict(micro_batch)[1].numpy()
         return result
