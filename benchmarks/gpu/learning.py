@@ -240,7 +240,11 @@ def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> Non
         "problem": outcome.result.problem,
         "exam": outcome.exam,
         "compile_seconds": round(compile_seconds(outcome.result.rows), 2),
-        "settings": {key: str(value) for key, value in setting.overrides(outcome.job).items() if "path" not in key},
+        "settings": {
+            key: str(value)
+            for key, value in setting.overrides(outcome.job).items()
+            if not key.endswith(("path", "directory"))
+        },
         "command": " ".join(["python -m benchmarks.gpu.learning", *sys.argv[1:]]),
         **machine(),
     }
