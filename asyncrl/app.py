@@ -370,6 +370,7 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any]:
     """(RolloutWorker, WeightFollower), ready to be supervised."""
     from asyncrl.actors.rollout_worker import RolloutWorker
+    from asyncrl.actors.salvage import Salvage
     from asyncrl.actors.stragglers import Stragglers
     from asyncrl.actors.weight_follower import WeightFollower
     from asyncrl.data.tokenizer import load_tokenizer
@@ -391,5 +392,12 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
         stragglers=Stragglers(max_staleness=run.max_staleness, min_group=run.staleness.min_group)
         if run.staleness.stragglers == "partial"
         else None,
+        salvage=Salvage(
+            bus,
+            worker=name,
+            seconds=run.rollout.salvage_seconds,
+            max_attempts=run.rollout.max_attempts,
+            max_staleness=run.max_staleness,
+        ),
     )
     return worker, follower

@@ -111,6 +111,9 @@ class Rollout:
     """Samples one worker has in progress; a prompt group is taken while it has fewer."""
     max_attempts: int = 3
     """A group that failed so often is buried: counted, reported, never trained."""
+    salvage_seconds: float = 3.0
+    """So often a worker puts what it has of unfinished answers on the bus, for who takes them over when it dies (not
+    on their last attempt); 0 never does."""
     function: str = "single_turn"
     """"package.module:function" of another RolloutFn (multi-turn, tools)."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
@@ -119,6 +122,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         _positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
+        _require(self.salvage_seconds >= 0, f"salvage_seconds must be >= 0 (0 is off), got {self.salvage_seconds}")
         _require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")

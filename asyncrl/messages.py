@@ -151,6 +151,49 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartialCall:
+    """What one call of ``generate`` gave so far: call ``call``, from 0, of sample ``index``'s RolloutFn.
+
+    prompt_digest      of the tokens that it continues
+    tokens             i32[T]
+    behavior_logprobs  f32[T], as version_spans like a trajectory's
+    finish_reason      empty while it is unfinished
+    """
+
+    index: int
+    call: int
+    prompt_digest: bytes
+    tokens: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str = ""
+
+    def __post_init__(self) -> None:
+        _array(self, "tokens", np.int32)
+        _array(self, "behavior_logprobs", np.float32)
+        _require(self.index >= 0 and self.call >= 0, f"index and call must be >= 0, got {self.index}, {self.call}")
+        _require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
+        Trajectory(  # the checks are the same
+            tokens=self.tokens,
+            response_mask=np.ones(len(self.tokens), np.bool_),
+            behavior_logprobs=self.behavior_logprobs,
+            version_spans=self.version_spans,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialGroup:
+    """A prompt group that a worker is at: every call of its samples, those that are done too.
+
+    Topic ``partials``, one entry a group: rollout worker -> whoever takes the prompt over from it.
+    """
+
+    group_id: int
+    worker: str
+    calls: tuple[PartialCall, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
     """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
 

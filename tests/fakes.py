@@ -34,7 +34,7 @@ from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.policies.staleness import AgeWeight
-from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Partial, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
 
@@ -57,7 +57,9 @@ class Engine:
     async def start(self) -> None:
         pass
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         if self.dies:
             raise EngineDied("the engine is gone")
         if self.failures:

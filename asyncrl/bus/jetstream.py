@@ -196,16 +196,20 @@ class JetStreamBus:
             await pull.stop()
 
     async def states(self, topic: Topic[M]) -> dict[str, M]:
-        stream = await self._stream(topic)
         found: dict[str, M] = {}
         for subject in await self._subjects(topic):
-            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
-            if answer.headers.get("Status") is not None:
-                continue  # 404: gone since
-            key = self._layout.key(topic, subject)
-            if (message := self._value(topic, key, answer.data, answer.headers)) is not None:
-                found[key] = message
+            if (message := await self._state_at(topic, subject)) is not None:
+                found[self._layout.key(topic, subject)] = message
         return found
+
+    async def state(self, topic: Topic[M], *, key: str = "") -> M | None:
+        return await self._state_at(topic, self._layout.subject(topic, key))
+
+    async def _state_at(self, topic: Topic[M], subject: str) -> M | None:
+        answer = await self._connection.request(f"$JS.API.DIRECT.GET.{await self._stream(topic)}.{subject}")
+        if answer.headers.get("Status") is not None:
+            return None  # 404
+        return self._value(topic, self._layout.key(topic, subject), answer.data, answer.headers)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         await self._set(topic, key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
