@@ -72,6 +72,18 @@ async def test_states_are_the_last_of_each_key(bus: Bus) -> None:
     assert (await bus.states(PROGRESS))[""].step == 3
 
 
+async def test_the_state_of_one_key_may_be_asked_for(bus: Bus) -> None:
+    assert await bus.state(ACTORS, key="a") is None
+    for name in ("a", "b"):
+        await bus.put(ACTORS, heartbeat(f"actor {name}"), key=name)
+    found = await bus.state(ACTORS, key="a")
+    assert found is not None
+    assert found.actor == "actor a"
+    await bus.forget(ACTORS, key="a")
+    assert await bus.state(ACTORS, key="a") is None
+    assert await bus.state(PROGRESS) is None
+
+
 async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
     for name in ("a", "b"):
         await bus.put(ACTORS, heartbeat(name), key=name)

@@ -54,6 +54,10 @@ class Salvage:
         return self._seconds > 0
 
     @property
+    def open_groups(self) -> int:
+        return len(self._groups)
+
+    @property
     def unsaved_tokens(self) -> int:
         """In progress and not on the bus: what is lost if this process dies now."""
         return sum(parts.num_tokens - parts.num_saved for parts in self._groups.values())
