@@ -36,6 +36,20 @@ class Generation:
             finish_reason="",
         )
 
+    def after(self, count: int) -> Generation:
+        """What comes after its first ``count`` tokens."""
+        if not count:
+            return self
+        spans = {max(0, span.start - count): span for span in self.version_spans}  # of several at 0 the last
+        return Generation(
+            tokens=self.tokens[count:],
+            logprobs=self.logprobs[count:],
+            version_spans=tuple(
+                replace(span, start=start) for start, span in spans.items() if start < len(self.tokens) - count
+            ),
+            finish_reason=self.finish_reason,
+        )
+
     def then(self, rest: Generation) -> Generation:
         """This and what was sampled after it, as one."""
         if not len(self.tokens):
@@ -68,10 +82,12 @@ class Growing(Protocol):
     """What an engine has of a generation in progress. Asked in the event loop at any time."""
 
     def __len__(self) -> int:
-        """Tokens so far; it is asked often, and ``so_far`` seldom."""
+        """Tokens so far."""
         ...
 
-    def so_far(self) -> Generation: ...
+    def so_far(self, begin: int = 0) -> Generation:
+        """Those from ``begin`` on, at a cost of those alone: it is asked every few seconds."""
+        ...
 
 
 class Partial:
@@ -96,10 +112,15 @@ class Partial:
     def num_tokens(self) -> int:
         return len(self.prefix.tokens) + (len(self._rest) if self._rest is not None else 0)
 
-    def so_far(self) -> Generation:
-        """While it grows without the newest token: whether that ends it, or is any good, only its engine knows."""
+    def so_far(self, begin: int = 0) -> Generation:
+        """What it has from token ``begin`` on.
+
+        While it grows without the newest token: whether that ends it, or is any good, only its engine knows.
+        """
+        known = len(self.prefix.tokens)
+        before = self.prefix.after(min(begin, known))
         if self._rest is None:
-            return self.prefix
-        rest = self._rest.so_far()
+            return before
+        rest = self._rest.so_far(max(0, begin - known))
         is_good = np.isfinite(rest.logprobs[:-1])
-        return self.prefix.then(rest.first(len(is_good) if is_good.all() else int(is_good.argmin())))
+        return before.then(rest.first(len(is_good) if is_good.all() else int(is_good.argmin())))

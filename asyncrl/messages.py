@@ -151,18 +151,20 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialCall:
-    """What one call of ``generate`` gave so far: call ``call``, from 0, of sample ``index``'s RolloutFn.
+class CallSegment:
+    """Some tokens that one call of ``generate`` gave: call ``call``, from 0, of sample ``index``'s RolloutFn.
 
-    prompt_digest      of the tokens that it continues
+    prompt_digest      of the tokens that the call continues
+    start              tokens of the call before these
     tokens             i32[T]
-    behavior_logprobs  f32[T], as version_spans like a trajectory's
-    finish_reason      empty while it is unfinished
+    behavior_logprobs  f32[T], as version_spans like a trajectory's, those counted from ``start``
+    finish_reason      empty unless these are its last
     """
 
     index: int
     call: int
     prompt_digest: bytes
+    start: int
     tokens: NDArray[np.int32]
     behavior_logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]
@@ -171,7 +173,8 @@ class PartialCall:
     def __post_init__(self) -> None:
         _array(self, "tokens", np.int32)
         _array(self, "behavior_logprobs", np.float32)
-        _require(self.index >= 0 and self.call >= 0, f"index and call must be >= 0, got {self.index}, {self.call}")
+        for name in ("index", "call", "start"):
+            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         _require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
         Trajectory(  # the checks are the same
             tokens=self.tokens,
@@ -182,15 +185,15 @@ class PartialCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartialGroup:
-    """A prompt group that a worker is at: every call of its samples, those that are done too.
+class GroupSegment:
+    """A segment of an unfinished prompt group: what was sampled for it since the segment before.
 
-    Topic ``partials``, one entry a group: rollout worker -> whoever takes the prompt over from it.
+    Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> whoever takes the prompt over from it.
     """
 
     group_id: int
     worker: str
-    calls: tuple[PartialCall, ...]
+    calls: tuple[CallSegment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,16 +126,12 @@ class Bus(Protocol):
         """The state of one key if there is one, then each newer one; states in between may be skipped."""
         ...
 
-    async def states(self, topic: Topic[M]) -> dict[str, M]:
-        """The present state of every key."""
-        ...
-
-    async def state(self, topic: Topic[M], *, key: str = "") -> M | None:
-        """The present state of one key, if there is one."""
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
+        """The present state of every key, or of those that begin with ``under``: "a/" or "a/b/" of "a/b/c"."""
         ...
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
-        """Remove a state."""
+        """Remove a state; with a key that ends in "/", all that begin with it."""
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:

@@ -36,14 +36,14 @@ class Answer:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def so_far(self) -> Generation:
-        tokens = np.array(self.tokens, np.int32)
+    def so_far(self, begin: int = 0) -> Generation:
+        tokens = np.array(self.tokens[begin:], np.int32)
         spans = (VersionSpan(start=0, run_epoch=self.version[0], policy_version=self.version[1]),)
         return Generation(
             tokens=tokens,
             logprobs=-(tokens / 16).astype(np.float32),
             version_spans=spans if len(tokens) else (),
-            finish_reason="length" if self.begin + len(tokens) == self.length else "",
+            finish_reason="length" if self.begin + len(self.tokens) == self.length else "",
         )
 
     def step(self) -> None:

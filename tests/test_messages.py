@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from asyncrl.codec import decode, encode
 from asyncrl.errors import MessageError
 from asyncrl.messages import (
+    CallSegment,
     Event,
+    GroupSegment,
     Heartbeat,
-    PartialCall,
-    PartialGroup,
     Progress,
     PromptGroup,
     Sampling,
@@ -59,14 +59,15 @@ SAMPLES: dict[type, Any] = {
         WeightVersion(run_epoch=1, policy_version=7, uri="/dev/shm/7", sha256="ab", num_bytes=2**40),
         Progress(run_epoch=1, step=7, policy_version=7, groups_trained=9, finished=True),
         Heartbeat(actor="a", role="learner", waits_for="groups", waiting_since=1.5, numbers={"loss": 0.25}),
-        PartialGroup(
+        GroupSegment(
             group_id=3,
             worker="w",
             calls=(
-                PartialCall(
+                CallSegment(
                     index=0,
                     call=1,
                     prompt_digest=b"ab",
+                    start=12,
                     tokens=[3, 4, 1],
                     behavior_logprobs=[-0.1, -0.3, 0.0],
                     version_spans=SPANS,

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.actors.salvage import Recorded, assembled
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.data import demo_task
-from asyncrl.messages import PartialGroup, PromptGroup, Sampling
-from asyncrl.topics import EVENTS, PARTIALS, PROMPTS, TRAJECTORIES, WEIGHTS
+from asyncrl.messages import PromptGroup, Sampling
+from asyncrl.topics import EVENTS, PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
 from tests.bus_fixtures import first
 from tests.engine_fixtures import Model
 
@@ -82,14 +83,11 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
     await bus.publish(PROMPTS, prompt, key="0")
 
     with worker(run_file, "w0", token=own_server.token) as dying:
-        async with bus.watch(PARTIALS, key="0") as states:
-            async for parts in states:
-                if min(tokens_of(parts)) > TOKENS // 10:
-                    break
+        while min(map(tokens_of, await saved(bus)), default=0) < TOKENS // 10:
+            await asyncio.sleep(0.01)
         dying.kill()
-    left: PartialGroup = (await bus.states(PARTIALS))["0"]
-    assert left.worker == "w0"
-    assert max(tokens_of(left)) < TOKENS
+    left = await saved(bus)
+    assert max(map(tokens_of, left)) < TOKENS
     await bus.put(WEIGHTS, new.version(1))
     with worker(run_file, "w1", token=own_server.token):
         (record,) = await first(bus, 1, topic=TRAJECTORIES)
@@ -97,22 +95,27 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
 
     group = record.message
     assert (group.worker, group.error) == ("w1", "")
-    for trajectory, call in zip(group.trajectories, left.calls, strict=True):
-        count = len(call.tokens)
+    for trajectory, call in zip(group.trajectories, left, strict=True):
+        count = tokens_of(call)
         assert len(trajectory.tokens) == TOKENS
-        assert trajectory.tokens[:count].tolist() == call.tokens.tolist()
-        assert trajectory.behavior_logprobs[:count].tolist() == call.behavior_logprobs.tolist()
+        assert trajectory.tokens[:count].tolist() == call.generation.tokens.tolist()
+        assert trajectory.behavior_logprobs[:count].tolist() == call.generation.logprobs.tolist()
         old_span, new_span = trajectory.version_spans
         assert (old_span.policy_version, new_span.policy_version) == (0, 1)
         assert new_span.start >= count  # the second worker may sample before it has loaded
     assert (event.message.kind, event.message.actor) == ("salvaged", "w1")
-    assert event.message.data == {"group_id": 0, "from": "w0", "tokens": sum(tokens_of(left)), "too_old_tokens": 0}
+    assert event.message.data == {"group_id": 0, "from": "w0", "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
     async with asyncio.timeout(30):
-        while await bus.states(PARTIALS) or await bus.depth(PROMPTS):
+        while await bus.states(SEGMENTS) or await bus.depth(PROMPTS):
             await asyncio.sleep(0.05)
 
 
-def tokens_of(group: PartialGroup) -> list[int]:
-    """Of each of the two samples; none while one has not begun."""
-    counts = [len(call.tokens) for call in group.calls]
-    return counts + [0] * (2 - len(counts))
+async def saved(bus: JetStreamBus) -> list[Recorded]:
+    """What the first worker had of each of the two samples; nothing while one has not begun."""
+    segments = await bus.states(SEGMENTS, under="0/1/")
+    calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
+    return [calls[0, 0], calls[1, 0]] if len(calls) == 2 else []
+
+
+def tokens_of(call: Recorded) -> int:
+    return len(call.generation.tokens)

@@ -212,8 +212,8 @@ class RolloutWorker(Actor):
                 starts.setdefault(index, self._engine.version[1])
                 with self._activity.running():
                     generation = await self._engine.generate(tokens, sampling, seed=seed, **seen)
-            partial.finish(generation)
-            self._activity.tokens += len(generation.tokens) - len(known.tokens)
+            parts.finish(index, call, generation)
+            self._activity.tokens += max(0, len(generation.tokens) - len(known.tokens))
             return generation
 
         try:

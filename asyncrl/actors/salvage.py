@@ -1,16 +1,17 @@
 """What a worker has generated so far lies on the bus, so that who takes its prompts over goes on from there.
 
-Every ``seconds`` a worker puts the calls of each group that has grown by GROWTH of its tokens into ``partials``: one
-message a group, replaced by the next, gone when the group is published. A worker that gets a prompt whose first worker
-did not finish it replays them: its rollout function runs anew, ``generate`` answers what was finished without the
-engine, and the engine goes on with the rest.
+Every ``seconds`` a worker puts what is new of each group into ``segments``: what each call of ``generate`` has sampled
+since the segment before. They are removed when the group is published. A worker that gets a prompt that others did not
+finish replays it: its rollout function runs anew, ``generate`` answers what was finished without the engine, and the
+engine goes on with the rest.
 
-  P1 a killed worker loses at most GROWTH of a group's tokens and what it generated in ``seconds``
+  P1 a killed worker loses what it generated in ``seconds``, and no more
      (tests/test_salvage.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth)
-  P2 what was sampled keeps its logprobs and versions; parts that are too old to be trained, or continue something else
-     than the function asks for, are thrown away and sampled anew
-  P3 the last attempt begins anew: what is in the parts may be what the others died of
-  P4 generation waits for none of this; what cannot be saved is said once
+  P2 what was sampled keeps its logprobs and versions; what is too old to be trained, or continues something else than
+     the function asks for, is thrown away and sampled anew
+  P3 each attempt writes segments of its own, the first with all it took over: two workers at one group do not mix
+  P4 the last attempt begins anew: what is in the segments may be what the others died of
+  P5 generation waits for none of this; what cannot be saved is said once
 """
 
 from __future__ import annotations
@@ -19,20 +20,17 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.errors import BusError, MessageError, MessageTooLarge
-from asyncrl.messages import Event, PartialCall, PartialGroup, PromptGroup, Sampling
+from asyncrl.messages import CallSegment, Event, GroupSegment, PromptGroup, Sampling
 from asyncrl.policies.staleness import is_stale
 from asyncrl.protocols import Bus, Generation, Partial
-from asyncrl.topics import EVENTS, PARTIALS, PROGRESS
-
-GROWTH: Final = 1 / 32
-"""What share of its tokens a group must have grown by to be put on the bus again; each costs at most 32 times 8 B."""
+from asyncrl.topics import EVENTS, PROGRESS, SEGMENTS
 
 Key = tuple[int, int]
 """(sample, call of its rollout function)."""
@@ -60,7 +58,7 @@ class Salvage:
     @property
     def unsaved_tokens(self) -> int:
         """In progress and not on the bus: what is lost if this process dies now."""
-        return sum(parts.num_tokens - parts.num_saved for parts in self._groups.values())
+        return sum(parts.num_unsaved for parts in self._groups.values())
 
     async def run(self) -> None:
         """consumes: nothing    waits for: the next round    woken by: the clock"""
@@ -81,37 +79,37 @@ class Salvage:
 
     async def open(self, prompt: PromptGroup, *, attempt: int) -> Parts:
         """What is known of a group that is begun, and from now on saved."""
-        parts = Parts(prompt.group_id)
-        if self.is_on and attempt > 1:
-            parts.is_on_bus = True
+        parts = Parts(prompt.group_id, attempt=attempt)
+        if self.is_on and 1 < attempt < self._max_attempts:
             try:
-                group = await self._bus.state(PARTIALS, key=str(prompt.group_id))
-                if group is not None and attempt < self._max_attempts:
-                    parts = await self._taken_over(group, attempt=attempt)
+                parts = await self._taken_over(prompt.group_id, attempt=attempt)
             except BusError as error:
-                self._log.warning("group %d begins anew, its parts cannot be had: %s", prompt.group_id, error)
+                self._log.warning("group %d begins anew, its segments cannot be had: %s", prompt.group_id, error)
         self._groups[str(prompt.group_id)] = parts
         return parts
 
-    async def _taken_over(self, group: PartialGroup, *, attempt: int) -> Parts:
+    async def _taken_over(self, group_id: int, *, attempt: int) -> Parts:
         """The calls of the samples that are young enough."""
-        progress = await self._bus.state(PROGRESS)
+        segments = _newest_attempt(await self._bus.states(SEGMENTS, under=f"{group_id}/"), group_id, before=attempt)
+        if not segments:
+            return Parts(group_id, attempt=attempt)
+        calls = assembled(segments)
+        progress = (await self._bus.states(PROGRESS)).get("")
         version = 0 if progress is None else progress.policy_version
-        stale = {call.index for call in group.calls if self._is_stale(call, policy_version=version)}
-        found = [call for call in group.calls if call.index not in stale]
-        salvaged = _count(found)
-        discarded = _count(group.calls) - salvaged
-        self._log.info("group %d: goes on from %d tokens of %s", group.group_id, salvaged, group.worker)
-        data = {"group_id": group.group_id, "from": group.worker, "tokens": salvaged, "too_old_tokens": discarded}
+        stale = {index for (index, _), call in calls.items() if self._is_stale(call, policy_version=version)}
+        young = {key: call for key, call in calls.items() if key[0] not in stale}
+        salvaged, discarded = _count(young), _count(calls) - _count(young)
+        self._log.info("group %d: goes on from %d tokens of %s", group_id, salvaged, segments[0].worker)
+        data = {"group_id": group_id, "from": segments[0].worker, "tokens": salvaged, "too_old_tokens": discarded}
         event = Event(kind="salvaged", actor=self._worker, time=time.time(), data=data)
-        await self._bus.publish(EVENTS, event, key=f"salvaged-{group.group_id}-{attempt}")
+        await self._bus.publish(EVENTS, event, key=f"salvaged-{group_id}-{attempt}")
         self.salvaged_tokens += salvaged
         self.discarded_tokens += discarded
-        return Parts(group.group_id, found)
+        return Parts(group_id, attempt=attempt, recorded=young)
 
-    def _is_stale(self, call: PartialCall, *, policy_version: int) -> bool:
+    def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
         """Versions of a history that the learner lost may be older than they say; then the learner drops the group."""
-        oldest = min(span.policy_version for span in call.version_spans)
+        oldest = min(span.policy_version for span in call.generation.version_spans)
         return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
 
     def close(self, key: str) -> Parts | None:
@@ -122,7 +120,8 @@ class Salvage:
         parts.close()
         if parts.num_discarded:
             self._log.warning(
-                "group %d: its rollout function asked for something else than the first time; %d tokens are lost",
+                "group %d: its rollout function asked for something else than the first time, or its engine went on "
+                "from nothing; %d tokens are lost",
                 parts.group_id,
                 parts.num_discarded,
             )
@@ -133,28 +132,45 @@ class Salvage:
     async def forget(self, key: str) -> None:
         """The group is published."""
         try:
-            if (parts := self.close(key)) is not None:
+            if (parts := self.close(key)) is not None and self.is_on:
                 await parts.forget(self._bus)
-        except BusError as error:  # it goes by itself in some hours
-            self._log.warning("group %s: its parts stay on the bus: %s", key, error)
+        except BusError as error:  # they go by themselves in some hours
+            self._log.warning("group %s: its segments stay on the bus: %s", key, error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What others had of one call."""
+
+    prompt_digest: bytes
+    generation: Generation
 
 
 class Parts:
     """The calls of one group: those in progress or done here, and those recorded that were not asked for again yet."""
 
-    def __init__(self, group_id: int, recorded: Iterable[PartialCall] = ()) -> None:
+    def __init__(self, group_id: int, *, attempt: int, recorded: Mapping[Key, Recorded] | None = None) -> None:
         self.group_id = group_id
-        self._recorded: dict[Key, PartialCall] = {(call.index, call.call): call for call in recorded}
+        self._attempt = attempt
+        self._recorded = dict(recorded or {})
         self._begun: dict[Key, tuple[bytes, Partial]] = {}
+        self._saved: dict[Key, int] = {}  # tokens in segments of this attempt
+        self._num_segments = 0
+        self._num_salvaged = _count(self._recorded)
         self._is_closed = False
         self._saving = asyncio.Lock()
-        self.is_on_bus = bool(self._recorded)
-        self.num_saved = self.num_tokens
         self.num_discarded = 0
 
     @property
-    def num_tokens(self) -> int:
-        return _count(self._recorded.values()) + sum(partial.num_tokens for _, partial in self._begun.values())
+    def num_unsaved(self) -> int:
+        """Tokens in no segment, of this attempt or of the one that it took over from."""
+        if not self._num_segments:
+            return max(0, self._num_tokens - self._num_salvaged)
+        return self._num_tokens - sum(self._saved.values())
+
+    @property
+    def _num_tokens(self) -> int:
+        return _count(self._recorded) + sum(partial.num_tokens for _, partial in self._begun.values())
 
     def begin(self, index: int, call: int, tokens: NDArray[np.int32], sampling: Sampling) -> Partial:
         """Call ``call`` of sample ``index``, with what is known of it.
@@ -165,65 +181,117 @@ class Parts:
         digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
         found = self._recorded.get((index, call))
         partial = Partial()
-        if found is not None and found.prompt_digest == digest and _fits(found, sampling):
+        if found is not None and found.prompt_digest == digest and _fits(found.generation, sampling):
             del self._recorded[index, call]
-            partial = Partial(_generation(found))
+            partial = Partial(found.generation)
         else:
-            belied = [key for key in self._recorded if key[0] == index]
-            self.num_discarded += _count(self._recorded.pop(key) for key in belied)
+            belied = {key: self._recorded.pop(key) for key in list(self._recorded) if key[0] == index}
+            self._discard(belied, _count(belied))
         self._begun[index, call] = (digest, partial)
         return partial
 
+    def finish(self, index: int, call: int, generation: Generation) -> None:
+        """The call is done."""
+        _, partial = self._begun[index, call]
+        known = partial.prefix.tokens
+        if not np.array_equal(generation.tokens[: len(known)], known):  # an engine that begins anew
+            self._discard([(index, call)], len(known))
+        partial.finish(generation)
+
+    def _discard(self, keys: Iterable[Key], num_tokens: int) -> None:
+        """What is recorded of these calls is not used; the next segment has them from the start."""
+        self.num_discarded += num_tokens
+        self._num_salvaged -= num_tokens
+        for key in keys:
+            self._saved.pop(key, None)
+
     async def save(self, bus: Bus, *, worker: str) -> None:
-        """Put it on the bus if that is worth it. Raises BusError."""
+        """Put what is new into a segment. Raises BusError."""
         async with self._saving:
-            count = self.num_tokens
-            if self._is_closed or count - self.num_saved <= GROWTH * self.num_saved:
+            if self._is_closed or self.num_unsaved <= 0:
                 return
-            group = PartialGroup(group_id=self.group_id, worker=worker, calls=tuple(self._calls()))
-            if group.calls:
-                self.is_on_bus = True
-                await bus.put(PARTIALS, group, key=str(self.group_id))
-            self.num_saved = _count(group.calls)
+            calls = tuple(self._new_segments())
+            if not calls:
+                return
+            segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
+            await bus.put(SEGMENTS, segment, key=_segment_key(self.group_id, self._attempt, self._num_segments))
+            self._num_segments += 1
+            for call in calls:
+                self._saved[call.index, call.call] = call.start + len(call.tokens)
+
+    def _new_segments(self) -> Iterator[CallSegment]:
+        for key, (digest, partial) in self._begun.items():
+            yield from self._after_saved(key, digest, partial)
+        for key, call in self._recorded.items():
+            yield from self._after_saved(key, call.prompt_digest, Partial(call.generation))
+
+    def _after_saved(self, key: Key, digest: bytes, partial: Partial) -> Iterator[CallSegment]:
+        start = self._saved.get(key, 0)
+        if partial.num_tokens <= start:
+            return
+        new = partial.so_far(start)
+        if len(new.tokens):
+            yield CallSegment(
+                index=key[0],
+                call=key[1],
+                prompt_digest=digest,
+                start=start,
+                tokens=new.tokens,
+                behavior_logprobs=new.logprobs,
+                version_spans=new.version_spans,
+                finish_reason=new.finish_reason,
+            )
 
     async def forget(self, bus: Bus) -> None:
-        """Take it off the bus, after what is being put there. Raises BusError."""
+        """Take all segments of the group off the bus, after the one that is being put there. Raises BusError."""
         async with self._saving:
-            if self.is_on_bus:
-                await bus.forget(PARTIALS, key=str(self.group_id))
-
-    def _calls(self) -> Iterable[PartialCall]:
-        for (index, call), (digest, partial) in self._begun.items():
-            generation = partial.so_far()
-            if len(generation.tokens):
-                yield PartialCall(
-                    index=index,
-                    call=call,
-                    prompt_digest=digest,
-                    tokens=generation.tokens,
-                    behavior_logprobs=generation.logprobs,
-                    version_spans=generation.version_spans,
-                    finish_reason=generation.finish_reason,
-                )
-        yield from self._recorded.values()
+            if self._num_segments or self._attempt > 1:
+                await bus.forget(SEGMENTS, key=f"{self.group_id}/")
 
     def close(self) -> None:
         self._is_closed = True
 
 
-def _generation(call: PartialCall) -> Generation:
-    return Generation(
-        tokens=call.tokens,
-        logprobs=call.behavior_logprobs,
-        version_spans=call.version_spans,
-        finish_reason=call.finish_reason,
-    )
+def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
+    """The calls that one attempt's segments hold, in their order. One that starts at 0 replaces what was before it."""
+    calls: dict[Key, Recorded] = {}
+    for segment in segments:
+        for new in segment.calls:
+            key = (new.index, new.call)
+            generation = Generation(
+                tokens=new.tokens,
+                logprobs=new.behavior_logprobs,
+                version_spans=new.version_spans,
+                finish_reason=new.finish_reason,
+            )
+            before = calls.get(key)
+            if new.start > 0:
+                if before is None or len(before.generation.tokens) != new.start:
+                    continue  # no worker of ours writes this
+                generation = before.generation.then(generation)
+            calls[key] = Recorded(prompt_digest=new.prompt_digest, generation=generation)
+    return calls
 
 
-def _fits(call: PartialCall, sampling: Sampling) -> bool:
+def _segment_key(group_id: int, attempt: int, number: int) -> str:
+    return f"{group_id}/{attempt}/{number}"
+
+
+def _newest_attempt(found: Mapping[str, GroupSegment], group_id: int, *, before: int) -> list[GroupSegment]:
+    """The segments from 0 up to the first that is missing, of the newest attempt that has any."""
+    for attempt in range(before - 1, 0, -1):
+        segments: list[GroupSegment] = []
+        while (segment := found.get(_segment_key(group_id, attempt, len(segments)))) is not None:
+            segments.append(segment)
+        if segments:
+            return segments
+    return []
+
+
+def _fits(generation: Generation, sampling: Sampling) -> bool:
     """It may be what was asked for: done, or with room for more."""
-    return bool(call.finish_reason) or len(call.tokens) < sampling.max_new_tokens
+    return bool(generation.finish_reason) or len(generation.tokens) < sampling.max_new_tokens
 
 
-def _count(calls: Iterable[PartialCall]) -> int:
-    return sum(len(call.tokens) for call in calls)
+def _count(calls: Mapping[Key, Recorded]) -> int:
+    return sum(len(call.generation.tokens) for call in calls.values())

@@ -111,28 +111,24 @@ class MemoryBus:
 
         yield Each(take)
 
-    async def states(self, topic: Topic[M]) -> dict[str, M]:
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         await _let_others_run()
         found: dict[str, M] = {}
         for key, value in self._state(topic).present().items():
-            if (message := self._value(topic, key, value.data)) is not None:
-                found[key] = message
+            if not key.startswith(under):
+                continue
+            content = opened(value.data, topic)
+            if content.message is not None:
+                found[key] = content.message
+            else:
+                logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
         return found
-
-    async def state(self, topic: Topic[M], *, key: str = "") -> M | None:
-        await _let_others_run()
-        value = self._state(topic).present().get(key)
-        return None if value is None else self._value(topic, key, value.data)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         await _let_others_run()
-        self._state(topic).values.pop(key, None)
-
-    def _value(self, topic: Topic[M], key: str, data: bytes) -> M | None:
-        content = opened(data, topic)
-        if content.message is None:
-            logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
-        return content.message
+        values = self._state(topic).values
+        for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
+            del values[gone]
 
     async def depth(self, topic: Topic[Any]) -> int:
         await _let_others_run()

@@ -67,13 +67,13 @@ class _Request:
     def __len__(self) -> int:
         return len(self.answer.logprobs)
 
-    def so_far(self) -> Generation:
+    def so_far(self, begin: int = 0) -> Generation:
         """The decode thread may be appending: a token is there once its logprob is."""
-        answer, count = self.answer, len(self)
+        answer, end = self.answer, len(self)
         return Generation(
-            tokens=np.array(answer.tokens[:count], dtype=np.int32),
-            logprobs=np.array(answer.logprobs[:count], dtype=np.float32),
-            version_spans=answer.spans.spans(count),
+            tokens=np.array(answer.tokens[begin:end], dtype=np.int32),
+            logprobs=np.array(answer.logprobs[begin:end], dtype=np.float32),
+            version_spans=answer.spans.spans(end, begin=begin),
             finish_reason=answer.finish_reason,
         )
 

@@ -65,11 +65,11 @@ class Reply:
             self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
             self._take_spans(body, late_tokens=late_tokens)
 
-    def so_far(self) -> Generation:
+    def so_far(self, begin: int = 0) -> Generation:
         return Generation(
-            tokens=np.array(self._tokens, dtype=np.int32),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            version_spans=self._spans.spans(len(self._tokens)),
+            tokens=np.array(self._tokens[begin:], dtype=np.int32),
+            logprobs=np.array(self._logprobs[begin:], dtype=np.float32),
+            version_spans=self._spans.spans(len(self._tokens), begin=begin),
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
         )
 
