@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from asyncrl import auxiliary, checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
+from asyncrl.config_record import as_table
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -245,6 +246,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     from asyncrl.actors.reporter import Reporter
     from asyncrl.actors.training_step import TrainingStep
     from asyncrl.actors.weight_sender import WeightSender
+    from asyncrl.history import HISTORY_FILE, History
     from asyncrl.metrics.sinks import open_sinks
     from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.admission import Admission
@@ -301,6 +303,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     weights = channel(run)
     trained = backend(run)
+    history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
+    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
     learner = Learner(
         "learner",
         bus,
@@ -324,6 +328,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
         reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
+        history=history,
         filters=filters(run),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []

@@ -2,7 +2,8 @@
 
     checkpoints/step-00000050/
       learner.json     run epoch, step, policy version, forks, trajectory cursor and what was consumed beyond it,
-                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound
+                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound,
+                       length of history.jsonl
       backend/         weights, optimizer, RNG (written by the backend)
 
 The cursor lives here and not in the broker: a restarted learner reads the log again from it and skips what this
@@ -58,6 +59,7 @@ class LearnerState:
     groups_per_batch: int = 0
     forks: dict[int, int] = field(default_factory=dict)
     bound: dict[str, int] = field(default_factory=dict)
+    history: int = 0
 
 
 def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:

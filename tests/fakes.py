@@ -24,6 +24,7 @@ from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
@@ -292,9 +293,15 @@ class Loop:
             training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
+            history=self._history(state),
             filters=self.filters,
         )
         return self.learner
+
+    def _history(self, state: LearnerState) -> History:
+        history = History(self.directory / HISTORY_FILE, run_epoch=state.run_epoch)
+        history.begin(step=state.step, kept=state.history, max_staleness=self.max_staleness, settings={})
+        return history
 
     def _state(self, resume: bool) -> tuple[LearnerState, Path | None]:
         found = latest(self.directory / "checkpoints") if resume else None

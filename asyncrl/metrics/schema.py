@@ -26,6 +26,7 @@ SCHEMA: dict[str, str] = {
     "bus/prompts": "prompt groups on the bus, in flight at workers included",
     "bus/trajectories": "trajectory groups stored in the log",
     "bus/lag": "log entries not read yet",
+    "learner/run_epoch": "life of the learner that trained the step: of two rows of one step, the history they are of",
     "learner/step_seconds": "one optimizer step, without waiting",
     "learner/wait_seconds": "before the step, while the backend had nothing to do: no full batch, or not prepared yet",
     "learner/export_seconds": "after the step, copying the weights to publish: how long that held the backend up",
