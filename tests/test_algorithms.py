@@ -150,8 +150,7 @@ def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> No
     assert distance(got, expected_weights) < 1e-4
 
 
-# m2po is not among them: it bounds the second moment of each micro-batch, so its mask depends on the cut by design.
-CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS if name != "m2po"} | {
+CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS} | {
     "after": {"name": "grpo", "correction": "icepop", "denominator": "after", "options": {"low": 0.8, "high": 1.25}},
     "self_norm": {"name": "grpo", "correction": "tis_token + self_norm"},
     "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
