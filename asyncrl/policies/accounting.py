@@ -231,7 +231,8 @@ def account(
 
     ages = _ages(history, {record.group_id: record for record in reversed(log)}, recorded_staleness or {})
     counts = {fate: sum(1 for kinds in fates.values() if fate in kinds) for fate in FATES}
-    again = {i for entry in entries if entry.kind == "trained" and entry not in history for i in entry.groups}
+    kept = {entry.position for entry in history}
+    again = {i for entry in entries if entry.kind == "trained" and entry.position not in kept for i in entry.groups}
     lives = [entry for entry in history if entry.kind == BEGUN]
     return Account(
         prompts=prompts,
