@@ -17,6 +17,7 @@ Exit code 0 when lost = duplicated = staleness_violations = 0, else 1.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -57,12 +58,13 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
     """The account of a run whose bus is here."""
     queued = {int(key) for key in await bus.keys(PROMPTS)}
     log, first = [], 0
-    async for record in log_records(bus):
-        first = first or record.sequence
-        if record.key.isdecimal():
-            trajectories = () if record.message is None else record.message.trajectories
-            spans = tuple(spans for trajectory in trajectories if (spans := sampled_spans(trajectory)))
-            log.append(Logged(sequence=record.sequence, group_id=int(record.key), spans=spans))
+    async with contextlib.aclosing(log_records(bus)) as records:
+        async for record in records:
+            first = first or record.sequence
+            if record.key.isdecimal():
+                trajectories = () if record.message is None else record.message.trajectories
+                spans = tuple(spans for trajectory in trajectories if (spans := sampled_spans(trajectory)))
+                log.append(Logged(sequence=record.sequence, group_id=int(record.key), spans=spans))
     saved = _saved(recorded)
     last = await bus.last_sequence(TRAJECTORIES)
     return _account(recorded, saved=saved, bus=BusFacts(queued=queued, log=log, first=first or last + 1, last=last))

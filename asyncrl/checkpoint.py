@@ -79,7 +79,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
             shutil.rmtree(final)
         partial.rename(final)
         _sync(directory)
-        for old in _complete(directory)[:-keep]:
+        for old in complete(directory)[:-keep]:
             shutil.rmtree(old)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -89,10 +89,12 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
 def latest(directory: Path) -> tuple[LearnerState, Path] | None:
     """The newest complete checkpoint and its backend folder, or None when there is none."""
-    complete = _complete(directory)
-    if not complete:
-        return None
-    folder = complete[-1]
+    folders = complete(directory)
+    return read(folders[-1]) if folders else None
+
+
+def read(folder: Path) -> tuple[LearnerState, Path]:
+    """One complete checkpoint and its backend folder."""
     try:
         table = json.loads((folder / "learner.json").read_text())
         if table.pop("format") != FORMAT:
@@ -105,7 +107,8 @@ def latest(directory: Path) -> tuple[LearnerState, Path] | None:
         raise CheckpointError(f"{folder}: cannot be read ({error}); remove it to use the one before") from error
 
 
-def _complete(directory: Path) -> list[Path]:
+def complete(directory: Path) -> list[Path]:
+    """Folders of the checkpoints that are whole, by step."""
     return sorted(directory.glob("step-*"))
 
 

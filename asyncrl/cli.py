@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
   asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
-  asyncrl replay runs/demo --set algorithm.loss=gspo   train again from the recorded log
+  asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
 """
 

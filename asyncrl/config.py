@@ -330,11 +330,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for item in overrides:
-        _override(table, item)
+        override(table, item)
     return build(RunConfig, table, str(path))
 
 
-def _override(table: dict[str, Any], item: str) -> None:
+def override(table: dict[str, Any], item: str) -> None:
+    """Set one ``section.key=value`` in a run file's table. Raises ConfigError."""
     dotted, equals, text = item.partition("=")
     if not equals or "." not in dotted:
         raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")

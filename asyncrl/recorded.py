@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,15 @@ class RecordedRun:
 
     def checkpoint(self) -> tuple[LearnerState, Path] | None:
         return checkpoint.latest(self.directory / "checkpoints")
+
+    def checkpoint_before(self, step: int, history: Sequence[Entry]) -> tuple[int, Path | None]:
+        """(steps done, backend folder) of the newest checkpoint of ``history`` that ``step`` may start from; or 0."""
+        for folder in reversed(checkpoint.complete(self.directory / "checkpoints")):
+            state, backend = checkpoint.read(folder)
+            done = [entry.step for entry in history if entry.kind == "trained" and entry.position < state.history]
+            if state.step < step and done and done[-1] == state.step:
+                return state.step, backend
+        return 0, None
 
     def metrics(self) -> dict[tuple[int, int], dict[str, Any]]:
         """(run epoch, step) -> row of metrics.jsonl; a line cut short by a kill is left out."""
@@ -115,7 +124,7 @@ async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-async def log_records(bus: Bus) -> AsyncIterator[Record[TrajectoryGroup]]:
+async def log_records(bus: Bus) -> AsyncGenerator[Record[TrajectoryGroup], None]:
     """Every record that the trajectory log has now, in order. Close it (``contextlib.aclosing``) to stop early."""
     last = await bus.last_sequence(TRAJECTORIES)
     if not await bus.depth(TRAJECTORIES):
