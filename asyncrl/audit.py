@@ -100,15 +100,17 @@ def table(made: Account, directory: Path) -> str:
     rows = [
         ("prompts", made.prompts, "prompt groups published"),
         ("published", made.published, "of these came back from a worker"),
-        ("trained", made.trained, f"by {made.steps} steps in {_many(made.epochs, 'epoch')}{_again(made)}"),
+        ("trained", made.trained, f"by {made.steps:,} steps"),
         ("dropped", made.dropped, "too old to train"),
         ("buried", made.buried, "could not be made"),
         ("filtered", made.filtered, "nothing to learn from"),
         ("pending", made.pending, "not done yet"),
+        ("retrained", made.retrained, "trained once more, behind a checkpoint that a learner fell back to"),
         ("lost", made.lost, ""),
         ("duplicated", made.duplicated, ""),
         ("max_staleness", made.max_staleness, f"versions, of {made.bound} allowed"),
         ("staleness_violations", made.staleness_violations, ""),
+        ("epochs", made.epochs, "lives of the learner"),
     ]
     lines = [f"{directory}: every prompt group and what became of it"]
     lines += [f"  {name:22s}{count:>9,}  {meaning}".rstrip() for name, count, meaning in rows]
@@ -120,13 +122,3 @@ def table(made: Account, directory: Path) -> str:
         lines.append(f"  and {len(made.problems) - len(shown)} more")
     lines.append("clean" if made.is_clean else "NOT CLEAN")
     return "\n".join(lines)
-
-
-def _again(made: Account) -> str:
-    return f"; {made.retrained} of them a second time, behind a checkpoint that a killed learner fell back to" * (
-        made.retrained > 0
-    )
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" + "s" * (count != 1)

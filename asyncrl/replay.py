@@ -211,11 +211,11 @@ def _make_folder(directory: Path, out: Path | None) -> Path:
 
 # -- what a person sees ------------------------------------------------------------------------------------------------
 
-_HEADER = "  step" + "".join(f"  {name.rpartition('/')[2] + ' old':>18}{'new':>12}" for name in SHOWN)
+_HEADER = "  step" + "".join(f"  {name.rpartition('/')[2] + ' old':>18} {'new':>13}" for name in SHOWN)
 
 
 def _line(one: Replayed) -> str:
-    numbers = "".join(f"  {_number(old):>18}{_number(new):>12}" for old, new in map(one.pair, SHOWN))
+    numbers = "".join(f"  {_number(old):>18} {_number(new):>13}" for old, new in map(one.pair, SHOWN))
     return f"{one.step:6d}{numbers}" + ("  =" if one.old is not None and one.is_equal else "")
 
 

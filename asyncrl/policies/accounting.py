@@ -140,7 +140,7 @@ class Account:
     max_staleness         versions between sampling and training of the oldest trained token
     staleness_violations  trained groups with a token over the bound of their life; and steps whose recorded staleness
                           is not that of their groups on the log, or not that in metrics.jsonl
-    epochs                lives of the learner that the history of the newest weights has
+    epochs                lives of the learner, those included of which no step is left
     retrained             trained in a lost history and again in this one: a kill, not a duplicate
     steps, bound          optimizer steps of this history; largest bound of its lives
     on_log, with_metrics  trained groups whose staleness was worked out anew from the log; steps compared with their
@@ -203,7 +203,7 @@ def account(
     problems: list[str] = []
     lost, pending = set(), 0
     for group_id in range(prompts):
-        if group_id in fates:
+        if group_id in fates or (saved is not None and group_id in saved.groups):
             continue
         if group_id in queued or group_id in unread:
             pending += 1
@@ -243,7 +243,7 @@ def account(
         duplicated=len(duplicated),
         max_staleness=ages.largest,
         staleness_violations=len(ages.problems),
-        epochs=len(lives),
+        epochs=sum(entry.kind == BEGUN for entry in entries),
         retrained=sum("trained" in fates.get(group_id, ()) for group_id in again),
         steps=sum(entry.kind == "trained" for entry in history),
         bound=max((life.max_staleness for life in lives), default=0),
