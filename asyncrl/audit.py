@@ -67,7 +67,10 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
                 log.append(Logged(sequence=record.sequence, group_id=int(record.key), spans=spans))
     saved = _saved(recorded)
     last = await bus.last_sequence(TRAJECTORIES)
-    return _account(recorded, saved=saved, bus=BusFacts(queued=queued, log=log, first=first or last + 1, last=last))
+    facts = BusFacts(
+        prompts=await bus.last_sequence(PROMPTS), queued=queued, log=log, first=first or last + 1, last=last
+    )
+    return _account(recorded, saved=saved, bus=facts)
 
 
 def _account(recorded: RecordedRun, *, saved: SavedFacts | None, bus: BusFacts | None) -> Account:
@@ -106,6 +109,7 @@ def table(made: Account, directory: Path) -> str:
         ("filtered", made.filtered, "nothing to learn from"),
         ("pending", made.pending, "not done yet"),
         ("retrained", made.retrained, "trained once more, behind a checkpoint that a learner fell back to"),
+        ("foreign", made.foreign, "records on the log of groups that this run never published"),
         ("lost", made.lost, ""),
         ("duplicated", made.duplicated, ""),
         ("max_staleness", made.max_staleness, f"versions, of {made.bound} allowed"),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,14 +104,42 @@ class RecordedRun:
             yield Address(url=server.url, token=server.token)
 
     def _address_of_running(self) -> Address | None:
-        """What `asyncrl run` wrote, if somebody still listens there: a killed launcher leaves the file behind."""
+        """What `asyncrl run` wrote, None when it ended; killed, it leaves the file behind.
+
+        A nats-server that was killed is on its way back: to start another one on its store would end the run.
+        """
         try:
-            found = Address(**json.loads((self.directory / app.BUS_FILE).read_text()))
-            parts = urlsplit(found.url)
-            with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
-                return found
-        except (OSError, ValueError, TypeError):
+            table = json.loads((self.directory / app.BUS_FILE).read_text())
+            found, launcher = Address(url=table["url"], token=table["token"]), int(table.get("pid", 0))
+        except (OSError, ValueError, KeyError, TypeError):
             return None
+        if _answers(found):
+            return found
+        if launcher and _is_alive(launcher):
+            raise ConfigError(
+                f"{self.directory}: its run is up (process {launcher}), but no nats-server answers at {found.url}; "
+                "it may just be starting again, so try again in a moment"
+            )
+        return None
+
+
+def _answers(address: Address) -> bool:
+    parts = urlsplit(address.url)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
+            return True
+    except OSError:
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @contextlib.asynccontextmanager

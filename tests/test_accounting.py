@@ -77,7 +77,9 @@ def saved(written: Written, *, step: int = 2, done: int = 5, next_group_id: int 
 
 
 def log_of_six() -> BusFacts:
-    return BusFacts(queued=(), log=[logged(group_id + 1, group_id) for group_id in range(6)], first=1, last=6)
+    return BusFacts(
+        prompts=6, queued=(), log=[logged(group_id + 1, group_id) for group_id in range(6)], first=1, last=6
+    )
 
 
 def counted(made: Account, *names: str) -> tuple[int, ...]:
@@ -190,13 +192,21 @@ def test_a_run_whose_bus_is_gone_is_counted_by_the_checkpoint_and_the_record() -
 def test_a_new_bus_is_read_whole_so_that_nothing_on_it_counts_as_read() -> None:
     """The checkpoint's cursor is at 6, the new log has one record: group 5, made again."""
     written = two_steps()
-    bus = BusFacts(queued=(), log=[logged(1, 5)], first=1, last=1)
+    bus = BusFacts(prompts=1, queued=(), log=[logged(1, 5)], first=1, last=1)
     assert counted(account(written.entries, saved=saved(written), bus=bus), "pending", "lost") == (1, 0)
 
 
 def test_before_the_first_checkpoint_everything_is_made_again() -> None:
-    made = account([], saved=None, bus=BusFacts(queued={0, 3}, log=[logged(1, 2)], first=1, last=1))
+    made = account([], saved=None, bus=BusFacts(prompts=4, queued={0, 3}, log=[logged(1, 2)], first=1, last=1))
     assert counted(made, "prompts", "published", "pending", "lost", "epochs") == (4, 1, 4, 0, 0)
+
+
+def test_a_record_that_somebody_else_put_on_the_log_is_no_prompt_of_the_run() -> None:
+    written = two_steps()
+    bus = log_of_six()
+    bus = dataclasses.replace(bus, log=[*bus.log, logged(7, 10**12)], last=7)
+    made = account(written.entries, saved=saved(written), bus=bus)
+    assert counted(made, "prompts", "published", "pending", "foreign", "lost") == (6, 6, 1, 1, 0)
 
 
 def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
@@ -285,7 +295,13 @@ class Life:
         )
 
     def account(self) -> Account:
-        bus = BusFacts(queued=self.queued, log=self.log, first=self.trimmed + 1, last=self.trimmed + len(self.log))
+        bus = BusFacts(
+            prompts=self.next,
+            queued=self.queued,
+            log=self.log,
+            first=self.trimmed + 1,
+            last=self.trimmed + len(self.log),
+        )
         return account(self.written.entries, saved=self.checkpoint, bus=bus)
 
 

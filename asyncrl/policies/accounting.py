@@ -102,8 +102,14 @@ def sampled_spans(trajectory: Trajectory) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusFacts:
-    """What the bus holds. last: sequence of the newest record ever published on the log, trimmed or not."""
+    """What the bus holds.
 
+    prompts      how many prompts were ever published on it, those included that were published again
+    queued, log  groups that wait or are on loan as prompts; records of the trajectory log
+    first, last  sequence of the oldest record that is kept, and of the newest ever published
+    """
+
+    prompts: int
     queued: Collection[int]
     log: Sequence[Logged]
     first: int
@@ -142,6 +148,7 @@ class Account:
                           is not that of their groups on the log, or not that in metrics.jsonl
     epochs                lives of the learner, those included of which no step is left
     retrained             trained in a lost history and again in this one: a kill, not a duplicate
+    foreign               log records of groups that this run never published: somebody else's, refused or ignored
     steps, bound          optimizer steps of this history; largest bound of its lives
     on_log, with_metrics  trained groups whose staleness was worked out anew from the log; steps compared with their
                           row in metrics.jsonl
@@ -161,6 +168,7 @@ class Account:
     staleness_violations: int
     epochs: int
     retrained: int
+    foreign: int
     steps: int
     bound: int
     on_log: int
@@ -191,18 +199,19 @@ def account(
     for entry in history:
         for group_id in entry.groups:
             fates.setdefault(group_id, []).append(entry.kind)
-    log = () if bus is None else bus.log
+    next_group_id = saved.next_group_id if saved else 0
+    bound = next_group_id + (bus.prompts + bus.last if bus else 0)  # ids are dense: nobody published a larger one
+    log = [record for record in bus.log if record.group_id < bound] if bus else []
     queued = frozenset(() if bus is None else bus.queued)
     logged = {record.group_id for record in log}
-    prompts = max(
-        [saved.next_group_id if saved else 0, *(group_id + 1 for ids in (fates, queued, logged) for group_id in ids)]
-    )
+    seen = fates.keys() | queued | logged | set(range(next_group_id))
+    prompts = max(seen, default=-1) + 1
     consumed = _consumed(saved, bus)
     unread = {record.group_id for record in log if record.sequence not in consumed}
 
     problems: list[str] = []
-    lost, pending = set(), 0
-    for group_id in range(prompts):
+    lost, pending = set(), prompts - len(seen)  # who goes on behind the checkpoint publishes what is missing
+    for group_id in sorted(seen):
         if group_id in fates or (saved is not None and group_id in saved.groups):
             continue
         if group_id in queued or group_id in unread:
@@ -245,6 +254,7 @@ def account(
         staleness_violations=len(ages.problems),
         epochs=sum(entry.kind == BEGUN for entry in entries),
         retrained=sum("trained" in fates.get(group_id, ()) for group_id in again),
+        foreign=0 if bus is None else len(bus.log) - len(log),
         steps=sum(entry.kind == "trained" for entry in history),
         bound=max((life.max_staleness for life in lives), default=0),
         on_log=ages.on_log,
