@@ -60,6 +60,8 @@ class PromptGroup:
     group_id            number of the group in the run, dense from 0; with the run it is the message id
     min_policy_version  a worker starts no generation of this group on older weights
     label, metadata     what the reward function gets besides the text; anything msgpack can carry
+    response_tokens     i32[R], an answer to imitate, <eos> included; empty where the data has none
+    version             (run epoch, policy version) of the learner when it was published: how old a given answer is
     """
 
     group_id: int
@@ -71,9 +73,12 @@ class PromptGroup:
     metadata: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     min_policy_version: int = 0
+    response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    version: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         _array(self, "prompt_tokens", np.int32)
+        _array(self, "response_tokens", np.int32)
         _require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
         _require(self.group_size >= 1, f"group_size must be >= 1, got {self.group_size}")
 

@@ -160,6 +160,7 @@ class Row:
     label: Any
     metadata: dict[str, Any]
     epoch: int
+    response: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class Rows:
