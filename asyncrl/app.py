@@ -285,7 +285,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         group_size=run.rollout.group_size,
         state=state.prompts,
         groups=buffer.groups,
-        version=(state.run_epoch, state.policy_version),
+        policy_version=state.policy_version,
     )
     feed = BatchFeed(
         BatchSettings(

@@ -30,6 +30,9 @@ SCHEMA: Final = 1
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: Final = ("stop", "length", "abort")
 
+ANY_EPOCH: Final = 2**31 - 1
+"""Run epoch of tokens that no policy sampled: they belong to every history."""
+
 _POSITIVE_LOGPROB: Final = 1e-3
 """Largest logprob above 0 that rounding in an engine can explain (bf16 softmax); above it the sampler lies."""
 
@@ -61,7 +64,7 @@ class PromptGroup:
     min_policy_version  a worker starts no generation of this group on older weights
     label, metadata     what the reward function gets besides the text; anything msgpack can carry
     response_tokens     i32[R], an answer to imitate, <eos> included; empty where the data has none
-    version             (run epoch, policy version) of the learner when it was published: how old a given answer is
+    policy_version      of the learner when it was published: from then on a given answer ages
     """
 
     group_id: int
@@ -74,7 +77,7 @@ class PromptGroup:
     epoch: int = 0
     min_policy_version: int = 0
     response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    version: tuple[int, int] = (0, 0)
+    policy_version: int = 0
 
     def __post_init__(self) -> None:
         _array(self, "prompt_tokens", np.int32)
@@ -85,7 +88,10 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class VersionSpan:
-    """From token ``start`` on, up to the next span, the policy of (run_epoch, policy_version) sampled."""
+    """From token ``start`` on, up to the next span, the policy of (run_epoch, policy_version) sampled.
+
+    run_epoch is ANY_EPOCH where no policy did: a learner that falls back makes no token older that was not sampled.
+    """
 
     start: int
     run_epoch: int

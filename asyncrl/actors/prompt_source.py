@@ -70,11 +70,11 @@ class PromptSource(Actor):
         group_size: int,
         state: PromptState,
         groups: Ledger,
-        version: tuple[int, int] = (0, 0),
+        policy_version: int = 0,
     ) -> None:
-        """``version``: (run epoch, policy version) that the learner starts with."""
+        """``policy_version``: that the learner starts with."""
         super().__init__(name, bus)
-        self._version = version
+        self._policy_version = policy_version
         self._rows = rows
         self._admission = admission
         self._sampling = sampling
@@ -123,7 +123,7 @@ class PromptSource(Actor):
 
     async def _fill(self, progress: Progress) -> None:
         """Publish up to the window."""
-        self._version = (progress.run_epoch, progress.policy_version)
+        self._policy_version = progress.policy_version
         count = self._admission.may_publish(
             published=self._next,
             lost=progress.groups_lost,
@@ -170,7 +170,7 @@ class PromptSource(Actor):
             epoch=row.epoch,
             min_policy_version=min_policy_version,
             response_tokens=row.response,
-            version=self._version,
+            policy_version=self._policy_version,
         )
         while True:
             try:
