@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.learning_fixtures import memory_bus, train
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "sft.toml"
+PAGE = Path(__file__).parent.parent / "docs" / "algorithms.md"
 
 
 def sft_run(folder: Path, *overrides: str) -> RunConfig:
@@ -162,6 +164,13 @@ def test_what_would_not_be_supervised_is_refused_in_one_line(folder: Path, overr
 )
 def test_what_can_be_supervised_is_let_through(folder: Path, overrides: list[str]) -> None:
     check.check(sft_run(folder, *overrides))
+
+
+def test_the_run_file_of_the_page_can_be_supervised(folder: Path, tmp_path: Path) -> None:
+    (page,) = (block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "given" in block)
+    file = tmp_path / "run.toml"
+    file.write_text(page)
+    check.check(config.load(file, [f"model.path={folder / 'model'}", f"data.path={folder / 'prompts.jsonl'}"]))
 
 
 def test_workers_without_a_model_take_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
