@@ -89,7 +89,7 @@ class Logged:
 
     def staleness(self, *, step: int, forks: Forks) -> int:
         """Of the oldest token, when ``step`` trains it."""
-        return max((step - 1 - oldest_version(spans, forks) for spans in self.spans), default=0)
+        return max([0, *(step - 1 - oldest_version(spans, forks) for spans in self.spans)])
 
 
 def sampled_spans(trajectory: Trajectory) -> tuple[VersionSpan, ...]:
