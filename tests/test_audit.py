@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +16,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from asyncrl import app
+from asyncrl import app, config
 from asyncrl.audit import account_with
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.errors import RewardError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.policies.accounting import Account
 from asyncrl.policies.filters import dynamic_sampling
 from asyncrl.protocols import Reward, Sample
@@ -27,7 +29,7 @@ from asyncrl.recorded import RecordedRun
 from asyncrl.topics import PROGRESS
 from tests import fakes
 from tests.fakes import Engine, Loop, run_worker, worker
-from tests.learning_fixtures import demo_run, is_same, train, weights
+from tests.learning_fixtures import DEMO, demo_run, is_same, train, weights
 from tests.test_cli import asyncrl
 
 pytestmark = pytest.mark.timeout(120)
@@ -111,6 +113,23 @@ def train_there(run: RunConfig, *, resume: bool = False) -> list[dict[str, Any]]
 
     with EmbeddedServer(run.run_directory / "nats") as server:
         return asyncio.run(work(server))
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["run is up", "run was killed"])
+def test_no_second_server_is_started_on_the_store_of_a_run_that_is_up(is_up: bool, tmp_path: Path) -> None:
+    """Its nats-server was killed and is coming back. A launcher that was killed leaves its address behind."""
+    with EmbeddedServer(tmp_path / "nats") as server:
+        address = {"url": server.url, "token": server.token, "pid": os.getpid() if is_up else 2**22 + 1}
+    (tmp_path / "bus.json").write_text(json.dumps(address))
+    run = config.load(DEMO)
+    with contextlib.ExitStack() as stack:
+        opened = RecordedRun(tmp_path).server(run, token="")
+        if is_up:
+            with pytest.raises(ConfigError, match="try again in a moment"):
+                stack.enter_context(opened)
+        else:
+            found = stack.enter_context(opened)
+            assert found is not None and found.url != server.url
 
 
 @pytest.fixture(scope="module")
