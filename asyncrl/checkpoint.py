@@ -67,7 +67,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
     Raises CheckpointError naming the folder, with the previous checkpoint untouched.
     """
-    final = directory / f"step-{state.step:08d}"
+    final = directory / _name(state)
     partial = directory / f".{final.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -75,8 +75,6 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
         save_backend(partial / "backend")
         (partial / "learner.json").write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
         _sync_tree(partial)
-        if final.exists():  # the same step again, after a rollback: the new history replaces the old one
-            shutil.rmtree(final)
         partial.rename(final)
         _sync(directory)
         for old in complete(directory)[:-keep]:
