@@ -305,12 +305,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     weights = channel(run)
     trained = backend(run)
-<<<<<<< HEAD
     history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
     history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
-=======
     sinks, has_behavior = open_sinks(run, resume=resume), run.rollout.function != "given"
->>>>>>> main
     learner = Learner(
         "learner",
         bus,
@@ -333,12 +330,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         backend=trained,
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
-<<<<<<< HEAD
-        reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
         history=history,
-=======
         reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
->>>>>>> main
         filters=filters(run),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []

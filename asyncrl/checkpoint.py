@@ -106,8 +106,18 @@ def read(folder: Path) -> tuple[LearnerState, Path]:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Folders of the checkpoints that are whole, by step."""
-    return sorted(directory.glob("step-*"))
+    """Folders of the checkpoints that are whole, oldest first: a later life of the learner is newer at any step."""
+    return sorted(directory.glob("step-*"), key=_order)
+
+
+def _name(state: LearnerState) -> str:
+    """One life of the learner writes a step once: no name comes twice, and no checkpoint ever replaces another."""
+    return f"step-{state.step:08d}" + (f"-epoch-{state.run_epoch}" if state.run_epoch else "")
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    _, step, *epoch = folder.name.split("-")
+    return (int(epoch[-1]) if epoch else 0, int(step))
 
 
 def _sync_tree(folder: Path) -> None:

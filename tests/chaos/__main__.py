@@ -62,7 +62,9 @@ def main() -> int:
     print(problem or json.dumps(audit))
     if options.json:
         lines = [{"seed": options.seed, "seconds": seconds, "problem": problem, "audit": audit}, *rows]
-        lines += [{"kill": str(kill.kind), "seconds": round(kill.seconds, 3), "step": kill.step} for kill in storm.kills]
+        lines += [
+            {"kill": str(kill.kind), "seconds": round(kill.seconds, 3), "step": kill.step} for kill in storm.kills
+        ]
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 1 if problem or audit.get("exit_code") != 0 else 0

@@ -145,7 +145,7 @@ class Storm:
         return self._folder / "runs" / "storm"
 
     async def blow(self, count: int) -> dict[str, Any]:
-        """Kill ``count`` times, finish the run, and return its audit. Raises AssertionError when one does not recover."""
+        """Kill ``count`` times, finish the run; its audit. Raises AssertionError when somebody does not come back."""
         try:
             async with self._observed():
                 await self._until(lambda: self._seen.step[1] >= 1, "the first step")
