@@ -26,8 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from asyncrl import app, config
 from asyncrl.errors import AsyncRLError
+from asyncrl.launch import NEVER_AGAIN
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, TRAJECTORIES
 from benchmarks import tiny_files
@@ -135,7 +138,10 @@ class Storm:
         self.kills: list[Kill] = []
         self.runs = 0
         """How often `asyncrl run` was started."""
-        tiny_files.write(self._folder, Policy(seed))
+        tiny_files.write(self._folder, Policy.new(torch.Generator().manual_seed(seed)))
+        # `asyncrl check` looks for a Hugging Face model; the engine and the backend read only the tensors.
+        looks = {"architectures": ["LlamaForCausalLM"], "vocab_size": 16}
+        (self._folder / "model" / "config.json").write_text(json.dumps(looks))
         self._run_file = self._folder / "run.toml"
         self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed))
         self._config = config.load(self._run_file)
@@ -259,6 +265,8 @@ class Storm:
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not is_so():
             assert time.monotonic() < deadline, f"not back after {RECOVERY_SECONDS:.0f} s: {what}"
+            code = self._process.poll() if self._process else None
+            assert code not in NEVER_AGAIN, f"asyncrl run ended with exit code {code}; see {self._output.name}"
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _audit(self) -> dict[str, Any]:
