@@ -67,7 +67,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
     Raises CheckpointError naming the folder, with the previous checkpoint untouched.
     """
-    final = directory / f"step-{state.step:08d}"
+    final = directory / _name(state)
     partial = directory / f".{final.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -75,8 +75,6 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
         save_backend(partial / "backend")
         (partial / "learner.json").write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
         _sync_tree(partial)
-        if final.exists():  # the same step again, after a rollback: the new history replaces the old one
-            shutil.rmtree(final)
         partial.rename(final)
         _sync(directory)
         for old in complete(directory)[:-keep]:
@@ -108,8 +106,18 @@ def read(folder: Path) -> tuple[LearnerState, Path]:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Folders of the checkpoints that are whole, by step."""
-    return sorted(directory.glob("step-*"))
+    """Folders of the checkpoints that are whole, oldest first: a later life of the learner is newer at any step."""
+    return sorted(directory.glob("step-*"), key=_order)
+
+
+def _name(state: LearnerState) -> str:
+    """One life of the learner writes a step once: no name comes twice, and no checkpoint ever replaces another."""
+    return f"step-{state.step:08d}" + (f"-epoch-{state.run_epoch}" if state.run_epoch else "")
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    _, step, *epoch = folder.name.split("-")
+    return (int(epoch[-1]) if epoch else 0, int(step))
 
 
 def _sync_tree(folder: Path) -> None:
