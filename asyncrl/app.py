@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from asyncrl import auxiliary, checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
+from asyncrl.config_record import as_table
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "inprocess": "asyncrl.engines.inprocess:InProcessEngine",
+    "none": "asyncrl.engines.none:NoEngine",
     "sglang": "asyncrl.engines.sglang:SGLangEngine",
 }
 BACKENDS = {
@@ -37,7 +39,7 @@ BACKENDS = {
 }
 CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
-ROLLOUTS = {"single_turn": "asyncrl.actors.rollout_worker:single_turn"}
+ROLLOUTS = {name: f"asyncrl.actors.rollout_worker:{name}" for name in ("single_turn", "given")}
 
 BUS_FILE = "bus.json"
 """Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
@@ -245,6 +247,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     from asyncrl.actors.reporter import Reporter
     from asyncrl.actors.training_step import TrainingStep
     from asyncrl.actors.weight_sender import WeightSender
+    from asyncrl.history import HISTORY_FILE, History
     from asyncrl.metrics.sinks import open_sinks
     from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.admission import Admission
@@ -284,6 +287,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         group_size=run.rollout.group_size,
         state=state.prompts,
         groups=buffer.groups,
+        policy_version=state.policy_version,
     )
     feed = BatchFeed(
         BatchSettings(
@@ -301,6 +305,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     weights = channel(run)
     trained = backend(run)
+    history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
+    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
+    sinks, has_behavior = open_sinks(run, resume=resume), run.rollout.function != "given"
     learner = Learner(
         "learner",
         bus,
@@ -323,7 +330,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         backend=trained,
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
-        reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
+        reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
+        history=history,
         filters=filters(run),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []

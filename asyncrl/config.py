@@ -81,6 +81,8 @@ class Data:
     """Column with what the reward compares to; may be absent."""
     metadata_key: str = "metadata"
     """Column with a table handed to the reward; may be absent."""
+    response_key: str = ""
+    """Column with an answer to imitate, text, for rollout.function = "given"; empty: none."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     shuffle: bool = True
@@ -115,7 +117,8 @@ class Rollout:
     """So often a worker puts what it has of unfinished answers on the bus, for who takes them over when it dies (not
     on their last attempt); 0 never does."""
     function: str = "single_turn"
-    """"package.module:function" of another RolloutFn (multi-turn, tools)."""
+    """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
+    another RolloutFn (multi-turn, tools)."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker takes new weights. in_flight (async): at once, between two tokens. drain: once what runs is done.
     on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
@@ -131,7 +134,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     kind: str = "sglang"
-    """sglang, inprocess, or "package.module:Class"."""
+    """sglang, inprocess, none (no model: for rollout.function = "given"), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     """See the Options class beside the engine."""
@@ -140,7 +143,7 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, exact, regex, remote, or "package.module:function"."""
+    """math, exact, regex, remote, none (0 for everything), or "package.module:function"."""
     timeout_seconds: float = 30.0
     """For one group; a group whose reward takes longer is buried."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -334,11 +337,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for item in overrides:
-        _override(table, item)
+        override(table, item)
     return build(RunConfig, table, str(path))
 
 
-def _override(table: dict[str, Any], item: str) -> None:
+def override(table: dict[str, Any], item: str) -> None:
+    """Set one ``section.key=value`` in a run file's table. Raises ConfigError."""
     dotted, equals, text = item.partition("=")
     if not equals or "." not in dotted:
         raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")

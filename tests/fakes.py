@@ -24,6 +24,7 @@ from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
@@ -162,6 +163,7 @@ class Row:
     label: Any
     metadata: dict[str, Any]
     epoch: int
+    response: NDArray[np.int32]
 
 
 class Rows:
@@ -175,7 +177,8 @@ class Rows:
         if self._epochs and epoch >= self._epochs:
             return None
         tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
-        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch)
+        response = np.array([4 + index, 5, 3], np.int32)
+        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,7 @@ class Loop:
             group_size=self.group_size,
             state=state.prompts,
             groups=self.buffer.groups,
+            policy_version=state.policy_version,
         )
         feed = BatchFeed(
             BatchSettings(
@@ -294,9 +298,15 @@ class Loop:
             training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
+            history=self._history(state),
             filters=self.filters,
         )
         return self.learner
+
+    def _history(self, state: LearnerState) -> History:
+        history = History(self.directory / HISTORY_FILE, run_epoch=state.run_epoch)
+        history.begin(step=state.step, kept=state.history, max_staleness=self.max_staleness, settings={})
+        return history
 
     def _state(self, resume: bool) -> tuple[LearnerState, Path | None]:
         found = latest(self.directory / "checkpoints") if resume else None

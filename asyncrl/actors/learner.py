@@ -32,6 +32,7 @@ from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
+from asyncrl.history import History
 from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
@@ -79,6 +80,7 @@ class Learner(Actor):
         training: TrainingStep,
         channel: WeightChannel,
         reporter: Reporter,
+        history: History,
         filters: Sequence[GroupFilter] = (),
     ) -> None:
         super().__init__(name, bus)
@@ -92,6 +94,7 @@ class Learner(Actor):
         self._training = training
         self._weights = WeightPublisher(bus, channel)
         self._reporter = reporter
+        self._history = history
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
         self._filtered = state.groups_filtered
@@ -130,6 +133,7 @@ class Learner(Actor):
     async def stop(self) -> None:
         await self._in_backend(self._backend.close)
         self._reporter.close()
+        self._history.close()
         self._backend_thread.shutdown(wait=False)
         self._weights.close()
 
@@ -189,6 +193,7 @@ class Learner(Actor):
         elif became == "buried" and group is not None:
             self._buried += 1
             self._buried_in_a_row += 1
+            self._history.lost("buried", [group.group_id], step=self.step)
             self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
             await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
             if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
@@ -206,6 +211,7 @@ class Learner(Actor):
             return
         self._buffer.dispose(self._buffer.held[group.group_id])
         self._filtered += 1
+        self._history.lost("filtered", [group.group_id], step=self.step)
         await self._event("filtered", group_id=group.group_id, rewards=[t.reward for t in group.trajectories])
         await self._report_progress()
 
@@ -231,6 +237,7 @@ class Learner(Actor):
 
     async def _drop(self, stale: Sequence[Held]) -> None:
         """These groups were too old to train."""
+        self._history.lost("dropped", [held.group.group_id for held in stale], step=self.step)
         for held in stale:
             self._dropped += 1
             lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
@@ -257,7 +264,9 @@ class Learner(Actor):
                     prepared.batch,
                     prepared.shares,
                     step=self.step,
-                    learning_rate=self._learning_rate(),
+                    learning_rate=self._training.learning_rate(
+                        self.step, peak=self._settings.learning_rate, warmup_steps=self._settings.warmup_steps
+                    ),
                 )
             )
         finally:
@@ -268,6 +277,9 @@ class Learner(Actor):
         self._trained += len(taken)
         self.step += 1
         self.policy_version += 1
+        self._history.trained(
+            [held.group.group_id for held in taken], step=self.step, max_staleness=prepared.batch.max_staleness
+        )
         metrics: dict[str, Metric] = {
             "time": time.time(),
             "learner/wait_seconds": wait_seconds,
@@ -289,10 +301,6 @@ class Learner(Actor):
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and not self.done:
             await self._checkpoint()
-
-    def _learning_rate(self) -> float:
-        warmup = self._settings.warmup_steps
-        return self._settings.learning_rate * min(1.0, self._training.policy_steps(self.step + 1) / max(warmup, 1))
 
     # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
 
@@ -346,7 +354,9 @@ class Learner(Actor):
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
             bound=self._feed.bound.state(),
+            history=self._history.position,
         )
+        await self._in_backend(self._history.sync)
         folder = await self._in_backend(
             functools.partial(
                 checkpoint.write,
@@ -374,6 +384,7 @@ class Learner(Actor):
     def _own_metrics(self) -> dict[str, Metric]:
         held = self._buffer.held.values()
         metrics: dict[str, Metric] = {
+            "learner/run_epoch": float(self.run_epoch),
             "staleness/bound": float(self._feed.bound.bound),
             "staleness/dropped_groups": float(self._dropped),
             "staleness/buried_groups": float(self._buried),

@@ -43,6 +43,10 @@ class TrainingStep:
         """How many of the first ``steps`` steps trained the policy."""
         return max(0, steps - self._critic_warmup_steps)
 
+    def learning_rate(self, step: int, *, peak: float, warmup_steps: int) -> float:
+        """Of the step after ``step`` steps: linear to ``peak`` over the first ``warmup_steps`` of the policy."""
+        return peak * min(1.0, self.policy_steps(step + 1) / max(warmup_steps, 1))
+
     def __call__(
         self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], *, step: int, learning_rate: float
     ) -> StepResult:

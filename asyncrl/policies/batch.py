@@ -41,6 +41,8 @@ class Batch:
     metrics: dict[str, Metric]
     num_tokens: int
     """Response tokens that are trained."""
+    max_staleness: int
+    """Of its oldest sampled token, in versions."""
 
 
 def build(
@@ -103,6 +105,7 @@ def build(
         ],
         metrics=metrics,
         num_tokens=int(sampled.size),
+        max_staleness=int(sampled.max()) if sampled.size else 0,
     )
 
 
