@@ -277,7 +277,7 @@ def test_a_row_sets_options_of_any_of_its_parts() -> None:
     )
     made = resolve(row)
     assert [step.options for step in made.correction] == [{"cap": 5.0}, {"low": 0.9, "high": 1.01}]
-    assert made.advantage.options == {"eps": 1e-4}
+    assert made.advantage.options["eps"] == 1e-4
     assert [step.options for step in resolve(row, correction="tis_token").correction] == [{"cap": 2.0}]
 
 
@@ -319,7 +319,7 @@ def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
     ]
     plain, ppo, opd, near, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
     assert (ppo.models, opd.models, near.models) == ({"critic"}, {"teacher"}, {"reference"})
-    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end"}
+    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end", "observations": "carry"}
     assert near.kl == Penalty(coef=0.001, estimate="unbiased", place="loss")
     assert (plain.name, plain.loss.name, plain.correction_name) == ("grpo", "ppo_clip", "tis_token")
     assert (exchanged.loss.name, exchanged.correction_name) == ("sapo", "tis_token + geo_mask")

@@ -88,6 +88,7 @@ SCHEMA: dict[str, str] = {
     "length/generated": "tokens of every trajectory that arrived since the last step",
     "length/trained": "tokens of the batch's trajectories",
     "length/trained_mean": "their mean",
+    "length/trained_tokens": "response tokens that the step trains; 0 when algorithm.mask_truncated masks every answer",
     "length/truncated_fraction": "share of trajectories cut at max_new_tokens",
     "length/dropped": "tokens of the trajectories dropped as stale since the last step",
     "data/epoch": "pass over the data of the newest prompt trained",

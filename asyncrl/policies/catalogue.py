@@ -41,6 +41,8 @@ class Rewarded:
     """A batch as advantages see it: B trajectories, M response tokens end to end.
 
     rewards  f64[B];  group  i64[B]: which prompt group;  sequence  i64[M]: which trajectory a token belongs to, rising
+    is_trained    bool[M]: what moments over the batch are taken of; a truncated answer may be masked. None: all are
+    positions     i64[M]: the token's place in its response; a gap is an observation
     is_truncated  bool[B]: cut at the longest allowed answer
     kl            f64[M]: taken off each token's reward
 
@@ -51,6 +53,8 @@ class Rewarded:
     rewards: NDArray[np.float64]
     group: NDArray[np.int64]
     sequence: NDArray[np.int64]
+    is_trained: NDArray[np.bool_] | None = None
+    positions: NDArray[np.int64] | None = None
     is_truncated: NDArray[np.bool_] | None = None
     kl: NDArray[np.float64] | None = None
     values: NDArray[np.float64] | None = None
@@ -105,8 +109,53 @@ class Advantage:
         return values[batch.sequence]
 
 
-def _reinforce_pp(token_rewards: Floats, sequence: NDArray[np.int64], *, gamma: float) -> Floats:
-    return returns.whiten(returns.reinforce(token_rewards, sequence, gamma=gamma))
+def _grpo(
+    rewards: Floats,
+    group: NDArray[np.int64],
+    sequence: NDArray[np.int64],
+    *,
+    eps: float,
+    std: Literal["unbiased", "biased", "none"],
+    std_over: Literal["group", "batch"],
+    singleton: Literal["zero", "raw"],
+) -> Floats:
+    """``std_over``: whose standard deviation divides, the group's own or that of the whole batch's rewards."""
+    of_batch = advantages.reward_std(rewards, std=std) if std_over == "batch" and std != "none" else None
+
+    def of_group(members: Floats) -> Floats:
+        return advantages.grpo(members, eps=eps, std=std, batch_std=of_batch, singleton=singleton)
+
+    return _of_each_group(of_group, rewards, group)[sequence]
+
+
+def _reinforce(
+    token_rewards: Floats,
+    sequence: NDArray[np.int64],
+    positions: NDArray[np.int64] | None,
+    *,
+    gamma: float,
+    observations: returns.Observations,
+) -> Floats:
+    return returns.reinforce(token_rewards, sequence, gamma=gamma, observations=observations, positions=positions)
+
+
+def _reinforce_pp(
+    token_rewards: Floats,
+    sequence: NDArray[np.int64],
+    positions: NDArray[np.int64] | None,
+    is_trained: NDArray[np.bool_] | None,
+    *,
+    gamma: float,
+    observations: returns.Observations,
+) -> Floats:
+    estimates = _reinforce(token_rewards, sequence, positions, gamma=gamma, observations=observations)
+    return returns.whiten(estimates, trained=is_trained)
+
+
+def _reinforce_pp_baseline(
+    rewards: Floats, group: NDArray[np.int64], sequence: NDArray[np.int64], is_trained: NDArray[np.bool_] | None
+) -> Floats:
+    return returns.reinforce_pp_baseline(rewards, group, sequence, trained=is_trained)
 
 
 def _gae(
@@ -115,15 +164,26 @@ def _gae(
     sequence: NDArray[np.int64],
     is_truncated: NDArray[np.bool_],
     final_values: Floats,
+    positions: NDArray[np.int64] | None,
+    is_trained: NDArray[np.bool_] | None,
     *,
     gamma: float,
     lam: float,
     truncated: Literal["end", "bootstrap"],
+    observations: returns.Observations,
 ) -> tuple[Floats, Floats]:
     """Advantages whitened over the batch as in verl and OpenRLHF, returns as they are."""
-    bootstrap = np.where(is_truncated, final_values, 0.0) if truncated == "bootstrap" else None
-    estimates, targets = returns.gae(token_rewards, values, sequence, gamma=gamma, lam=lam, bootstrap=bootstrap)
-    return returns.whiten(estimates), targets
+    estimates, targets = returns.gae(
+        token_rewards,
+        values,
+        sequence,
+        gamma=gamma,
+        lam=lam,
+        bootstrap=np.where(is_truncated, final_values, 0.0) if truncated == "bootstrap" else None,
+        observations=observations,
+        positions=positions,
+    )
+    return returns.whiten(estimates, trained=is_trained), targets
 
 
 def _none(sequence: NDArray[np.int64]) -> Floats:
@@ -138,19 +198,36 @@ def _gpg(
     f_norm: float,
     count: Literal["nonzero_rewards", "groups_with_variance"],
 ) -> Floats:
+    """``count``: the paper's alpha (arXiv:2504.02546 eq. 7) counts groups with variance, verl's rewards that are not 0."""
     alpha = advantages.gpg_alpha(rewards, group, count=count)
+
+    def of_group(members: Floats) -> Floats:
+        return advantages.gpg(members, alpha=alpha, f_norm=f_norm)
+
+    return _of_each_group(of_group, rewards, group)[sequence]
+
+
+def _of_each_group(function: Callable[[Floats], Floats], rewards: Floats, group: NDArray[np.int64]) -> Floats:
+    """``function`` of each group's rewards, in the places of its members.  [B], i64[B] -> f64[B]"""
     values = np.zeros(len(rewards))
     for name in np.unique(group):
-        values[group == name] = advantages.gpg(rewards[group == name], alpha=alpha, f_norm=f_norm)
-    return values[sequence]
+        values[group == name] = function(rewards[group == name])
+    return values
 
 
-_TOKENS = ("token_rewards", "sequence")
+_BATCH = ("rewards", "group", "sequence")
+_TOKENS = ("token_rewards", "sequence", "positions")
 
 ADVANTAGES: dict[str, Advantage] = {
     row.name: row
     for row in (
-        Advantage(name="grpo", function=advantages.grpo, options={"eps": 1e-6}),
+        Advantage(
+            name="grpo",
+            function=_grpo,
+            per="batch",
+            needs=_BATCH,
+            options={"eps": 1e-6, "std": "unbiased", "std_over": "group", "singleton": "zero"},
+        ),
         Advantage(name="dr_grpo", function=advantages.dr_grpo),
         Advantage(name="rloo", function=advantages.rloo),
         Advantage(name="maxrl", function=advantages.maxrl, options={"eps": 0.0}),
@@ -159,37 +236,37 @@ ADVANTAGES: dict[str, Advantage] = {
             name="gpg",
             function=_gpg,
             per="batch",
-            needs=("rewards", "group", "sequence"),
-            options={"f_norm": 1.0, "count": "nonzero_rewards"},
+            needs=_BATCH,
+            options={"f_norm": 1.0, "count": "groups_with_variance"},
         ),
         Advantage(
             name="reinforce",
-            function=returns.reinforce,
+            function=_reinforce,
             per="batch",
             needs=_TOKENS,
-            options={"gamma": 1.0},
+            options={"gamma": 1.0, "observations": "carry"},
             has_group_baseline=False,
         ),
         Advantage(
             name="reinforce_pp",
             function=_reinforce_pp,
             per="batch",
-            needs=_TOKENS,
-            options={"gamma": 1.0},
+            needs=(*_TOKENS, "is_trained"),
+            options={"gamma": 1.0, "observations": "carry"},
             has_group_baseline=False,
         ),
         Advantage(
             name="reinforce_pp_baseline",
-            function=returns.reinforce_pp_baseline,
+            function=_reinforce_pp_baseline,
             per="batch",
-            needs=("rewards", "group", "sequence"),
+            needs=(*_BATCH, "is_trained"),
         ),
         Advantage(
             name="gae",
             function=_gae,
             per="batch",
-            needs=("token_rewards", "values", "sequence", "is_truncated", "final_values"),
-            options={"gamma": 1.0, "lam": 1.0, "truncated": "end"},
+            needs=("token_rewards", "values", "sequence", "is_truncated", "final_values", "positions", "is_trained"),
+            options={"gamma": 1.0, "lam": 1.0, "truncated": "end", "observations": "carry"},
             has_group_baseline=False,
         ),
         Advantage(name="none", function=_none, per="batch", needs=("sequence",), has_group_baseline=False),
@@ -311,7 +388,11 @@ LOSSES: dict[str, Loss] = {
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "cap_mode": ("one_plus", "absolute"),
-    "count": ("nonzero_rewards", "groups_with_variance"),
+    "count": ("groups_with_variance", "nonzero_rewards"),
+    "std": ("unbiased", "biased", "none"),
+    "std_over": ("group", "batch"),
+    "singleton": ("zero", "raw"),
+    "observations": ("carry", "reset"),
     "truncated": ("end", "bootstrap"),
     "level": ("sequence", "token"),
     "divergence": ("tv", "kl"),
