@@ -152,6 +152,14 @@ def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> No
 
 CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS} | {
     "after": {"name": "grpo", "correction": "icepop", "denominator": "after", "options": {"low": 0.8, "high": 1.25}},
+    "after, by answers": {
+        "name": "gspo",
+        "correction": "icepop",
+        "denominator": "after",
+        "entropy_coef": 0.1,
+        "options": {"icepop.low": 0.8, "icepop.high": 1.25},
+    },
+    "around behavior": {"name": "sapo", "correction": "none", "options": {"anchor": "behavior"}},
     "self_norm": {"name": "grpo", "correction": "tis_token + self_norm"},
     "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
     "masks": {"name": "dr_grpo", "correction": "mis_sequence + opsm + veto", "entropy_coef": 0.1},
@@ -238,7 +246,7 @@ def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) 
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "gspo", "sapo"])
 def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     loss: str, folder: Path, model: Any
 ) -> None:
@@ -249,9 +257,10 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     assert metrics["offpolicy/clip_fraction"] == 0
 
 
-@pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo"])
+@pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo", "gspo"])
 def test_a_clip_around_the_behavior_policy_binds(loss: str, folder: Path, model: Any) -> None:
-    algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none")
+    options = {"anchor": "behavior"} if loss == "gspo" else {}
+    algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none", options=options)
     metrics, _ = trained(algorithm, batch_of(algorithm, model, noise=1.5), folder)
     assert 0 < metrics["offpolicy/clip_fraction"] < 1
     assert metrics["grad_norm"] > 1e-3

@@ -23,7 +23,6 @@ from asyncrl.policies.packing import MicroBatch
 from asyncrl.policies.scored import complete
 from asyncrl.protocols import Backend, StepResult
 
-
 log = logging.getLogger("asyncrl.learner")
 
 

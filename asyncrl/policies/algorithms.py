@@ -28,6 +28,7 @@ from asyncrl.policies.catalogue import (
     Advantage,
     Aggregation,
     Loss,
+    with_choices,
 )
 from asyncrl.policies.combinations import refuse_wrong_combinations
 from asyncrl.policies.correction_chains import Chain, Evidence
@@ -44,7 +45,9 @@ from asyncrl.policies.diagnostics import (
 )
 from asyncrl.policies.filters import overlong_penalty
 from asyncrl.policies.kl import Penalty
+from asyncrl.policies.losses.ratios import difference
 from asyncrl.policies.part_options import set_option
+from asyncrl.policies.segments import segment_mean, spread
 
 Denominator = Literal["before", "after"]
 
@@ -123,7 +126,7 @@ class Algorithm:
     @property
     def trusts_behavior(self) -> bool:
         """Whether data of older weights would be trained as if this policy had sampled it."""
-        is_covered = self.loss.is_coupled or self.loss.is_supervised
+        is_covered = self.loss.is_around_behavior or self.loss.is_supervised
         return correction_chains.is_uncorrected(self.correction) and not is_covered
 
     @property
@@ -156,16 +159,17 @@ class Algorithm:
         values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
         values |= dict(inputs.scores) | {"prox_logprobs": prox_logprobs}
         loss, clipped = self.loss(values)
-        log_ratio = prox_logprobs - inputs.behavior_logprobs
+        log_ratio = difference(prox_logprobs, inputs.behavior_logprobs)
         evidence = Evidence(
             log_ratio=log_ratio,
             sequence=inputs.sequence,
             num_sequences=inputs.num_sequences,
-            advantages=inputs.advantages,
+            advantages=self.loss.advantages_of(values),
             mean_weight=1.0,  # gradient_scale divides by it
         )
         weights = correction_chains.weights(self.correction, evidence)
-        objective = total(loss, weights * inputs.loss_weights)
+        loss_weights = self._loss_weights(inputs, weights)
+        objective = total(loss, weights * loss_weights)
         sums = token_sums(
             log_ratio=log_ratio,
             weights=weights,
@@ -185,21 +189,32 @@ class Algorithm:
         if inputs.scores:
             sums += divergence_sums(prox_logprobs, scores=inputs.scores)
         if self.entropy_coef:
-            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(inputs, weights))
+            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(loss_weights, weights))
         if self.kl is not None and self.kl.place == "loss":
             distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
-            objective = objective + total(distance, self._shares(inputs, weights))
+            objective = objective + total(distance, self._shares(loss_weights, weights))
         return objective, sums
 
-    def _shares(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
+    def _loss_weights(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
+        """With denominator "after" an answer's tokens share what it counts among those of them that are kept.
+
+        Answers are never cut, so the micro-batch knows; what a whole batch keeps, ``gradient_scale`` does.
+        """
+        if self.denominator == "before" or self.aggregation.divides_by != "sequence":
+            return inputs.loss_weights
+        kept = segment_mean((weights != 0).float(), inputs.sequence, num_sequences=inputs.num_sequences)
+        shares: torch.Tensor = inputs.loss_weights / spread(kept, inputs.sequence).clamp(min=1e-30)
+        return shares.where(weights != 0, 0.0)
+
+    def _shares(self, loss_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
 
         The correction does not weigh them, but where it says what the mean is over: under self_norm a mean by its
         weights, with denominator "after" one over the tokens it keeps.
         """
         if correction_chains.norm_level(self.correction) is not None:
-            return inputs.loss_weights * weights
-        return inputs.loss_weights * (weights != 0) if self.denominator == "after" else inputs.loss_weights
+            return loss_weights * weights
+        return loss_weights * (weights != 0) if self.denominator == "after" else loss_weights
 
     def zero(self, device: torch.device) -> Sums:
         """The sums of no tokens."""
@@ -207,7 +222,8 @@ class Algorithm:
 
     def metrics(self, totals: Sums) -> Mapping[str, float]:
         """The batch's metrics from its totals."""
-        return metrics(totals)
+        made, scale = metrics(totals), self.gradient_scale(totals)
+        return made if scale is None else made | {"loss": made["loss"] * scale}
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
@@ -218,7 +234,7 @@ class Algorithm:
         level = correction_chains.norm_level(self.correction)
         if level is not None:
             return 1.0 / mean_weight(totals, level=level)
-        if self.denominator == "after":
+        if self.denominator == "after" and self.aggregation.divides_by == "batch":
             return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
         return None
 
@@ -247,7 +263,7 @@ ALGORITHMS: dict[str, Row] = {
         ),
         Row(
             name="dapo",
-            paper="arXiv:2503.14476; filters and overlong_tokens of [algorithm] add the rest",
+            paper="arXiv:2503.14476; as grpo with clip_high 0.28: filters, overlong_tokens and mask_truncated add the rest",
             advantage="grpo",
             loss="ppo_clip",
             aggregation="token_mean",
@@ -389,13 +405,13 @@ def resolve(
     """
     parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
     chain = list(correction_chains.chain(row.correction))
-    for key, value in row.options.items():
+    for key, value in with_choices(row.options).items():
         set_option(parts, chain, key, value, name=row.name)
     given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     parts |= {what: _pick(what, part) for what, part in given.items() if part}
     if correction:
         chain = list(correction_chains.chain(correction))
-    for key, value in (options or {}).items():
+    for key, value in with_choices(options or {}).items():
         set_option(parts, chain, key, value, name=row.name)
     made = Algorithm(
         name=row.name,

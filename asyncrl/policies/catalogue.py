@@ -198,7 +198,7 @@ def _gpg(
     f_norm: float,
     count: Literal["nonzero_rewards", "groups_with_variance"],
 ) -> Floats:
-    """``count``: the paper's alpha (arXiv:2504.02546 eq. 7) counts groups with variance, verl's rewards that are not 0."""
+    """``count``: alpha counts the groups with variance (arXiv:2504.02546 eq. 7), or rewards that are not 0 (verl)."""
     alpha = advantages.gpg_alpha(rewards, group, count=count)
 
     def of_group(members: Floats) -> Floats:
@@ -283,6 +283,7 @@ class Loss:
 
     is_coupled     it weights or bounds pi / behavior itself: a correction's weight on top would count that ratio twice
     is_supervised  the data need not be the policy's: staleness does not matter
+    advantages     takes the same arguments and gives the advantages that it trains on, where they are not the batch's
     """
 
     name: str
@@ -292,11 +293,64 @@ class Loss:
     options: Options = field(default_factory=dict)
     is_coupled: bool = False
     is_supervised: bool = False
+    advantages: Callable[..., torch.Tensor] | None = None
 
     def __call__(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss f32[M] and clipped bool[M] of response tokens, from what ``values`` holds by name."""
+        made: tuple[torch.Tensor, torch.Tensor] = self._call(self.function, values)
+        return made
+
+    def advantages_of(self, values: Mapping[str, Any]) -> torch.Tensor:
+        """What a mask that looks at advantages has to see, from what ``values`` holds by name.  f32[M]"""
+        made: torch.Tensor = values["advantages"] if self.advantages is None else self._call(self.advantages, values)
+        return made
+
+    @property
+    def is_around_behavior(self) -> bool:
+        """Whether the ratio to the behavior policy is in it: by its kind, or by its option ``anchor``."""
+        return self.is_coupled or self.options.get("anchor") == "behavior"
+
+    def _call(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
         needed = {name: values[name] for name in self.needs}
-        return self.function(*(values[name] for name in self.takes), **needed, **self.options)
+        return function(*(values[name] for name in self.takes), **needed, **self.options)
+
+
+Anchor = Literal["prox", "behavior"]
+
+
+def _ppo_clip(
+    logprobs: Array, prox_logprobs: Array, advantages: Array, *, clip_low: float, clip_high: float, dual_clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``dual_clip`` 0 is off, as a run file has no None."""
+    return losses.ppo_clip(
+        logprobs, prox_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip or None
+    )
+
+
+def _gspo(
+    logprobs: Array,
+    prox_logprobs: Array,
+    behavior_logprobs: Array,
+    advantages: Array,
+    *,
+    anchor: Anchor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    center = behavior_logprobs if anchor == "behavior" else prox_logprobs
+    return losses.gspo(logprobs, center, advantages, **options)
+
+
+def _sapo(
+    logprobs: Array,
+    prox_logprobs: Array,
+    behavior_logprobs: Array,
+    advantages: Array,
+    *,
+    anchor: Anchor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    center = behavior_logprobs if anchor == "behavior" else prox_logprobs
+    return losses.sapo(logprobs, center, advantages, **options)
 
 
 def _m2po(
@@ -306,36 +360,40 @@ def _m2po(
     return losses.m2po(logprobs, prox_logprobs, advantage, keep=keep)
 
 
+def _opd_advantages(
+    logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
+) -> torch.Tensor:
+    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without another pass."""
+    return distillation.opd_advantages(advantage, prox_logprobs, teacher_logprobs, coef=coef)
+
+
 def _opd_reward(
     logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without another pass."""
-    mixed = distillation.opd_advantages(advantage, prox_logprobs, teacher_logprobs, coef=coef)
+    mixed = _opd_advantages(logprobs, prox_logprobs, advantage, teacher_logprobs, coef=coef)
     return losses.reinforce(logprobs, mixed)
 
 
 _PROX = ("logprobs", "prox_logprobs", "advantages")
 _BEHAVIOR = ("logprobs", "behavior_logprobs", "advantages")
+_EITHER = ("logprobs", "prox_logprobs", "behavior_logprobs", "advantages")
 _SEQUENCE = ("sequence", "num_sequences")
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
 
 LOSSES: dict[str, Loss] = {
     row.name: row
     for row in (
         Loss(name="reinforce", function=losses.reinforce, takes=("logprobs", "advantages")),
-        Loss(name="ppo_clip", function=losses.ppo_clip, takes=_PROX, options={"clip_low": 0.2, "clip_high": 0.2}),
-        Loss(
-            name="coupled_ppo",
-            function=losses.coupled_ppo,
-            takes=_BEHAVIOR,
-            options={"clip_low": 0.2, "clip_high": 0.2},
-            is_coupled=True,
-        ),
+        Loss(name="ppo_clip", function=_ppo_clip, takes=_PROX, options=_CLIP),
+        # losses.decoupled_ppo, whose weights the correction multiplies in: the same as ppo_clip under one.
+        Loss(name="decoupled_ppo", function=_ppo_clip, takes=_PROX, options=_CLIP),
+        Loss(name="coupled_ppo", function=_ppo_clip, takes=_BEHAVIOR, options=_CLIP, is_coupled=True),
         Loss(
             name="gspo",
-            function=losses.gspo,
-            takes=_PROX,
+            function=_gspo,
+            takes=_EITHER,
             needs=_SEQUENCE,
-            options={"clip_low": 3e-4, "clip_high": 4e-4},
+            options={"clip_low": 3e-4, "clip_high": 4e-4, "anchor": "prox"},
         ),
         Loss(
             name="cispo",
@@ -354,9 +412,9 @@ LOSSES: dict[str, Loss] = {
         ),
         Loss(
             name="sapo",
-            function=losses.sapo,
-            takes=_PROX,
-            options={"tau_positive": 1.0, "tau_negative": 1.05},
+            function=_sapo,
+            takes=_EITHER,
+            options={"tau_positive": 1.0, "tau_negative": 1.05, "anchor": "prox"},
         ),
         Loss(
             name="aspo",
@@ -374,7 +432,13 @@ LOSSES: dict[str, Loss] = {
         ),
         Loss(name="m2po", function=_m2po, takes=_PROX, needs=("keep",), options={"threshold": 0.04}),
         Loss(name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True),
-        Loss(name="opd_reward", function=_opd_reward, takes=(*_PROX, "teacher_logprobs"), options={"coef": 1.0}),
+        Loss(
+            name="opd_reward",
+            function=_opd_reward,
+            takes=(*_PROX, "teacher_logprobs"),
+            options={"coef": 1.0},
+            advantages=_opd_advantages,
+        ),
         Loss(
             name="opd",
             function=distillation.opd,
@@ -396,8 +460,28 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "truncated": ("end", "bootstrap"),
     "level": ("sequence", "token"),
     "divergence": ("tv", "kl"),
+    "anchor": ("prox", "behavior"),
 }
 """What the options that are words may be."""
+
+_WITH_CHOICE: Mapping[tuple[str, str], Options] = {
+    ("cap_mode", "absolute"): {"clip_high": 5.0},
+    ("divergence", "kl"): {"delta_low": 0.05, "delta_high": 0.05},
+}
+"""Defaults of a loss that depend on one of its words: the numbers mean something else then."""
+
+
+def with_choices(options: Options) -> Options:
+    """``options``, preceded by the defaults that go with the words among them, where they give no number."""
+    given = {key.rpartition(".")[2]: value for key, value in options.items()}
+    implied = {
+        f"loss.{name}": value
+        for (option, word), defaults in _WITH_CHOICE.items()
+        if given.get(option) == word
+        for name, value in defaults.items()
+        if name not in given
+    }
+    return implied | dict(options)
 
 
 # -- aggregations ------------------------------------------------------------------------------------------------------
@@ -405,12 +489,17 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """needs: "group" i64[B] where prompts count alike."""
+    """needs: "group" i64[B] where prompts count alike.
+
+    divides_by  what the denominator counts tokens of, so that rejection may change it: "batch", "prompt" or "sequence";
+                empty where it counts answers or nothing
+    """
 
     name: str
     function: Callable[..., list[NDArray[Any]]]
     needs: tuple[str, ...] = ()
     options: Options = field(default_factory=dict)
+    divides_by: Literal["batch", "prompt", "sequence", ""] = ""
 
     def at_most(self, max_response_tokens: int, *, unless: Options) -> Aggregation:
         """With the run's longest response as the constant, where there is one and ``unless`` does not set it."""
@@ -428,15 +517,15 @@ class Aggregation:
 AGGREGATIONS: dict[str, Aggregation] = {
     row.name: row
     for row in (
-        Aggregation(name="token_mean", function=aggregation.token_mean),
+        Aggregation(name="token_mean", function=aggregation.token_mean, divides_by="batch"),
         Aggregation(name="token_sum", function=aggregation.token_sum),
-        Aggregation(name="seq_mean_token_mean", function=aggregation.seq_mean_token_mean),
+        Aggregation(name="seq_mean_token_mean", function=aggregation.seq_mean_token_mean, divides_by="sequence"),
         Aggregation(name="seq_mean_token_sum", function=aggregation.seq_mean_token_sum),
         Aggregation(
             name="seq_mean_token_sum_norm",
             function=aggregation.seq_mean_token_sum_norm,
             options={"max_response_tokens": 1024.0},
         ),
-        Aggregation(name="prompt_mean", function=aggregation.prompt_mean, needs=("group",)),
+        Aggregation(name="prompt_mean", function=aggregation.prompt_mean, needs=("group",), divides_by="prompt"),
     )
 }

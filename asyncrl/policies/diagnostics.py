@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from asyncrl.policies.corrections import LOG_RATIO_LIMIT, geometric_ratio, sequence_ratio
-from asyncrl.policies.losses.ratios import log_ratio
+from asyncrl.policies.losses.ratios import difference, log_ratio
 from asyncrl.policies.segments import Array, as_floats, segment_sum
 
 BUCKETS: Final = (0, 1, 2, 4, 8, 16)
@@ -176,7 +176,7 @@ def sequence_sums(
     logprobs, behavior = as_floats(logprobs).detach().double(), as_floats(behavior_logprobs).double()
     if logprobs.numel() == 0:
         return zero(logprobs.device)
-    weights, log_ratio = as_floats(weights).double(), logprobs - behavior
+    weights, log_ratio = as_floats(weights).double(), difference(logprobs, behavior)
 
     def per_sequence(values: torch.Tensor) -> torch.Tensor:
         return segment_sum(values, sequence, num_sequences=num_sequences)
@@ -288,7 +288,9 @@ def importance_entropy(logprobs: Array, behavior_logprobs: Array) -> torch.Tenso
 def metrics(totals: Sums) -> dict[str, float]:
     """The batch's metrics from its totals; of sequences and versions those that were summed.
 
-    offpolicy/ess             effective sample size of the token weights, as a fraction of the tokens, in (0, 1]
+    offpolicy/ess             effective sample size of the correction's token weights, as a fraction of the tokens, in
+                              (0, 1]; 1 without one, also where the loss weights by the ratio itself: sequence_ess and
+                              chi2_token tell of the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
     mismatch/*                |trainer - behavior| logprob; fresh_*: of tokens the learner's own version sampled
     kl, teacher_kl            k3 to the reference and to the teacher per token, where there is one

@@ -141,8 +141,9 @@ def whiten(
     """(values - mean) / sqrt(variance + eps) over all trained tokens of the batch.  [M] -> f64[M]
 
     ``trained`` bool[M] says which tokens make mean and variance, all of them by default; the others are moved and
-    scaled alike. ``totals`` is the sum of ``moments`` over all parts of the batch, where ``values`` is only one. A batch of one token
-    or of equal ones gives zeros. verl takes the unbiased variance and eps 1e-8 inside the root, OpenRLHF the biased.
+    scaled alike. ``totals`` is the sum of ``moments`` over all parts of the batch, where ``values`` is only one. A
+    batch of one token or of equal ones gives zeros. verl takes the unbiased variance and eps 1e-8 inside the root,
+    OpenRLHF the biased.
     """
     numbers = np.asarray(values, np.float64)
     counted = numbers if trained is None else numbers[np.asarray(trained, np.bool_)]

@@ -2,7 +2,7 @@
 
 A batch is packed ahead; what depends on the present weights (a critic's values, the policy's logprobs) comes in here,
 at the step. Scores arrive as the backend gives them, f32[N] per micro-batch and share; advantages are made of the whole
-batch, whose response tokens lie end to end in the order of its documents. Test: tests/test_scored.py.
+batch, whose response tokens lie end to end in the order of its documents. Test: tests/test_training_step.py.
 """
 
 from __future__ import annotations
