@@ -12,10 +12,11 @@ import pytest
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch as batches
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.catalogue import ADVANTAGES, Rewarded
 from asyncrl.policies.packing import pack
+from asyncrl.policies.rows import ALGORITHMS
 from tests.fakes import Backend
 
 

@@ -17,13 +17,14 @@ from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, Row, resolve
+from asyncrl.policies.algorithms import Algorithm, Row, resolve
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Loss
 from asyncrl.policies.correction_chains import CORRECTIONS
 from asyncrl.policies.critic import Critic
 from asyncrl.policies.kl import Penalty
 from asyncrl.policies.packing import pack
+from asyncrl.policies.rows import ALGORITHMS
 from tests.algorithm_fixtures import run
 from tests.backend_fixtures import (
     LEARNING_RATE,

@@ -10,8 +10,9 @@ import torch
 
 from asyncrl.metrics.schema import is_known
 from asyncrl.policies import kl
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, LossInputs, resolve
+from asyncrl.policies.algorithms import Algorithm, LossInputs, resolve
 from asyncrl.policies.kl import Penalty
+from asyncrl.policies.rows import ALGORITHMS
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])

@@ -55,7 +55,7 @@ SCHEMA: dict[str, str] = {
     "weights/*/pause_seconds": "per engine",
     "weights/*/lag_versions": "per engine",
     "weights/*/version": "per engine",
-    "offpolicy/ess": "effective sample size of the correction's weights, share of the tokens; 1 where a loss has the ratio",
+    "offpolicy/ess": "effective sample size of the correction's weights, share of the tokens; 1 without any",
     "offpolicy/k1": "estimate of KL(behavior || trainer) per token, nats; unbiased, may be negative",
     "offpolicy/k3": "estimate of KL(behavior || trainer) per token, nats; never negative",
     "offpolicy/ratio_max": "largest trainer / behavior probability ratio",
