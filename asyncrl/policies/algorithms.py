@@ -1,8 +1,8 @@
 """What an algorithm is: advantage + loss + correction + aggregation + defaults + paper, put together from a row.
 
-rows.py is the table. ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
-What the parts need of other models says which ones a run loads. Backends call ``objective`` and know nothing else.
-A new algorithm is one row there, or "package.module:ROW" in the run file. Which to choose: docs/algorithms.md.
+rows.py is the table. ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged
+by name, options set. What the parts need of other models says which ones a run loads. Backends call ``objective`` and
+know nothing else. A new algorithm is one row there, or "package.module:ROW" in the run file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from asyncrl.policies.catalogue import (
     Advantage,
     Aggregation,
     Loss,
-    with_choices,
 )
 from asyncrl.policies.combinations import refuse_wrong_combinations
 from asyncrl.policies.correction_chains import Chain, Evidence
@@ -269,13 +268,13 @@ def resolve(
     """
     parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
     chain = list(correction_chains.chain(row.correction))
-    for key, value in with_choices(row.options).items():
+    for key, value in parts["loss"].with_choices(row.options).items():
         set_option(parts, chain, key, value, name=row.name)
     given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     parts |= {what: _pick(what, part) for what, part in given.items() if part}
     if correction:
         chain = list(correction_chains.chain(correction))
-    for key, value in with_choices(options or {}).items():
+    for key, value in parts["loss"].with_choices(options or {}).items():
         set_option(parts, chain, key, value, name=row.name)
     made = Algorithm(
         name=row.name,

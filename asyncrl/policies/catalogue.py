@@ -1,8 +1,8 @@
 """What an algorithm is put together from: the tables of advantages, losses and aggregations, each a row per formula.
 
 A row names its pure function, what of the batch and of other models it needs, and the defaults of its options; it says
-what it must not be combined with. To add one: a function in advantages.py, returns.py or losses/, and a row here
-(docs/algorithms.md, tests/test_algorithms.py).
+what it must not be combined with. To add one: a function in advantages.py, returns.py or losses/, and a row in
+advantage_rows.py, loss_rows.py or here (docs/algorithms.md, tests/test_algorithms.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies import advantages, aggregation, distillation, losses, returns
-from asyncrl.policies.segments import Array
+from asyncrl.policies import aggregation
+from asyncrl.policies.advantage_rows import ADVANTAGES, Advantage, Rewarded
+from asyncrl.policies.loss_rows import LOSSES, Loss
 
-Options = Mapping[str, Any]
-Floats = NDArray[np.float64]
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CHOICES",
+    "LOSSES",
+    "OF_BATCH",
+    "SCORED_BY",
+    "Advantage",
+    "Aggregation",
+    "Loss",
+    "Rewarded",
+]
 
 SCORED_BY: Mapping[str, str] = {
     "values": "critic",
@@ -31,424 +41,6 @@ SCORED_BY: Mapping[str, str] = {
 
 OF_BATCH = ("effective_fraction", "keep")
 """What a loss may need that is decided over the whole batch, from the policy's logprobs of it (scored.py)."""
-
-
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rewarded:
-    """A batch as advantages see it: B trajectories, M response tokens end to end.
-
-    rewards  f64[B];  group  i64[B]: which prompt group;  sequence  i64[M]: which trajectory a token belongs to, rising
-    is_trained    bool[M]: what moments over the batch are taken of; a truncated answer may be masked. None: all are
-    positions     i64[M]: the token's place in its response; a gap is an observation
-    is_truncated  bool[B]: cut at the longest allowed answer
-    kl            f64[M]: taken off each token's reward
-
-    Where there is a critic, in the present weights:
-    values        f64[M]: of the state in which each token was chosen;  final_values  f64[B]: behind the last one
-    """
-
-    rewards: NDArray[np.float64]
-    group: NDArray[np.int64]
-    sequence: NDArray[np.int64]
-    is_trained: NDArray[np.bool_] | None = None
-    positions: NDArray[np.int64] | None = None
-    is_truncated: NDArray[np.bool_] | None = None
-    kl: NDArray[np.float64] | None = None
-    values: NDArray[np.float64] | None = None
-    final_values: NDArray[np.float64] | None = None
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Response tokens of each trajectory.  i64[B]"""
-        return np.bincount(self.sequence, minlength=len(self.rewards))
-
-    @property
-    def token_rewards(self) -> NDArray[np.float64]:
-        """The trajectory's reward on its last token, and the KL to the reference on all.  f64[M]"""
-        return returns.token_rewards(self.rewards, self.sequence, kl=self.kl, kl_coef=1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advantage:
-    """per  "group": function(rewards [G], ...) -> [G];  "batch": function(...) -> per token [M]. needs: of Rewarded.
-
-    With "values" among its needs the function gives advantages and returns, what the critic learns.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    per: Literal["group", "batch"] = "group"
-    needs: tuple[str, ...] = ("rewards",)
-    options: Options = field(default_factory=dict)
-    has_group_baseline: bool = True
-    """A group of one has nothing to compare with."""
-
-    def __call__(self, batch: Rewarded) -> NDArray[np.float32]:
-        """Advantage of each response token.  f32[M]"""
-        return self.with_returns(batch)[0]
-
-    def with_returns(self, batch: Rewarded) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """Advantage of each response token, and its return where a critic learns that.  f32[M] each"""
-        if self.per == "group":
-            return self._of_groups(batch), None
-        made = self.function(*(getattr(batch, name) for name in self.needs), **self.options)
-        if "values" not in self.needs:
-            return made.astype(np.float32), None
-        return made[0].astype(np.float32), made[1].astype(np.float32)
-
-    def _of_groups(self, batch: Rewarded) -> NDArray[np.float32]:
-        lengths = batch.lengths
-        values = np.zeros(len(batch.rewards), np.float32)
-        for name in np.unique(batch.group):
-            members = batch.group == name
-            table = {"rewards": batch.rewards, "lengths": lengths}
-            values[members] = self.function(*(table[need][members] for need in self.needs), **self.options)
-        return values[batch.sequence]
-
-
-def _grpo(
-    rewards: Floats,
-    group: NDArray[np.int64],
-    sequence: NDArray[np.int64],
-    *,
-    eps: float,
-    std: Literal["unbiased", "biased", "none"],
-    std_over: Literal["group", "batch"],
-    singleton: Literal["zero", "raw"],
-) -> Floats:
-    """``std_over``: whose standard deviation divides, the group's own or that of the whole batch's rewards."""
-    of_batch = advantages.reward_std(rewards, std=std) if std_over == "batch" and std != "none" else None
-
-    def of_group(members: Floats) -> Floats:
-        return advantages.grpo(members, eps=eps, std=std, batch_std=of_batch, singleton=singleton)
-
-    return _of_each_group(of_group, rewards, group)[sequence]
-
-
-def _reinforce(
-    token_rewards: Floats,
-    sequence: NDArray[np.int64],
-    positions: NDArray[np.int64] | None,
-    *,
-    gamma: float,
-    observations: returns.Observations,
-) -> Floats:
-    return returns.reinforce(token_rewards, sequence, gamma=gamma, observations=observations, positions=positions)
-
-
-def _reinforce_pp(
-    token_rewards: Floats,
-    sequence: NDArray[np.int64],
-    positions: NDArray[np.int64] | None,
-    is_trained: NDArray[np.bool_] | None,
-    *,
-    gamma: float,
-    observations: returns.Observations,
-) -> Floats:
-    estimates = _reinforce(token_rewards, sequence, positions, gamma=gamma, observations=observations)
-    return returns.whiten(estimates, trained=is_trained)
-
-
-def _reinforce_pp_baseline(
-    rewards: Floats, group: NDArray[np.int64], sequence: NDArray[np.int64], is_trained: NDArray[np.bool_] | None
-) -> Floats:
-    return returns.reinforce_pp_baseline(rewards, group, sequence, trained=is_trained)
-
-
-def _gae(
-    token_rewards: Floats,
-    values: Floats,
-    sequence: NDArray[np.int64],
-    is_truncated: NDArray[np.bool_],
-    final_values: Floats,
-    positions: NDArray[np.int64] | None,
-    is_trained: NDArray[np.bool_] | None,
-    *,
-    gamma: float,
-    lam: float,
-    truncated: Literal["end", "bootstrap"],
-    observations: returns.Observations,
-) -> tuple[Floats, Floats]:
-    """Advantages whitened over the batch as in verl and OpenRLHF, returns as they are."""
-    estimates, targets = returns.gae(
-        token_rewards,
-        values,
-        sequence,
-        gamma=gamma,
-        lam=lam,
-        bootstrap=np.where(is_truncated, final_values, 0.0) if truncated == "bootstrap" else None,
-        observations=observations,
-        positions=positions,
-    )
-    return returns.whiten(estimates, trained=is_trained), targets
-
-
-def _none(sequence: NDArray[np.int64]) -> Floats:
-    return np.zeros(len(sequence))
-
-
-def _gpg(
-    rewards: Floats,
-    group: NDArray[np.int64],
-    sequence: NDArray[np.int64],
-    *,
-    f_norm: float,
-    count: Literal["nonzero_rewards", "groups_with_variance"],
-) -> Floats:
-    """``count``: alpha counts the groups with variance (arXiv:2504.02546 eq. 7), or rewards that are not 0 (verl)."""
-    alpha = advantages.gpg_alpha(rewards, group, count=count)
-
-    def of_group(members: Floats) -> Floats:
-        return advantages.gpg(members, alpha=alpha, f_norm=f_norm)
-
-    return _of_each_group(of_group, rewards, group)[sequence]
-
-
-def _of_each_group(function: Callable[[Floats], Floats], rewards: Floats, group: NDArray[np.int64]) -> Floats:
-    """``function`` of each group's rewards, in the places of its members.  [B], i64[B] -> f64[B]"""
-    values = np.zeros(len(rewards))
-    for name in np.unique(group):
-        values[group == name] = function(rewards[group == name])
-    return values
-
-
-_BATCH = ("rewards", "group", "sequence")
-_TOKENS = ("token_rewards", "sequence", "positions")
-
-ADVANTAGES: dict[str, Advantage] = {
-    row.name: row
-    for row in (
-        Advantage(
-            name="grpo",
-            function=_grpo,
-            per="batch",
-            needs=_BATCH,
-            options={"eps": 1e-6, "std": "unbiased", "std_over": "group", "singleton": "zero"},
-        ),
-        Advantage(name="dr_grpo", function=advantages.dr_grpo),
-        Advantage(name="rloo", function=advantages.rloo),
-        Advantage(name="maxrl", function=advantages.maxrl, options={"eps": 0.0}),
-        Advantage(name="opo", function=advantages.opo, needs=("rewards", "lengths")),
-        Advantage(
-            name="gpg",
-            function=_gpg,
-            per="batch",
-            needs=_BATCH,
-            options={"f_norm": 1.0, "count": "groups_with_variance"},
-        ),
-        Advantage(
-            name="reinforce",
-            function=_reinforce,
-            per="batch",
-            needs=_TOKENS,
-            options={"gamma": 1.0, "observations": "carry"},
-            has_group_baseline=False,
-        ),
-        Advantage(
-            name="reinforce_pp",
-            function=_reinforce_pp,
-            per="batch",
-            needs=(*_TOKENS, "is_trained"),
-            options={"gamma": 1.0, "observations": "carry"},
-            has_group_baseline=False,
-        ),
-        Advantage(
-            name="reinforce_pp_baseline",
-            function=_reinforce_pp_baseline,
-            per="batch",
-            needs=(*_BATCH, "is_trained"),
-        ),
-        Advantage(
-            name="gae",
-            function=_gae,
-            per="batch",
-            needs=("token_rewards", "values", "sequence", "is_truncated", "final_values", "positions", "is_trained"),
-            options={"gamma": 1.0, "lam": 1.0, "truncated": "end", "observations": "carry"},
-            has_group_baseline=False,
-        ),
-        Advantage(name="none", function=_none, per="batch", needs=("sequence",), has_group_baseline=False),
-    )
-}
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """takes: positional arguments of the function, by name; needs: keyword arguments besides its options.
-
-    is_coupled     it weights or bounds pi / behavior itself: a correction's weight on top would count that ratio twice
-    is_supervised  the data need not be the policy's: staleness does not matter
-    advantages     takes the same arguments and gives the advantages that it trains on, where they are not the batch's
-    """
-
-    name: str
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    takes: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    options: Options = field(default_factory=dict)
-    is_coupled: bool = False
-    is_supervised: bool = False
-    advantages: Callable[..., torch.Tensor] | None = None
-
-    def __call__(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss f32[M] and clipped bool[M] of response tokens, from what ``values`` holds by name."""
-        made: tuple[torch.Tensor, torch.Tensor] = self._call(self.function, values)
-        return made
-
-    def advantages_of(self, values: Mapping[str, Any]) -> torch.Tensor:
-        """What a mask that looks at advantages has to see, from what ``values`` holds by name.  f32[M]"""
-        made: torch.Tensor = values["advantages"] if self.advantages is None else self._call(self.advantages, values)
-        return made
-
-    @property
-    def is_around_behavior(self) -> bool:
-        """Whether the ratio to the behavior policy is in it: by its kind, or by its option ``anchor``."""
-        return self.is_coupled or self.options.get("anchor") == "behavior"
-
-    def _call(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-        needed = {name: values[name] for name in self.needs}
-        return function(*(values[name] for name in self.takes), **needed, **self.options)
-
-
-Anchor = Literal["prox", "behavior"]
-
-
-def _ppo_clip(
-    logprobs: Array, prox_logprobs: Array, advantages: Array, *, clip_low: float, clip_high: float, dual_clip: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``dual_clip`` 0 is off, as a run file has no None."""
-    return losses.ppo_clip(
-        logprobs, prox_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip or None
-    )
-
-
-def _gspo(
-    logprobs: Array,
-    prox_logprobs: Array,
-    behavior_logprobs: Array,
-    advantages: Array,
-    *,
-    anchor: Anchor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    center = behavior_logprobs if anchor == "behavior" else prox_logprobs
-    return losses.gspo(logprobs, center, advantages, **options)
-
-
-def _sapo(
-    logprobs: Array,
-    prox_logprobs: Array,
-    behavior_logprobs: Array,
-    advantages: Array,
-    *,
-    anchor: Anchor,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    center = behavior_logprobs if anchor == "behavior" else prox_logprobs
-    return losses.sapo(logprobs, center, advantages, **options)
-
-
-def _m2po(
-    logprobs: Array, prox_logprobs: Array, advantage: Array, *, keep: Array, threshold: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``threshold`` has made ``keep`` of the whole batch (scored.py)."""
-    return losses.m2po(logprobs, prox_logprobs, advantage, keep=keep)
-
-
-def _opd_advantages(
-    logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
-) -> torch.Tensor:
-    """The teacher's part joins the advantages here, where the policy's logprobs are at hand without another pass."""
-    return distillation.opd_advantages(advantage, prox_logprobs, teacher_logprobs, coef=coef)
-
-
-def _opd_reward(
-    logprobs: Array, prox_logprobs: Array, advantage: Array, teacher_logprobs: Array, *, coef: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mixed = _opd_advantages(logprobs, prox_logprobs, advantage, teacher_logprobs, coef=coef)
-    return losses.reinforce(logprobs, mixed)
-
-
-_PROX = ("logprobs", "prox_logprobs", "advantages")
-_BEHAVIOR = ("logprobs", "behavior_logprobs", "advantages")
-_EITHER = ("logprobs", "prox_logprobs", "behavior_logprobs", "advantages")
-_SEQUENCE = ("sequence", "num_sequences")
-_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
-
-LOSSES: dict[str, Loss] = {
-    row.name: row
-    for row in (
-        Loss(name="reinforce", function=losses.reinforce, takes=("logprobs", "advantages")),
-        Loss(name="ppo_clip", function=_ppo_clip, takes=_PROX, options=_CLIP),
-        # losses.decoupled_ppo, whose weights the correction multiplies in: the same as ppo_clip under one.
-        Loss(name="decoupled_ppo", function=_ppo_clip, takes=_PROX, options=_CLIP),
-        Loss(name="coupled_ppo", function=_ppo_clip, takes=_BEHAVIOR, options=_CLIP, is_coupled=True),
-        Loss(
-            name="gspo",
-            function=_gspo,
-            takes=_EITHER,
-            needs=_SEQUENCE,
-            options={"clip_low": 3e-4, "clip_high": 4e-4, "anchor": "prox"},
-        ),
-        Loss(
-            name="cispo",
-            function=losses.cispo,
-            takes=_BEHAVIOR,
-            options={"cap_mode": "one_plus", "clip_low": 1.0, "clip_high": 4.0},
-            is_coupled=True,
-        ),
-        Loss(
-            name="topr",
-            function=losses.topr,
-            takes=_BEHAVIOR,
-            needs=_SEQUENCE,
-            options={"level": "sequence"},
-            is_coupled=True,
-        ),
-        Loss(
-            name="sapo",
-            function=_sapo,
-            takes=_EITHER,
-            options={"tau_positive": 1.0, "tau_negative": 1.05, "anchor": "prox"},
-        ),
-        Loss(
-            name="aspo",
-            function=losses.aspo,
-            takes=_BEHAVIOR,
-            options={"clip_low": 0.2, "clip_high": 0.2, "cap_positive": 3.0, "cap_negative": 3.0},
-            is_coupled=True,
-        ),
-        Loss(
-            name="dppo",
-            function=losses.dppo,
-            takes=_BEHAVIOR,
-            options={"divergence": "tv", "delta_low": 0.2, "delta_high": 0.2, "ratio_cap": 20.0},
-            is_coupled=True,
-        ),
-        Loss(name="m2po", function=_m2po, takes=_PROX, needs=("keep",), options={"threshold": 0.04}),
-        Loss(name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True),
-        Loss(
-            name="opd_reward",
-            function=_opd_reward,
-            takes=(*_PROX, "teacher_logprobs"),
-            options={"coef": 1.0},
-            advantages=_opd_advantages,
-        ),
-        Loss(
-            name="opd",
-            function=distillation.opd,
-            takes=("logprobs", "behavior_logprobs", "teacher_logprobs"),
-            options={"max_drop": 0.2, "kl_coef": 1e-3},
-            is_coupled=True,
-        ),
-        Loss(name="sft", function=losses.sft, takes=("logprobs",), is_supervised=True),
-    )
-}
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "cap_mode": ("one_plus", "absolute"),
@@ -464,28 +56,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """What the options that are words may be."""
 
-_WITH_CHOICE: Mapping[tuple[str, str], Options] = {
-    ("cap_mode", "absolute"): {"clip_high": 5.0},
-    ("divergence", "kl"): {"delta_low": 0.05, "delta_high": 0.05},
-}
-"""Defaults of a loss that depend on one of its words: the numbers mean something else then."""
-
-
-def with_choices(options: Options) -> Options:
-    """``options``, preceded by the defaults that go with the words among them, where they give no number."""
-    given = {key.rpartition(".")[2]: value for key, value in options.items()}
-    implied = {
-        f"loss.{name}": value
-        for (option, word), defaults in _WITH_CHOICE.items()
-        if given.get(option) == word
-        for name, value in defaults.items()
-        if name not in given
-    }
-    return implied | dict(options)
-
-
-# -- aggregations ------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
@@ -498,10 +68,10 @@ class Aggregation:
     name: str
     function: Callable[..., list[NDArray[Any]]]
     needs: tuple[str, ...] = ()
-    options: Options = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     divides_by: Literal["batch", "prompt", "sequence", ""] = ""
 
-    def at_most(self, max_response_tokens: int, *, unless: Options) -> Aggregation:
+    def at_most(self, max_response_tokens: int, *, unless: Mapping[str, Any]) -> Aggregation:
         """With the run's longest response as the constant, where there is one and ``unless`` does not set it."""
         name = "max_response_tokens"
         if name not in self.options or any(key.rpartition(".")[2] == name for key in unless):
