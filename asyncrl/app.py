@@ -67,12 +67,13 @@ def backend_class(run: RunConfig) -> Any:
 
 def algorithm(run: RunConfig) -> Algorithm:
     """The row, with the run file's correction and options. Refuses stale data without a correction."""
-    from asyncrl.policies.algorithms import ALGORITHMS, Row, resolve
+    from asyncrl.policies.algorithms import Row, resolve
+    from asyncrl.policies.rows import ALGORITHMS
 
     section = run.algorithm
     row = ALGORITHMS.get(section.name)
     if row is None:
-        addresses = {name: "asyncrl.policies.algorithms:ALGORITHMS" for name in ALGORITHMS}
+        addresses = {name: "asyncrl.policies.rows:ALGORITHMS" for name in ALGORITHMS}
         row = plugins.load(section.name, where="algorithm.name", table=addresses, kind=Row)
     resolved = resolve(
         row,

@@ -202,7 +202,7 @@ class Learner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     name: str = "grpo"
-    """A row of policies/algorithms.py, or "package.module:ROW"."""
+    """A row of policies/rows.py, or "package.module:ROW"."""
     advantage: str = ""
     """Of policies/catalogue.py, as loss and aggregation; empty takes the algorithm's own."""
     loss: str = ""

@@ -28,12 +28,13 @@ from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.policies.staleness import AgeWeight
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Partial, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot

@@ -21,16 +21,36 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         r'correction = "none" trains data up to 4 versions old as if it were fresh, which collapses',
     ),
     "a norm is no correction": (["algorithm.correction=none + self_norm"], "as if it were fresh"),
-    "after a sequence mean": (
-        ["algorithm.name=gspo", "algorithm.denominator=after"],
-        'denominator = "after" goes with aggregation token_mean; seq_mean_token_mean divides by trajectories',
+    "after a mean per prompt": (
+        ["algorithm.aggregation=prompt_mean", "algorithm.denominator=after"],
+        "they lie in several micro-batches and ranks: it would take a second pass over the batch",
     ),
+    "after what divides by no tokens": (
+        ["algorithm.name=dr_grpo", "algorithm.denominator=after"],
+        "seq_mean_token_sum_norm does not divide by tokens",
+    ),
+    "after and self_norm": (
+        ["algorithm.correction=tis_token + geo_mask + self_norm", "algorithm.denominator=after"],
+        "would count rejection twice",
+    ),
+    "ratio twice, by anchor": (
+        ["algorithm.name=gspo", 'algorithm.options={anchor="behavior"}'],
+        r"loss gspo weights by pi / behavior itself; correction tis_token would count that ratio twice",
+    ),
+    "a mask by advantages that nobody looks at": (
+        ["algorithm.name=opd", "algorithm.loss=opd", "algorithm.correction=opsm", 'teacher.path="."'],
+        "opsm rejects by the sign of the advantage, and loss opd does not look at advantages",
+    ),
+    "dual clip within the ratio": (["algorithm.options={dual_clip=0.5}"], "use more than 1, such as 3, or 0 for none"),
     "unknown row": (["algorithm.name=grop"], "algorithm.name: 'grop' is unknown; did you mean 'grpo'"),
     "unknown advantage": (["algorithm.advantage=x"], "advantage must be one of grpo, .*, got 'x'"),
     "unknown loss": (["algorithm.loss=x"], "loss must be one of reinforce, ppo_clip, .*, got 'x'"),
     "unknown aggregation": (["algorithm.aggregation=x"], "aggregation must be one of token_mean, .*, got 'x'"),
     "unknown correction": (["algorithm.correction=tis_token + x"], "correction must be one of none, .*, got 'x'"),
-    "unknown option": (["algorithm.options={cup=2}"], "grpo has no option 'cup'; it has cap, clip_high, clip_low, eps"),
+    "unknown option": (
+        ["algorithm.options={cup=2}"],
+        "grpo has no option 'cup'; it has cap, clip_high, clip_low, dual_clip, eps",
+    ),
     "option of another part": (['algorithm.options={"loss.cap"=2}'], "grpo has no option 'loss.cap'"),
     "option of two parts": (
         ["algorithm.name=m2po", "algorithm.correction=tis_token + veto", "algorithm.options={threshold=0.1}"],
@@ -61,6 +81,9 @@ def test_wrong_combinations_are_refused_with_the_reason(case: str, tmp_path: Pat
     [
         ["algorithm.loss=coupled_ppo", "algorithm.correction=none"],
         ["algorithm.loss=coupled_ppo", "algorithm.correction=geo_mask"],
+        ["algorithm.name=sapo", 'algorithm.options={anchor="behavior"}', "algorithm.correction=none"],
+        ["algorithm.loss=decoupled_ppo", "algorithm.options={dual_clip=3}"],
+        ["algorithm.name=gspo", "algorithm.correction=icepop", "algorithm.denominator=after"],
         ["algorithm.name=sft"],
         ["algorithm.correction=none", "run.mode=sync", "staleness.max_staleness=0"],
         ["algorithm.correction=none", "algorithm.allow_uncorrected=true"],

@@ -20,9 +20,10 @@ from asyncrl.actors import batch_feed
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings, Prepared
 from asyncrl.checkpoint import PromptState, latest
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.catalogue import Advantage
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.topics import PROMPTS
 from tests.fakes import Engine, Loop, run_worker, until, worker
 

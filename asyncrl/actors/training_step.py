@@ -12,6 +12,7 @@ Tests: tests/test_training_step.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from asyncrl.policies.catalogue import SCORED_BY
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.policies.scored import complete
 from asyncrl.protocols import Backend, StepResult
+
+log = logging.getLogger("asyncrl.learner")
 
 
 class TrainingStep:
@@ -51,6 +54,8 @@ class TrainingStep:
         self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], *, step: int, learning_rate: float
     ) -> StepResult:
         """Train on ``batch``, packed as ``shares``; ``step``: how many steps were done before."""
+        if not batch.num_tokens:
+            log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
         names = self._algorithm.advantage_scores | self._algorithm.loss_scores
         if not names:
             return self._backend.step(shares, learning_rate=learning_rate)

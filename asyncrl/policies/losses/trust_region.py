@@ -92,7 +92,8 @@ def gspo(
     capped at ``max_log_ratio``, as in verl.
 
     Source: GSPO, arXiv:2507.18071 eq. 5 and 15; its clip range is small as the ratio is a mean. Meant with the
-    aggregation ``seq_mean_token_mean`` (the paper, verl); AReaL takes the token mean.
+    aggregation ``seq_mean_token_mean`` (the paper, verl); AReaL takes the token mean. With one optimizer step per batch
+    the ratio to the proximal policy is 1 and nothing is clipped; around the behavior logprobs it is.
     """
     mean = segment_mean(log_ratio(logprobs, prox_logprobs).detach(), sequence, num_sequences=num_sequences)
     exponent = spread(mean, sequence) + log_ratio(logprobs, logprobs)
