@@ -18,6 +18,8 @@ from asyncrl.placement import Placement, place
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms import Algorithm
+    from asyncrl.policies.catalogue import Advantage, Aggregation, Loss
+    from asyncrl.policies.correction_chains import Step
 
 
 def check(run: RunConfig) -> None:
@@ -158,6 +160,7 @@ def describe(run: RunConfig) -> str:
         lines.append("")
     lines += [
         "# what follows",
+        *_algorithm(run),
         f"staleness bound   {run.max_staleness} versions ({run.run.mode})"
         + (f", the window's between {run.staleness.smallest} and it" if run.staleness.adaptive else ""),
         f"window            {run.window} groups = (max_staleness {run.max_staleness} + 1) x "
@@ -172,7 +175,28 @@ def describe(run: RunConfig) -> str:
     return "\n".join(lines)
 
 
+def _algorithm(run: RunConfig) -> list[str]:
+    """Its parts with every option as it will be trained, and the models that are loaded, a line each."""
+    made = app.algorithm(run)
+    models = {"policy": Path(run.model.path)} | auxiliary.folders(run, made)
+    return [
+        f"algorithm         {made.name}, {made.paper}" if made.paper else f"algorithm         {made.name}",
+        f"advantage         {_part(made.advantage)}",
+        f"loss              {_part(made.loss)}",
+        f"aggregation       {_part(made.aggregation)}",
+        f"correction        {' + '.join(_part(step) for step in made.correction)}",
+        f"models            {', '.join(f'{name} {folder}' for name, folder in models.items())}",
+    ]
+
+
+def _part(part: Advantage | Loss | Aggregation | Step) -> str:
+    options = ", ".join(f"{key} = {_toml(value)}" for key, value in part.options.items())
+    return f"{part.name} ({options})" if options else part.name
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        return str(value)  # inf and nan as TOML spells them
     return json.dumps(list(value) if isinstance(value, tuple) else value)
