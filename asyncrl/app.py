@@ -67,6 +67,7 @@ def backend_class(run: RunConfig) -> Any:
 def algorithm(run: RunConfig) -> Algorithm:
     """The row, with the run file's correction and options. Refuses stale data without a correction."""
     from asyncrl.policies.algorithms import ALGORITHMS, Row, resolve
+    from asyncrl.policies.correction_chains import weight_left_behind
 
     section = run.algorithm
     row = ALGORITHMS.get(section.name)
@@ -97,8 +98,9 @@ def algorithm(run: RunConfig) -> Algorithm:
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
-            'as if it were fresh, which collapses; use correction = "tis_token", or allow_uncorrected = true if you '
-            "mean it"
+            "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
+            f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
+            '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
         )
     return resolved
 
