@@ -105,8 +105,9 @@ def algorithm(run: RunConfig) -> Algorithm:
     return resolved
 
 
-def filters(run: RunConfig) -> list[GroupFilter]:
-    return [plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters]
+def filters(run: RunConfig) -> dict[str, GroupFilter]:
+    """By their names in the run file."""
+    return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
 
 
 def load_reward(run: RunConfig) -> Any:
@@ -243,6 +244,7 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """The learner, and the actors that run beside it in its process; ready to be supervised."""
     from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+    from asyncrl.actors.group_filters import GroupFilters
     from asyncrl.actors.learner import Learner, LearnerSettings
     from asyncrl.actors.prompt_source import PromptSource
     from asyncrl.actors.reporter import Reporter
@@ -329,7 +331,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
         reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
-        filters=filters(run),
+        filters=GroupFilters(filters(run), max_in_a_row=max(1000, 20 * run.window)),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.catalogue import Advantage, Aggregation, Loss
     from asyncrl.policies.correction_chains import Step
+
+
+log = logging.getLogger("asyncrl.check")
 
 
 def check(run: RunConfig) -> None:
@@ -49,10 +53,27 @@ def check(run: RunConfig) -> None:
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
-    app.filters(run)
+    _check_filters(run)
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
+
+
+def _check_filters(run: RunConfig) -> None:
+    """Each is asked about a group made up here. What only real groups have, such as the parts of a reward, it may
+    miss; a TypeError or an AttributeError a real group would raise too."""
+    from asyncrl.actors.group_filters import ask, sample_group
+
+    for name, function in app.filters(run).items():
+        try:
+            ask(function, sample_group())
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
+                "TrajectoryGroup that gives True to keep it"
+            ) from error
+        except Exception as error:  # the learner will say so, if a real group raises it too
+            log.warning("algorithm.filters: %s raised %s: %s on a made-up group", name, type(error).__name__, error)
 
 
 def _check_bus(run: RunConfig) -> None:
