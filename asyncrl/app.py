@@ -68,6 +68,7 @@ def backend_class(run: RunConfig) -> Any:
 def algorithm(run: RunConfig) -> Algorithm:
     """The row, with the run file's correction and options. Refuses stale data without a correction."""
     from asyncrl.policies.algorithms import Row, resolve
+    from asyncrl.policies.correction_chains import weight_left_behind
     from asyncrl.policies.rows import ALGORITHMS
 
     section = run.algorithm
@@ -99,14 +100,16 @@ def algorithm(run: RunConfig) -> Algorithm:
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
-            'as if it were fresh, which collapses; use correction = "tis_token", or allow_uncorrected = true if you '
-            "mean it"
+            "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
+            f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
+            '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
         )
     return resolved
 
 
-def filters(run: RunConfig) -> list[GroupFilter]:
-    return [plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters]
+def filters(run: RunConfig) -> dict[str, GroupFilter]:
+    """By their names in the run file."""
+    return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
 
 
 def load_reward(run: RunConfig) -> Any:
@@ -243,6 +246,7 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """The learner, and the actors that run beside it in its process; ready to be supervised."""
     from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+    from asyncrl.actors.group_filters import GroupFilters
     from asyncrl.actors.learner import Learner, LearnerSettings
     from asyncrl.actors.prompt_source import PromptSource
     from asyncrl.actors.reporter import Reporter
@@ -333,7 +337,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         channel=weights,
         reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
         history=history,
-        filters=filters(run),
+        filters=GroupFilters(filters(run), max_in_a_row=max(1000, 20 * run.window)),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]

@@ -295,6 +295,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
+        overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
+        _require(
+            overlong <= longest,
+            f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
+            "be punished",
+        )
 
     @property
     def run_directory(self) -> Path:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -225,9 +226,10 @@ class Loop:
     group_size: int = 2
     checkpoint_every: int = 0
     wait_for_stragglers: bool = False
-    filters: Sequence[GroupFilter] = ()
+    filters: dict[str, GroupFilter] = field(default_factory=dict)
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
+    max_filtered_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
     bound: AdaptiveBound | None = None
     order: str = "oldest_first"
@@ -300,7 +302,7 @@ class Loop:
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
             history=self._history(state),
-            filters=self.filters,
+            filters=GroupFilters(self.filters, max_in_a_row=self.max_filtered_in_a_row),
         )
         return self.learner
 

@@ -47,7 +47,9 @@ async def test_a_finished_run_accounts_for_every_group(bus_factory: Any, tmp_pat
             raise RewardError("cannot judge p0")
         return [Reward(value=1.0) for _ in samples] if samples[0].label == 1 else fakes.token_sum(samples)
 
-    loop = Loop(await bus_factory(), tmp_path, steps=6, checkpoint_every=2, filters=(dynamic_sampling,))
+    loop = Loop(
+        await bus_factory(), tmp_path, steps=6, checkpoint_every=2, filters={"dynamic_sampling": dynamic_sampling}
+    )
     async with asyncio.TaskGroup() as group:
         group.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(picky))))
         await loop.run_learner()

@@ -26,6 +26,7 @@ import numpy as np
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
+from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
@@ -37,7 +38,6 @@ from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
-from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
@@ -81,7 +81,7 @@ class Learner(Actor):
         channel: WeightChannel,
         reporter: Reporter,
         history: History,
-        filters: Sequence[GroupFilter] = (),
+        filters: GroupFilters | None = None,
     ) -> None:
         super().__init__(name, bus)
         self._filters = filters
@@ -207,11 +207,12 @@ class Learner(Actor):
 
     async def _filter(self, group: TrajectoryGroup) -> None:
         """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""
-        if all(keeps(group) for keeps in self._filters):
+        if self._filters is None or self._filters.keep(group):
             return
         self._buffer.dispose(self._buffer.held[group.group_id])
         self._filtered += 1
         self._history.lost("filtered", [group.group_id], step=self.step)
+        self._feed.filtered += 1
         await self._event("filtered", group_id=group.group_id, rewards=[t.reward for t in group.trajectories])
         await self._report_progress()
 

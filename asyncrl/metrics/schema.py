@@ -12,7 +12,7 @@ SCHEMA: dict[str, str] = {
     "staleness/mean": "policy versions between sampling and training, mean over trained tokens",
     "staleness/p50": "median over trained tokens",
     "staleness/p95": "95th percentile over trained tokens",
-    "staleness/max": "oldest token trained; never above max_staleness",
+    "staleness/max": "oldest token of the batch, masked answers included; never above max_staleness",
     "staleness/histogram": "trained tokens by staleness",
     "staleness/weight": "what staleness.weight left of the loss weights, mean over trained tokens; when it is set",
     "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",

@@ -45,6 +45,7 @@ from asyncrl.policies.diagnostics import (
 from asyncrl.policies.filters import overlong_penalty
 from asyncrl.policies.kl import Penalty
 from asyncrl.policies.losses.ratios import difference
+from asyncrl.policies.option_ranges import refuse_wrong_numbers
 from asyncrl.policies.part_options import set_option
 from asyncrl.policies.segments import segment_mean, spread
 
@@ -276,6 +277,7 @@ def resolve(
         chain = list(correction_chains.chain(correction))
     for key, value in parts["loss"].with_choices(options or {}).items():
         set_option(parts, chain, key, value, name=row.name)
+    refuse_wrong_numbers([*parts.values(), *chain])
     made = Algorithm(
         name=row.name,
         paper=row.paper,

@@ -98,7 +98,9 @@ def build(
     ]
     ages_sampled, ages_trained = _sampled(ages, masks), _sampled(ages, trained)
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
-    metrics = _staleness_metrics(ages_sampled, max_staleness) | _sample_metrics(groups)
+    metrics = _staleness_metrics(ages_trained, max_staleness) | _sample_metrics(groups)
+    if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
+        metrics["staleness/max"] = float(ages_sampled.max())
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
