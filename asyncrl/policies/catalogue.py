@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.policies import aggregation
 from asyncrl.policies.advantage_rows import ADVANTAGES, Advantage, Rewarded
-from asyncrl.policies.loss_rows import LOSSES, Loss
+from asyncrl.policies.loss_rows import LOSSES, Loss, Options
 
 __all__ = [
     "ADVANTAGES",
@@ -28,6 +28,7 @@ __all__ = [
     "Advantage",
     "Aggregation",
     "Loss",
+    "Options",
     "Rewarded",
 ]
 
@@ -68,10 +69,10 @@ class Aggregation:
     name: str
     function: Callable[..., list[NDArray[Any]]]
     needs: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     divides_by: Literal["batch", "prompt", "sequence", ""] = ""
 
-    def at_most(self, max_response_tokens: int, *, unless: Mapping[str, Any]) -> Aggregation:
+    def at_most(self, max_response_tokens: int, *, unless: Options) -> Aggregation:
         """With the run's longest response as the constant, where there is one and ``unless`` does not set it."""
         name = "max_response_tokens"
         if name not in self.options or any(key.rpartition(".")[2] == name for key in unless):

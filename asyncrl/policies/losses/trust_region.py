@@ -175,7 +175,7 @@ def dppo(
 
     f32[M] x 3 -> loss f32[M], clipped bool[M] (masked). Far is a divergence of the two-outcome distribution {this
     token, any other} over ``delta_high`` upwards (A > 0) or ``delta_low`` downwards: total variation |pi - mu|, or
-    KL(mu || pi) in nats (give 0.05 then). A rare token may change its ratio a lot and is not masked for it.
+    KL(mu || pi) in nats (0.05 in a run file then). A rare token may change its ratio a lot and is not masked for it.
 
     Source: DPPO, arXiv:2602.04879; the cap of 20 is verl's, whose value (not gradient) differs from the paper's -A r.
     SkyRL has no cap.
