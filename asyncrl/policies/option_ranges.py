@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Options
+from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from asyncrl.policies.correction_chains import CORRECTIONS
 
 
@@ -20,7 +20,7 @@ class Part(Protocol):
     @property
     def function(self) -> object: ...
     @property
-    def options(self) -> Options: ...
+    def options(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "delta": _FROM_0,
     "delta_high": _ABOVE_0,
     "delta_low": _ABOVE_0,
+    "dual_clip": _FROM_0,
     "eps": _ABOVE_0,
     "maxrl.eps": _FROM_0,
     "f_norm": _ABOVE_0,
