@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncrl.policies import advantages, distillation, filters, kl, returns, values
-from asyncrl.policies.catalogue import ADVANTAGES
+from asyncrl.policies.catalogue import ADVANTAGES, Rewarded
 from asyncrl.policies.losses.ratios import ratio
 from tests.oracle_dense import Adapter, Dense, Inputs, NotOffered, Outputs, Params, one_of, renamed
 
@@ -84,9 +84,13 @@ def reinforce_pp(params: Params, inputs: Inputs) -> Outputs:
     gamma = params.get("gamma", 1.0)
     rewards = returns.token_rewards(inputs["scores"], dense.sequence, **penalty)
     require_eps(params)
-    whitened = ADVANTAGES["reinforce_pp"].function(
-        np.asarray(rewards), dense.sequence.numpy(), None, None, gamma=gamma, observations="carry"
+    batch = Rewarded(
+        rewards=np.asarray(inputs["scores"], np.float64),
+        group=np.arange(dense.num_sequences),
+        sequence=dense.sequence.numpy(),
+        kl=params["kl_coef"] * dense.flat("kl").numpy() if "kl" in inputs else None,
     )
+    whitened = by_row("reinforce_pp", batch, gamma=gamma)
     return {
         "token_rewards": dense.back(rewards),
         "returns": dense.back(returns.reinforce(rewards, dense.sequence, gamma=gamma)),
@@ -133,26 +137,29 @@ def gae_whiten(params: Params, inputs: Inputs) -> Outputs:
     dense = Dense(inputs, like="rewards")
     require_eps(params)
     is_cut = "bootstrap" in inputs
-    final = np.asarray(inputs["bootstrap"] if is_cut else np.zeros(dense.num_sequences), np.float64)
-    whitened, target = ADVANTAGES["gae"].function(
-        dense.flat("rewards").numpy(),
-        dense.flat("values").numpy(),
-        dense.sequence.numpy(),
-        np.ones(dense.num_sequences, np.bool_),
-        final,
-        None,
-        None,
-        gamma=params.get("gamma", 1.0),
-        lam=params.get("lam", 1.0),
-        truncated="bootstrap" if is_cut else "end",
-        observations="carry",
+    batch = Rewarded(
+        rewards=np.zeros(dense.num_sequences),
+        group=np.arange(dense.num_sequences),
+        sequence=dense.sequence.numpy(),
+        is_truncated=np.full(dense.num_sequences, is_cut),
+        kl=-dense.flat("rewards").numpy(),  # what tokens get beside their answer's reward, taken off
+        values=dense.flat("values").numpy(),
+        final_values=np.asarray(inputs["bootstrap"] if is_cut else np.zeros(dense.num_sequences), np.float64),
     )
+    options = renamed(params, gamma="gamma", lam="lam") | {"truncated": "bootstrap" if is_cut else "end"}
+    whitened, target = by_row("gae", batch, **options)
     return {
         "advantages": dense.back(whitened),
         "advantages_masked": dense.back(whitened),
         "returns": dense.back(target),
         "returns_masked": dense.back(target),
     }
+
+
+def by_row(name: str, batch: Rewarded, **options: Any) -> Any:
+    """What the row makes of the batch, before it becomes float32."""
+    row = ADVANTAGES[name]
+    return row.function(*(getattr(batch, need) for need in row.needs), **{**row.options, **options})
 
 
 def require_eps(params: Params) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from asyncrl.errors import ConfigError
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from asyncrl.policies.correction_chains import CORRECTIONS
-from asyncrl.policies.loss_rows import Options
 
 
 class Part(Protocol):
@@ -21,7 +20,7 @@ class Part(Protocol):
     @property
     def function(self) -> object: ...
     @property
-    def options(self) -> Options: ...
+    def options(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
