@@ -44,7 +44,7 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
     try:
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
-        await supervise(learner, *helpers, Heart(learner))
+        await supervise(learner, *helpers, Heart(learner, *helpers))
         seconds = time.monotonic() - started
         outcome = "done" if learner.done else "stopped"
         print(
@@ -66,7 +66,7 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
     bus = await connect(run, token=token)
     try:
         worker, follower = await build_worker(run, bus=bus, name=name)
-        await supervise(worker, follower, Heart(worker))
+        await supervise(worker, follower, Heart(worker, follower))
         return 0
     finally:
         await bus.close()

@@ -121,7 +121,7 @@ class Connection:
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=0.25,
                         connect_timeout=seconds,
-                        ping_interval=20,
+                        ping_interval=5,  # a half-open connection is noticed after two of them
                     )
                 )
         except TimeoutError:
