@@ -19,6 +19,9 @@
 To add one: subclass the boundary it belongs to, say in a sentence who catches it, put it in the tree.
 """
 
+INTERRUPTED = 130
+"""Exit code of what was drained or stopped before it was done."""
+
 
 class AsyncRLError(Exception):
     """Root of everything asyncrl raises on purpose. ``exit_code``: of the process that it ends."""

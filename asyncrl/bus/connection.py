@@ -91,7 +91,7 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         self._client: Any = Client()
-        self.name = _without_secrets(url)
+        self.name = without_secrets(url)
         self.generation = 0
         self._online = asyncio.Event()
         self._is_over = False
@@ -320,7 +320,7 @@ class Connection:
             listener()
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """The url without user, password or token."""
     parts = urlsplit(url)
     return url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1)

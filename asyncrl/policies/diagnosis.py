@@ -130,6 +130,16 @@ class Finding:
         """The same for the same fault at another time."""
         return (self.fault, self.actor)
 
+    def is_hopeless(self, stall_seconds: float) -> bool:
+        """Whether it has lasted too long to heal by itself.
+
+        A process that beats may only be slow: more than ten times what is usual, or, while nothing is known to be
+        usual, ten times ``stall_seconds``.
+        """
+        if self.usual is None:
+            return self.seconds > stall_seconds
+        return self.seconds > (max(stall_seconds, 10 * self.usual) if self.usual else 10 * stall_seconds)
+
     @property
     def text(self) -> str:
         return "; ".join((*self.victims, self.cause))
@@ -178,9 +188,8 @@ def _refused(seen: Observation) -> Finding:
         actor="nats-server",
         cause=f"nats-server answers but has stored nothing for {_seconds(seen.bus_refuses)}: "
         f"{seen.bus_problem or 'no answer to what is published'}",
-        remedy="make room on the disk of its store; its log says more",
+        remedy="make room on the disk of its store: everybody waits, and nothing is lost; its log says more",
         seconds=seen.bus_refuses,
-        cure="end",
     )
 
 
