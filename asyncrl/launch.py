@@ -320,7 +320,7 @@ class _Launcher:
         if finding.fault == "bus" and self._server is not None and self._server.pid:
             os.kill(self._server.pid, signal.SIGKILL)
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
-            child.fault = finding.text
+            child.fault = finding.cause
             child.signal(signal.SIGKILL)
         elif finding.cure == "end" and self._workers:  # without own workers others may be on their way
             self._end(STUCK_EXIT_CODE, f"{finding.text}; ending the run")

@@ -85,6 +85,8 @@ class Sightings:
 
     def _is_missed(self, name: str, seen: Seen) -> bool:
         """Whether somebody whose entry is gone did not take it away when it left in order."""
+        if not seen.beat.beat:  # never heard: still starting
+            return False
         return name not in self._lively or SILENT_SECONDS < seen.seconds < REMEMBER_SECONDS
 
     def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
