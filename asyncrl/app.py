@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 ENGINES = {
     "inprocess": "asyncrl.engines.inprocess:InProcessEngine",
+    "none": "asyncrl.engines.none:NoEngine",
     "sglang": "asyncrl.engines.sglang:SGLangEngine",
 }
 BACKENDS = {
@@ -37,7 +38,7 @@ BACKENDS = {
 }
 CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
-ROLLOUTS = {"single_turn": "asyncrl.actors.rollout_worker:single_turn"}
+ROLLOUTS = {name: f"asyncrl.actors.rollout_worker:{name}" for name in ("single_turn", "given")}
 
 BUS_FILE = "bus.json"
 """Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
@@ -300,6 +301,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         group_size=run.rollout.group_size,
         state=state.prompts,
         groups=buffer.groups,
+        policy_version=state.policy_version,
     )
     feed = BatchFeed(
         BatchSettings(
@@ -317,6 +319,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     weights = channel(run)
     trained = backend(run)
+    sinks, has_behavior = open_sinks(run, resume=resume), run.rollout.function != "given"
     learner = Learner(
         "learner",
         bus,
@@ -339,7 +342,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         backend=trained,
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
-        reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
+        reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
         filters=filters(run),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement, place
+
+if TYPE_CHECKING:
+    from asyncrl.policies.algorithms import Algorithm
 
 
 def check(run: RunConfig) -> None:
@@ -25,6 +28,7 @@ def check(run: RunConfig) -> None:
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
     algorithm = app.algorithm(run)
+    _check_given(run, algorithm)
     if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
         raise ConfigError(
             f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
@@ -76,6 +80,48 @@ def _check_sampling(run: RunConfig) -> None:
         )
 
 
+def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
+    """Answers from the data train what looks at nothing but them: no policy sampled them."""
+    rollout, key = run.rollout, run.data.response_key
+    if rollout.function != "given":
+        if run.engine.kind == "none":
+            raise ConfigError(
+                f'engine.kind: "none" generates nothing, and rollout.function = "{rollout.function}" needs answers; '
+                'use "sglang" or "inprocess", or rollout.function = "given"'
+            )
+        if key and rollout.function == "single_turn":
+            raise ConfigError(
+                f'data.response_key: "{key}" is imitated by rollout.function = "given", and "single_turn" generates '
+                "answers of its own; set that, or remove the key"
+            )
+        return
+    if not key:
+        raise ConfigError(
+            'rollout.function: "given" takes the answers from the data; set data.response_key to their column'
+        )
+    if rollout.group_size > 1:
+        raise ConfigError(
+            f'rollout.group_size: a row has one answer, and "given" would train it {rollout.group_size} times; use 1'
+        )
+    if not algorithm.loss.is_supervised:
+        raise ConfigError(
+            f'rollout.function: "given" takes answers that no policy sampled, and loss {algorithm.loss.name} needs '
+            'their behavior logprobs; use algorithm.name = "sft"'
+        )
+    kl = algorithm.kl
+    for compares, name, instead in (
+        (algorithm.correction_name != "none", "algorithm.correction", '"none"'),
+        (kl is not None and kl.estimate == "unbiased", 'reference.kl = "unbiased"', '"k2"'),
+        (run.staleness.adaptive, "staleness.adaptive", "false"),
+        (bool(run.staleness.learning_rate), "staleness.learning_rate", '""'),
+    ):
+        if compares:
+            raise ConfigError(
+                f'{name} compares the policy with what sampled the answers, and rollout.function = "given" takes '
+                f"answers that no policy sampled; use {instead}"
+            )
+
+
 def placement(run: RunConfig) -> Placement:
     """The GPUs of this machine, dealt to the processes that `asyncrl run` starts on it. Raises ConfigError.
 
@@ -83,11 +129,12 @@ def placement(run: RunConfig) -> Placement:
     """
     import torch
 
+    has_gpu = run.engine.device != "cpu" and run.engine.kind != "none"
     return place(
         torch.cuda.device_count() if torch.cuda.is_available() else 0,
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
-        gpus_per_worker=int(run.engine.options.get("tensor_parallel", 1)) if run.engine.device != "cpu" else 0,
+        gpus_per_worker=int(run.engine.options.get("tensor_parallel", 1)) if has_gpu else 0,
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )

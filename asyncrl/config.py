@@ -87,6 +87,8 @@ class Data:
     """Column with what the reward compares to; may be absent."""
     metadata_key: str = "metadata"
     """Column with a table handed to the reward; may be absent."""
+    response_key: str = ""
+    """Column with an answer to imitate, text, for rollout.function = "given"; empty: none."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     shuffle: bool = True
@@ -118,7 +120,8 @@ class Rollout:
     max_attempts: int = 3
     """A group that failed so often is buried: counted, reported, never trained."""
     function: str = "single_turn"
-    """"package.module:function" of another RolloutFn (multi-turn, tools)."""
+    """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
+    another RolloutFn (multi-turn, tools)."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker takes new weights. in_flight (async): at once, between two tokens. drain: once what runs is done.
     on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
@@ -133,7 +136,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     kind: str = "sglang"
-    """sglang, inprocess, or "package.module:Class"."""
+    """sglang, inprocess, none (no model: for rollout.function = "given"), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
     """See the Options class beside the engine."""
@@ -142,7 +145,7 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, exact, regex, remote, or "package.module:function"."""
+    """math, exact, regex, remote, none (0 for everything), or "package.module:function"."""
     timeout_seconds: float = 30.0
     """For one group; a group whose reward takes longer is buried."""
     options: Mapping[str, Any] = field(default_factory=dict)

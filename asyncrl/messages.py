@@ -30,6 +30,9 @@ SCHEMA: Final = 1
 FinishReason = Literal["stop", "length", "abort"]
 FINISH_REASONS: Final = ("stop", "length", "abort")
 
+ANY_EPOCH: Final = 2**31 - 1
+"""Run epoch of tokens that no policy sampled: they belong to every history."""
+
 _POSITIVE_LOGPROB: Final = 1e-3
 """Largest logprob above 0 that rounding in an engine can explain (bf16 softmax); above it the sampler lies."""
 
@@ -60,6 +63,8 @@ class PromptGroup:
     group_id            number of the group in the run, dense from 0; with the run it is the message id
     min_policy_version  a worker starts no generation of this group on older weights
     label, metadata     what the reward function gets besides the text; anything msgpack can carry
+    response_tokens     i32[R], an answer to imitate, <eos> included; empty where the data has none
+    policy_version      of the learner when it was published: from then on a given answer ages
     """
 
     group_id: int
@@ -71,16 +76,22 @@ class PromptGroup:
     metadata: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     min_policy_version: int = 0
+    response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    policy_version: int = 0
 
     def __post_init__(self) -> None:
         _array(self, "prompt_tokens", np.int32)
+        _array(self, "response_tokens", np.int32)
         _require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
         _require(self.group_size >= 1, f"group_size must be >= 1, got {self.group_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class VersionSpan:
-    """From token ``start`` on, up to the next span, the policy of (run_epoch, policy_version) sampled."""
+    """From token ``start`` on, up to the next span, the policy of (run_epoch, policy_version) sampled.
+
+    run_epoch is ANY_EPOCH where no policy did: a learner that falls back makes no token older that was not sampled.
+    """
 
     start: int
     run_epoch: int

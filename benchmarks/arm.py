@@ -121,13 +121,13 @@ async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
                 lives: list[list[Actor]] = [[learner, prompts, Heart(learner)]]
                 for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
                     lives.append(_worker(plan, bus, engine=engine, name=f"worker-{number}"))
-                await _live(lives)
+                await live(lives)
         finally:
             await asyncio.to_thread(server.stop)
     return _row(plan, window=window, backend=backend)
 
 
-async def _live(lives: Sequence[Sequence[Actor]]) -> None:
+async def live(lives: Sequence[Sequence[Actor]]) -> None:
     """Every process of a real run, here as one task; they end by themselves when the learner says it is finished."""
     me = asyncio.current_task()
     assert me is not None

@@ -332,6 +332,7 @@ class PromptRow:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    response: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 PROMPT_TOKENS: Final = 16

@@ -7,6 +7,7 @@ over the 64 prompts of the product of the right tokens' probabilities.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,15 +42,21 @@ class Policy:
             output_bias=torch.zeros(SIZE),
         )
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], *, is_trained: bool = False) -> Policy:
+        """A copy of the tensors that ``named_parameters`` gave."""
+        return cls(**{name: tensor.detach().clone().requires_grad_(is_trained) for name, tensor in tensors.items()})
+
+    @property
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in Policy.__slots__}
+
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [self.inputs, self.hidden_bias, self.outputs, self.output_bias]
+        return list(self.named_parameters.values())
 
     def copy(self, *, is_trained: bool = False) -> Policy:
-        inputs, hidden_bias, outputs, output_bias = (
-            p.detach().clone().requires_grad_(is_trained) for p in self.parameters
-        )
-        return Policy(inputs=inputs, hidden_bias=hidden_bias, outputs=outputs, output_bias=output_bias)
+        return Policy.of(self.named_parameters, is_trained=is_trained)
 
     def distribution(self, prompts: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Logprobs of the next token.  i64[N, 2], i64[N], i64[N] -> f32[N, SIZE]"""
@@ -59,13 +66,17 @@ class Policy:
         hidden = torch.tanh(self.inputs[rows].sum(1) + self.hidden_bias)
         return torch.log_softmax(hidden @ self.outputs + self.output_bias, dim=1)
 
-    def logprobs(self, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-        """Of each token after those before it.  i64[N, 2], i64[N, LENGTH] -> f32[N, LENGTH]"""
+    def distributions(self, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """Logprobs at each token of the answers.  i64[N, 2], i64[N, LENGTH] -> f32[N x LENGTH, SIZE]"""
         count = len(prompts)
         previous = torch.cat([torch.full((count, 1), START), answers[:, :-1]], dim=1)
         positions = torch.arange(LENGTH).repeat(count)
-        each = self.distribution(prompts.repeat_interleave(LENGTH, dim=0), positions, previous.ravel())
-        return each.gather(1, answers.reshape(-1, 1)).view(count, LENGTH)
+        return self.distribution(prompts.repeat_interleave(LENGTH, dim=0), positions, previous.ravel())
+
+    def logprobs(self, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+        """Of each token after those before it.  i64[N, 2], i64[N, LENGTH] -> f32[N, LENGTH]"""
+        each = self.distributions(prompts, answers)
+        return each.gather(1, answers.reshape(-1, 1)).view(answers.shape)
 
     @torch.no_grad()
     def sample(self, prompts: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -160,6 +160,7 @@ class Row:
     label: Any
     metadata: dict[str, Any]
     epoch: int
+    response: NDArray[np.int32]
 
 
 class Rows:
@@ -173,7 +174,8 @@ class Rows:
         if self._epochs and epoch >= self._epochs:
             return None
         tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
-        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch)
+        response = np.array([4 + index, 5, 3], np.int32)
+        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,7 @@ class Loop:
             group_size=self.group_size,
             state=state.prompts,
             groups=self.buffer.groups,
+            policy_version=state.policy_version,
         )
         feed = BatchFeed(
             BatchSettings(

@@ -155,6 +155,24 @@ def test_the_chat_template_wraps_text_and_takes_messages(open_rows: Open) -> Non
     assert at(dataset, 1).prompt == "<user>1<assistant>2<eos><user>3<assistant>"
 
 
+def test_a_response_is_its_tokens_and_eos(open_rows: Open, tokenizer: Any) -> None:
+    rows = [{"prompt": "1", "answer": "23"}]
+    assert len(at(open_rows(rows), 0).response) == 0
+    for chat_template in (False, True):  # the template ends with the generation prompt, where the answer goes on
+        row = at(open_rows(rows, response_key="answer", chat_template=chat_template), 0)
+        assert row.response.dtype == np.int32
+        assert row.response.tolist() == [4 + CHARACTERS.index(c) for c in "23"] + [tokenizer.eos_token_id]
+
+
+def test_a_tokenizer_without_eos_is_refused_when_it_is_to_end_answers(open_rows: Open, tmp_path: Path) -> None:
+    open_rows([{"prompt": "1", "answer": "2"}])
+    plain = make_tokenizer()
+    plain.eos_token = None
+    data = config.Data(path=str(tmp_path / "data.jsonl"), response_key="answer")
+    with pytest.raises(ConfigError, match="the model's tokenizer has no eos token"):
+        PromptDataset.open(data, tokenizer=plain, seed=0)
+
+
 def test_blank_lines_and_other_alphabets_are_fine(open_rows: Open) -> None:
     text = '{"prompt": "1"}\n\n   \r\n{"prompt": "\\u00e9 2", "label": "日本"}'
     dataset = open_rows(text.encode(), shuffle=False)
@@ -203,6 +221,17 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
             {"label_key": "anser"},
             "no column 'anser' .data.label_key.; did you mean 'answer'",
         ),
+        (
+            b'{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n',
+            {"response_key": "answer"},
+            "data.jsonl:2: no column 'answer' .data.response_key.; there is 'prompt'",
+        ),
+        (
+            b'{"prompt": "a", "answer": 7}\n',
+            {"response_key": "answer"},
+            "data.jsonl:1: 'answer' must be text, the answer to imitate, got 7",
+        ),
+        (b'{"prompt": "a", "answer": ""}\n', {"response_key": "answer"}, "data.jsonl:1: 'answer' is empty"),
         (b"", {}, "data.jsonl: has no rows"),
         (b"\n \n", {}, "data.jsonl: has no rows"),
     ],

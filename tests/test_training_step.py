@@ -141,3 +141,19 @@ def test_p3o_gets_the_effective_fraction_of_the_whole_batch() -> None:
     step(resolve(ALGORITHMS["p3o"]), backend, max_tokens=5)
     fractions = by_tokens(backend.trained["policy"][0], lambda m: m.scores["effective_fraction"])
     assert fractions == pytest.approx(dict.fromkeys(fractions, 100 / 112))
+
+
+def test_m2po_drops_tokens_of_the_whole_batch_not_of_each_micro_batch() -> None:
+    """Log ratios 0.3 on the first answer's three tokens, 0 on the other four."""
+
+    def policy(micro_batch: MicroBatch) -> Any:
+        return np.where(micro_batch.tokens // 10 == 1, 0.3 - 1, -1).astype(np.float32)
+
+    backend = ScriptedBackend(scores={"policy": policy})
+    step(resolve(ALGORITHMS["m2po"]), backend, max_tokens=5)
+    keep = by_tokens(backend.trained["policy"][0], lambda m: m.scores["keep"])
+    assert sum(keep.values()) == 4 + 3  # 3 x 0.09 / 7 < 0.04; of the first answer alone none but one would be kept
+    sharper = ScriptedBackend(scores={"policy": policy})
+    step(resolve(ALGORITHMS["m2po"], options={"threshold": 0.02}), sharper, max_tokens=5)
+    keep = by_tokens(sharper.trained["policy"][0], lambda m: m.scores["keep"])
+    assert sum(keep.values()) == 4 + 1  # 2 x 0.09 / 6 is over, 0.09 / 5 below

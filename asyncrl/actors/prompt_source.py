@@ -40,6 +40,8 @@ class Row(Protocol):
     def metadata(self) -> dict[str, Any]: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def response(self) -> NDArray[np.int32]: ...
 
 
 class Rows(Protocol):
@@ -70,8 +72,11 @@ class PromptSource(Actor):
         group_size: int,
         state: PromptState,
         groups: Ledger,
+        policy_version: int = 0,
     ) -> None:
+        """``policy_version``: that the learner starts with."""
         super().__init__(name, bus)
+        self._policy_version = policy_version
         self._rows = rows
         self._admission = admission
         self._sampling = sampling
@@ -125,6 +130,7 @@ class PromptSource(Actor):
 
     async def _fill(self, progress: Progress) -> None:
         """Publish up to the window."""
+        self._policy_version = progress.policy_version
         count = self._admission.may_publish(
             published=self._next,
             lost=progress.groups_lost,
@@ -170,6 +176,8 @@ class PromptSource(Actor):
             metadata=row.metadata,
             epoch=row.epoch,
             min_policy_version=min_policy_version,
+            response_tokens=row.response,
+            policy_version=self._policy_version,
         )
         while True:
             try:

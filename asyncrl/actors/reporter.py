@@ -17,11 +17,14 @@ WORKER_ROLE = "rollout-worker"
 class Reporter:
     """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
 
-    def __init__(self, bus: Bus, sinks: Sequence[Sink], *, mismatch_alarm: float = 0.0) -> None:
-        """``mismatch_alarm``: see MismatchAlarm."""
+    def __init__(
+        self, bus: Bus, sinks: Sequence[Sink], *, mismatch_alarm: float = 0.0, has_behavior: bool = True
+    ) -> None:
+        """``mismatch_alarm``: see MismatchAlarm; has_behavior: False where nothing sampled the answers."""
         self._bus = bus
         self._sinks = sinks
         self._alarm = MismatchAlarm(mismatch_alarm)
+        self._left_out = () if has_behavior else _OF_BEHAVIOR
         self.num_workers = 0
         """Rollout workers that lived at the last report."""
 
@@ -30,7 +33,8 @@ class Reporter:
         heartbeats = await self._bus.states(ACTORS)
         workers = [beat for beat in heartbeats.values() if beat.role == WORKER_ROLE]
         self.num_workers = len(workers)
-        row = dict(metrics) | self._alarm.look(metrics)
+        row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        row |= self._alarm.look(row)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         for sink in self._sinks:
             sink.write(step, row)
@@ -66,6 +70,9 @@ def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[st
             metrics[name] = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[how]
     return metrics
 
+
+_OF_BEHAVIOR = ("mismatch/", "offpolicy/")
+"""Metrics that compare the trainer with what sampled."""
 
 _PER_WORKER = {
     "rollout/tokens_per_second": "sum",

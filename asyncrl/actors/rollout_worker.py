@@ -33,7 +33,7 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, Wait
+from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan, Wait
 from asyncrl.policies.diagnosis import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
@@ -359,6 +359,24 @@ async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) ->
         behavior_logprobs=answer.logprobs,
         version_spans=answer.version_spans,
         finish_reason=answer.finish_reason,
+    )
+
+
+async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """The RolloutFn of supervised fine-tuning: the answer in the data, cut to max_new_tokens; nothing is generated.
+
+    No policy sampled it, so its behavior logprobs are 0 and mean nothing: the loss must be a supervised one. Its
+    version is the one that the learner was at when the prompt was published, whatever run epoch trains it.
+    """
+    tokens = prompt.response_tokens[: prompt.sampling.max_new_tokens]
+    if len(tokens) == 0:
+        raise ValueError("the prompt has no response; set data.response_key")
+    return Trajectory(
+        tokens=tokens,
+        response_mask=np.ones(len(tokens), np.bool_),
+        behavior_logprobs=np.zeros(len(tokens), np.float32),
+        version_spans=(VersionSpan(start=0, run_epoch=ANY_EPOCH, policy_version=prompt.policy_version),),
+        finish_reason="stop" if len(tokens) == len(prompt.response_tokens) else "length",
     )
 
 

@@ -93,7 +93,8 @@ class WeightFollower(Actor):
             yield
         finally:
             self._running -= 1
-            await asyncio.shield(self._notify())
+            if self._running == 0:  # nothing else waits for an end, and there may be hundreds that wait for weights
+                await asyncio.shield(self._notify())
 
     async def _notify(self) -> None:
         async with self._changed:

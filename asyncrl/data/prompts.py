@@ -19,13 +19,16 @@ from asyncrl import config
 from asyncrl.data.rows import Rows, open_rows
 from asyncrl.errors import ConfigError
 
+_NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRow:
     """One prompt.
 
-    prompt  the text that was tokenised, chat template included
-    tokens  i32[T]; empty when it is over max_prompt_tokens
+    prompt    the text that was tokenised, chat template included
+    tokens    i32[T]; empty when it is over max_prompt_tokens
+    response  i32[R], the answer to imitate and <eos>; empty without data.response_key
     """
 
     epoch: int
@@ -33,6 +36,7 @@ class PromptRow:
     tokens: NDArray[np.int32]
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    response: NDArray[np.int32] = field(default_factory=lambda: _NO_TOKENS)
 
 
 class PromptDataset:
@@ -52,6 +56,11 @@ class PromptDataset:
         """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt."""
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("data.chat_template is true but the model's tokenizer has no chat template; set it false")
+        if data.response_key and tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "
+                "in its tokenizer_config.json"
+            )
         rows = open_rows(Path(data.path), check=_RowCheck(data))
         return cls(rows, data, tokenizer=tokenizer, seed=seed)
 
@@ -106,7 +115,15 @@ class PromptDataset:
             tokens=np.asarray(tokens, dtype=np.int32),
             label=_plain(label, where, self._data.label_key),
             metadata=_plain(metadata or {}, where, self._data.metadata_key),
+            response=self._response(row),
         )
+
+    def _response(self, row: dict[str, Any]) -> NDArray[np.int32]:
+        """The answer's tokens and <eos>. Special tokens are the prompt's: the answer goes on where it ends."""
+        if not self._data.response_key:
+            return _NO_TOKENS
+        tokens = self._tokenizer(row[self._data.response_key], add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray([*tokens, self._tokenizer.eos_token_id], dtype=np.int32)
 
     def _text(self, prompt: str | list[dict[str, Any]], where: str) -> tuple[str, bool]:
         """The text to tokenise, and whether the chat template made it (and put the special tokens in)."""
@@ -151,9 +168,20 @@ class _RowCheck:
                     raise _missing(row, key, name, where)
             self._seen_first = True
         self._check_prompt(row[data.prompt_key], where)
+        if data.response_key:
+            self._check_response(row, where)
         metadata = row.get(data.metadata_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {_short(metadata)}")
+
+    def _check_response(self, row: dict[str, Any], where: str) -> None:
+        key = self._data.response_key
+        if key not in row:
+            raise _missing(row, key, "response_key", where)
+        if not isinstance(row[key], str):
+            raise ConfigError(f"{where}: {key!r} must be text, the answer to imitate, got {_short(row[key])}")
+        if not row[key]:
+            raise ConfigError(f"{where}: {key!r} is empty; there is no answer to imitate")
 
     def _check_prompt(self, prompt: Any, where: str) -> None:
         key = self._data.prompt_key
@@ -176,8 +204,6 @@ class _RowCheck:
                     f"{where}: a chat message is an object with text role and content, got {_short(message)}"
                 )
 
-
-_NO_TOKENS = np.zeros(0, np.int32)
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 

@@ -93,7 +93,7 @@ SCHEMA: dict[str, str] = {
     "data/epoch": "pass over the data of the newest prompt trained",
     "data/overlong_prompts": "prompts dropped as over max_prompt_tokens, since the start",
     "time": "Unix seconds when the step ended",
-    "loss": "the batch's loss",
+    "loss": "the batch's loss; of sft the cross-entropy, nats per response token",
     "grad_norm": "before clipping",
     "entropy": "of the policy at the sampled tokens, nats, mean over trained tokens",
     "critic/grad_norm": "of the critic, before clipping",

@@ -19,7 +19,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies import correction_chains
 from asyncrl.policies.adaptive import vcpo_learning_rate
 from asyncrl.policies.aggregation import total
-from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, SCORED_BY, Advantage, Aggregation, Loss
+from asyncrl.policies.catalogue import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    LOSSES,
+    OF_BATCH,
+    SCORED_BY,
+    Advantage,
+    Aggregation,
+    Loss,
+)
 from asyncrl.policies.combinations import refuse_wrong_combinations
 from asyncrl.policies.correction_chains import Chain, Evidence
 from asyncrl.policies.diagnostics import (
@@ -128,7 +137,7 @@ class Algorithm:
     def loss_scores(self) -> frozenset[str]:
         """Which of SCORED_BY the loss takes; the present policy's logprobs it has at hand."""
         named = {*self.loss.takes, *self.loss.needs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
-        if "effective_fraction" in named:  # of the whole batch, so before the first micro-batch
+        if named & set(OF_BATCH):  # before the first micro-batch
             named.add("prox_logprobs")
         return frozenset(SCORED_BY.keys() & named)
 

@@ -29,6 +29,9 @@ SCORED_BY: Mapping[str, str] = {
 }
 """Which model says it of every token, before the step (protocols.Backend.score)."""
 
+OF_BATCH = ("effective_fraction", "keep")
+"""What a loss may need that is decided over the whole batch, from the policy's logprobs of it (scored.py)."""
+
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
@@ -220,10 +223,9 @@ class Loss:
 
 
 def _m2po(
-    logprobs: Array, prox_logprobs: Array, advantage: Array, behavior_logprobs: Array, *, threshold: float
+    logprobs: Array, prox_logprobs: Array, advantage: Array, *, keep: Array, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second moment of each micro-batch is bounded, and so the batch's."""
-    keep = losses.m2po_mask(prox_logprobs, behavior_logprobs, threshold=threshold)
+    """``threshold`` has made ``keep`` of the whole batch (scored.py)."""
     return losses.m2po(logprobs, prox_logprobs, advantage, keep=keep)
 
 
@@ -293,7 +295,7 @@ LOSSES: dict[str, Loss] = {
             options={"divergence": "tv", "delta_low": 0.2, "delta_high": 0.2, "ratio_cap": 20.0},
             is_coupled=True,
         ),
-        Loss(name="m2po", function=_m2po, takes=(*_PROX, "behavior_logprobs"), options={"threshold": 0.04}),
+        Loss(name="m2po", function=_m2po, takes=_PROX, needs=("keep",), options={"threshold": 0.04}),
         Loss(name="p3o", function=losses.p3o, takes=_BEHAVIOR, needs=("effective_fraction",), is_coupled=True),
         Loss(name="opd_reward", function=_opd_reward, takes=(*_PROX, "teacher_logprobs"), options={"coef": 1.0}),
         Loss(

@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncrl.policies import packing
 from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.diagnostics import effective_samples
+from asyncrl.policies.losses import m2po_mask
 from asyncrl.policies.packing import MicroBatch
 
 Shares = Sequence[Sequence[MicroBatch]]
@@ -29,7 +31,7 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
     """``shares`` with the advantages and scores that the algorithm makes of ``scores`` (names of SCORED_BY).
 
     MicroBatch.scores gets "ref_logprobs" and "teacher_logprobs" as they are, with a critic "old_values" and "returns",
-    and "effective_fraction" where the loss takes it.
+    and "effective_fraction" or "keep" where the loss needs it.
     """
     known = {name: _by_document(shares, of, count=len(batch.documents)) for name, of in scores.items()}
     added: dict[str, PerDocument] = {
@@ -47,6 +49,8 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
     if "effective_fraction" in algorithm.loss.needs:
         fraction = np.float32(effective_fraction(known["prox_logprobs"], batch))
         added["effective_fraction"] = [np.full(len(document), fraction) for document in batch.documents]
+    if "keep" in algorithm.loss.needs:
+        added["keep"] = kept(known["prox_logprobs"], batch, threshold=algorithm.loss.options["threshold"])
     return [[_with(micro_batch, added, advantages) for micro_batch in share] for share in shares]
 
 
@@ -58,6 +62,21 @@ def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batc
     ]
     every = np.concatenate(ratios)
     return effective_samples(float(every.sum()), float(np.square(every).sum())) / len(every) if len(every) else 1.0
+
+
+def kept(prox_logprobs: PerDocument, batch: Batch, *, threshold: float) -> PerDocument:
+    """1 where ``m2po_mask`` keeps a trained token of the batch, else 0.  f32[T] of each document"""
+    masks = [document.response_mask for document in batch.documents]
+    prox, behavior = (
+        np.concatenate([of[mask] for of, mask in zip(every, masks, strict=True)])
+        for every in (prox_logprobs, [document.behavior_logprobs for document in batch.documents])
+    )
+    keep = m2po_mask(torch.from_numpy(prox), torch.from_numpy(behavior), threshold=threshold).numpy()
+    result = [np.zeros(len(document), np.float32) for document in batch.documents]
+    pieces = np.split(keep, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    for values, mask, piece in zip(result, masks, pieces, strict=True):
+        values[mask] = piece
+    return result
 
 
 def _advantages(

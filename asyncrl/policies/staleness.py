@@ -37,11 +37,14 @@ def oldest_version(spans: Sequence[VersionSpan], forks: Forks) -> int:
 
 
 def per_token(spans: Sequence[VersionSpan], *, length: int, policy_version: int, forks: Forks) -> NDArray[np.int32]:
-    """Staleness of each of ``length`` tokens when version ``policy_version`` is trained.  -> i32[length]"""
+    """Staleness of each of ``length`` tokens when version ``policy_version`` is trained.  -> i32[length] >= 0
+
+    A given answer that a lost history published later than the present one trains it is fresh.
+    """
     ends = [span.start for span in spans[1:]] + [length]
     staleness = np.empty(length, np.int32)
     for span, end in zip(spans, ends, strict=True):
-        staleness[span.start : end] = policy_version - effective_version(span, forks)
+        staleness[span.start : end] = max(0, policy_version - effective_version(span, forks))
     return staleness
 
 

@@ -28,6 +28,7 @@ KINDS: Final = {
     "exact": "asyncrl.rewards.exact:ExactReward",
     "regex": "asyncrl.rewards.regex:RegexReward",
     "remote": "asyncrl.rewards.remote:RemoteReward",
+    "none": "asyncrl.rewards.none:no_reward",
 }
 
 

@@ -6,8 +6,9 @@
     python -m benchmarks.gpu.plot_learning docs/results/gpu/learning.jsonl docs/results/gpu/learning.png
 
 An arm is a real run of learner, rollout worker, nats-server and SGLang. All have the same prompts, algorithm, learning
-rate and steps; they differ in how old samples may be, and in whether token-level truncated importance sampling (TIS)
-corrects for it. async-0 trains the batches of sync, in flight. The task is reasoning.py's.
+rate and steps; they differ in how old samples may be, in whether token-level truncated importance sampling (TIS)
+corrects for it, and in whether the bound follows the effective sample size (adaptive). async-0 trains the batches of
+sync, in flight. The task is reasoning.py's.
 
 Every arm has a slot: one SGLang server, and a GPU for the learner, the same one or (--gpus-per-arm 2) its neighbour.
 There are --slots-per-gpu of them on each GPU (or pair), so an arm shares its GPU with others at all times but the end;
@@ -240,7 +241,11 @@ def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> Non
         "problem": outcome.result.problem,
         "exam": outcome.exam,
         "compile_seconds": round(compile_seconds(outcome.result.rows), 2),
-        "settings": {key: str(value) for key, value in setting.overrides(outcome.job).items() if "path" not in key},
+        "settings": {
+            key: str(value)
+            for key, value in setting.overrides(outcome.job).items()
+            if not key.endswith(("path", "directory"))
+        },
         "command": " ".join(["python -m benchmarks.gpu.learning", *sys.argv[1:]]),
         **machine(),
     }

@@ -33,6 +33,7 @@ class Way:
     mode: str
     max_staleness: int
     correction: str = "tis_token"
+    is_adaptive: bool = False
 
 
 ARMS: Final[Mapping[str, Way]] = {
@@ -41,6 +42,7 @@ ARMS: Final[Mapping[str, Way]] = {
     "async-16-tis": Way(mode="async", max_staleness=16),
     "async-16-none": Way(mode="async", max_staleness=16, correction="none"),
     "async-4-none": Way(mode="async", max_staleness=4, correction="none"),
+    "async-16-adaptive": Way(mode="async", max_staleness=16, is_adaptive=True),
     "async-0": Way(mode="async", max_staleness=0),
 }
 """The order is the order they run in: if time runs out, what is left out matters least."""
@@ -104,6 +106,7 @@ class Scene:
             "learner.learning_rate": self.learning_rate,
             "algorithm.correction": way.correction,
             "algorithm.allow_uncorrected": way.correction == "none",
+            "staleness.adaptive": way.is_adaptive,
             "staleness.max_staleness": way.max_staleness,
             "weights.channel": self.channel,
             "weights.directory": self.scratch / "weights",
@@ -246,7 +249,9 @@ _METRICS: Final[Mapping[str, str]] = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",
     "dropped_groups": "staleness/dropped_groups",
+    "staleness_bound": "staleness/bound",
     "ess": "offpolicy/ess",
+    "sequence_ess": "offpolicy/sequence_ess",
     "k3": "offpolicy/k3",
     "fresh_mismatch": "mismatch/fresh_mean",
     "length_mean": "length/trained_mean",

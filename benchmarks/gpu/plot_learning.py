@@ -35,6 +35,7 @@ STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
     "async-4-none": ("#2a6fbb", "--", "staleness ≤ 4, no correction"),
     "async-16-tis": ("#c8503c", "-", "staleness ≤ 16, TIS"),
     "async-16-none": ("#c8503c", "--", "staleness ≤ 16, no correction"),
+    "async-16-adaptive": ("#3d8f5b", "-", "staleness ≤ 16, TIS, adaptive bound"),
 }
 """Colour, line and name of each arm, in the legend's order."""
 

@@ -1,0 +1,335 @@
+"""What staleness does to learning, through the real loop, and the lag forced: staleness.py's question asked again.
+
+    python -m benchmarks.staleness_bus                                           six minutes on two cores
+    python -m benchmarks.staleness_bus --arms sync,none,tis_token --seeds 1      one seed of the promise
+    python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line (plot_staleness.py)
+
+A run file for each arm, and from there on everything is real: nats-server, JetStream, the learner, the prompt source,
+the buffer, two rollout workers, weights by files. Only the model is the net of staleness_task.py, as a plugin on either
+side (tiny_engine.py, tiny_backend.py), so that the expected reward J is exact. Every number comes from metrics.jsonl.
+
+The lag is forced by a weight channel that announces each version LAG versions late (delayed_channel.py). A group is
+sampled by weights as old as itself or newer, and trained when it is max_staleness versions old if the window is full:
+with delay = max_staleness = LAG every token's lag is min(step, LAG), however fast the parts are.
+
+  sync         run.mode = "sync"
+  none         no correction; tis_token: with the default one
+  recomputed   tis_token, but the trainer's own logprobs stand for the behavior's: what comes of not keeping them
+  shuffled     tis_token, but the engine reports other samples' logprobs
+  shifted      tis_token, but the engine reports each token's neighbour's logprob
+  small        a bound of 1, tis_token, no delay; steps and rewards take time, and the learner waits for stragglers
+  adaptive     the same with staleness.adaptive: a window for 1 to LAG, by the effective sample size of each batch
+
+What must hold (exit code 1 otherwise), J being the mean of the last three evaluations, over seeds:
+  no token is over the bound; where the lag is forced, its mean is within 0.25 of min(step, LAG)'s
+  J(tis_token) >= 0.85 J(sync); J(none), J(recomputed) <= 0.4 J(sync); J(shuffled), J(shifted) <= 0.7 J(tis_token)
+  J(adaptive) >= 0.95 J(small), at 1.5 times its steps per second or more
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+import uvloop
+
+from asyncrl import app, config
+from asyncrl.actors.base import Heart
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.config import Mode, RunConfig
+from asyncrl.config_staleness import Staleness
+from benchmarks import staleness_task, tiny_files
+from benchmarks.arm import live
+from benchmarks.delayed_channel import SPARE
+from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error
+from benchmarks.staleness_task import LENGTH, Policy
+from benchmarks.tiny_backend import EXPECTED_REWARD
+
+Row = dict[str, Any]
+
+LAG: Final = 16
+WORKERS: Final = 2
+STEP_SECONDS: Final = 0.15
+"""Of the learner in the arms that are timed: more than generating a batch takes, so that a window of any size fills."""
+REWARD_SECONDS: Final = 0.15
+"""Mean time until a group has its rewards, in those arms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """delay: versions that weights come late;  engine, backend, reward: their options"""
+
+    name: str
+    mode: Mode = "async"
+    correction: str = "tis_token"
+    max_staleness: int = LAG
+    is_adaptive: bool = False
+    eviction: Literal["drop", "wait"] = "drop"
+    delay: int = 0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    reward: Mapping[str, Any] = field(default_factory=dict)
+
+    def run_file(self, folder: Path, *, seed: int, steps: int) -> RunConfig:
+        """The arm as a run on what tiny_files wrote to ``folder``."""
+        return RunConfig(
+            run=config.Run(name=self.name, directory=str(folder / "runs"), seed=seed, steps=steps, mode=self.mode),
+            model=config.Model(path=str(folder / "model")),
+            data=config.Data(path=str(folder / "prompts.jsonl")),
+            rollout=config.Rollout(
+                group_size=GROUP_SIZE, max_new_tokens=LENGTH, max_running=GROUPS * GROUP_SIZE // WORKERS
+            ),
+            engine=config.Engine(kind="benchmarks.tiny_engine:TinyEngine", device="cpu", options=self.engine),
+            reward=config.RewardSection(kind="benchmarks.tiny_reward:TinyReward", options=self.reward),
+            learner=config.Learner(
+                backend="benchmarks.tiny_backend:TinyBackend",
+                device="cpu",
+                groups_per_batch=GROUPS,
+                learning_rate=HIGH,
+                options=self.backend,
+            ),
+            algorithm=config.Algorithm(name="grpo", correction=self.correction, allow_uncorrected=True),
+            staleness=Staleness(max_staleness=self.max_staleness, adaptive=self.is_adaptive, eviction=self.eviction),
+            weights=config.Weights(channel="benchmarks.delayed_channel:DelayedChannel", keep=self.delay + SPARE),
+            checkpoint=config.Checkpoint(every_steps=0),
+            metrics=config.Metrics(console=False, mismatch_alarm=0),
+        )
+
+
+_TIMED: Final[Mapping[str, Any]] = {
+    "eviction": "wait",
+    "backend": {"step_seconds": STEP_SECONDS},
+    "reward": {"seconds": REWARD_SECONDS},
+}
+ARMS: Final = {
+    arm.name: arm
+    for arm in (
+        Arm(name="sync", mode="sync", correction="none", max_staleness=0),
+        Arm(name="none", correction="none", delay=LAG),
+        Arm(name="tis_token", delay=LAG),
+        Arm(name="recomputed", delay=LAG, backend={"behavior": "recomputed"}),
+        Arm(name="shuffled", delay=LAG, engine={"behavior": "shuffled"}),
+        Arm(name="shifted", delay=LAG, engine={"behavior": "shifted"}),
+        Arm(name="small", max_staleness=1, **_TIMED),
+        Arm(name="adaptive", is_adaptive=True, **_TIMED),
+    )
+}
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def run(arm: Arm, *, seed: int, steps: int) -> Row:
+    """One learning curve, with a nats-server of its own."""
+    torch.set_num_threads(1)
+    start = _start(seed)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-staleness-") as name:
+        folder = Path(name)
+        tiny_files.write(folder, start)
+        run_config = arm.run_file(folder, seed=seed, steps=steps)
+        with EmbeddedServer(folder / "bus") as server:
+            uvloop.run(_run(run_config, server))
+        lines = (run_config.run_directory / "metrics.jsonl").read_text().splitlines()
+    first = staleness_task.expected_reward(start)
+    return {"arm": arm.name, "seed": seed, **measured([json.loads(line) for line in lines], arm=arm, first=first)}
+
+
+@functools.cache
+def _start(seed: int) -> Policy:
+    """The seed's warm start, the same as staleness.py's."""
+    return staleness_task.warm_start(seed, reward=0.105, noise=0.25)
+
+
+async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
+    """Every process of a run, here as one task, each with its own connection."""
+    run_config = dataclasses.replace(run_config, bus=dataclasses.replace(run_config.bus, url=server.url))
+    buses = [await app.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
+    learner, helpers = await app.build_learner(run_config, bus=buses[0], resume=False)
+    lives = [[learner, *helpers, Heart(learner)]]
+    for number, bus in enumerate(buses[1:]):
+        worker, follower = await app.build_worker(run_config, bus=bus, name=f"worker-{number}")
+        lives.append([worker, follower, Heart(worker)])
+    try:
+        await live(lives)
+    finally:
+        for bus in buses:
+            await bus.close()
+
+
+def measured(steps: Sequence[Mapping[str, Any]], *, arm: Arm, first: float) -> Row:
+    """What the learner reported, step by step, as one row. ``first``: J before any step."""
+    lags = np.array([_padded(step["staleness/histogram"]["counts"]) for step in steps])
+    curve = [first, *(step[EXPECTED_REWARD] for step in steps[EVALUATE_EVERY - 1 :: EVALUATE_EVERY])]
+    return {
+        "learning_rate": steps[0]["learner/learning_rate"],
+        "steps": len(steps),
+        "max_staleness": arm.max_staleness,
+        "delay": arm.delay,
+        "lag_histogram": lags.sum(0).tolist(),
+        "lag_mean": float(lags.sum(0) @ np.arange(LAG + 1) / lags.sum()),
+        "lag_max": max(int(step["staleness/max"]) for step in steps),
+        "lags": [step["staleness/mean"] for step in steps],
+        "bounds": [int(step["staleness/bound"]) for step in steps],
+        "dropped_groups": int(steps[-1]["staleness/dropped_groups"]),
+        "buried_groups": int(steps[-1]["staleness/buried_groups"]),
+        "ess_mean": mean(step["offpolicy/sequence_ess"] for step in steps),
+        "ess_min": min(step["offpolicy/sequence_ess"] for step in steps),
+        "k3_mean": mean(step["offpolicy/k3"] for step in steps),
+        "steps_per_second": (len(steps) - 1) / (steps[-1]["time"] - steps[0]["time"]),
+        "reward": mean(curve[-3:]),
+        "curve": curve,
+        "seconds": [step["time"] - steps[0]["time"] for step in steps[EVALUATE_EVERY - 1 :: EVALUATE_EVERY]],
+    }
+
+
+def _padded(counts: Sequence[int]) -> list[int]:
+    return [*counts, *[0] * (LAG + 1 - len(counts))]
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Row]:
+    """One row per arm, over its seeds."""
+    sync = [row["reward"] for row in rows if row["arm"] == "sync"]
+    found = {}
+    for name in ARMS:
+        mine = [row for row in rows if row["arm"] == name]
+        if mine:
+            rewards = [row["reward"] for row in mine]
+            found[name] = {
+                "arm": name,
+                "reward": mean(rewards),
+                "reward_error": standard_error(rewards),
+                "of_sync": mean(rewards) / mean(sync) if sync else float("nan"),
+                **{key: mean(row[key] for row in mine) for key in ("lag_mean", "ess_mean", "k3_mean")},
+                "steps": mine[0]["steps"],
+                "steps_per_second": mean(row["steps_per_second"] for row in mine),
+                "lag_max": max(row["lag_max"] for row in mine),
+                "ess_min": min(row["ess_min"] for row in mine),
+                "lost_groups": sum(row["dropped_groups"] + row["buried_groups"] for row in mine),
+            }
+    return found
+
+
+HEAD = "arm         bound  lag mean  max  lost   J              of sync  ESS mean   min  k3 mean  steps/s"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['arm']:11s} {ARMS[row['arm']].max_staleness:5d} {row['lag_mean']:9.2f} {row['lag_max']:4d} "
+        f"{row['lost_groups']:5d}   {row['reward']:.3f} +- {row['reward_error']:.3f} {row['of_sync']:7.2f}"
+        f"  {row['ess_mean']:8.2f}  {row['ess_min']:4.2f}  {row['k3_mean']:7.3f}  {row['steps_per_second']:7.1f}"
+    )
+
+
+def broken_promises(arms: Mapping[str, Row]) -> Iterator[str]:
+    """What did not hold, of what the arms that ran can say."""
+    for name, row in arms.items():
+        arm = ARMS[name]
+        if row["lag_max"] > arm.max_staleness:
+            yield f"{name}: a token was {row['lag_max']} versions old; the bound is {arm.max_staleness}"
+        forced = mean(min(step, arm.delay) for step in range(row["steps"]))
+        if arm.delay and abs(row["lag_mean"] - forced) > 0.25:
+            yield f"{name}: the mean lag is {row['lag_mean']:.2f}; it was to be {forced:.2f}"
+    yield from _below(arms, {"tis_token": ("sync", 0.85), "adaptive": ("small", 0.95)})
+    yield from _above(arms, {"none": ("sync", 0.4), "recomputed": ("sync", 0.4)})
+    yield from _above(arms, {"shuffled": ("tis_token", 0.7), "shifted": ("tis_token", 0.7)})
+    if "small" in arms and "adaptive" in arms:
+        faster = arms["adaptive"]["steps_per_second"] / arms["small"]["steps_per_second"]
+        if faster < 1.5:
+            yield f"adaptive makes {faster:.2f} times the steps per second of small; it must make 1.5 times"
+
+
+def _below(arms: Mapping[str, Row], floors: Mapping[str, tuple[str, float]]) -> Iterator[str]:
+    for name, (other, floor) in floors.items():
+        if {name, other} <= arms.keys() and arms[name]["reward"] < floor * arms[other]["reward"]:
+            share = arms[name]["reward"] / arms[other]["reward"]
+            yield f"{name} keeps {share:.2f} of the reward of {other}; it must keep {floor}"
+
+
+def _above(arms: Mapping[str, Row], ceilings: Mapping[str, tuple[str, float]]) -> Iterator[str]:
+    for name, (other, ceiling) in ceilings.items():
+        if {name, other} <= arms.keys() and arms[name]["reward"] > ceiling * arms[other]["reward"]:
+            share = arms[name]["reward"] / arms[other]["reward"]
+            yield f"{name} keeps {share:.2f} of the reward of {other}; it must fall to {ceiling}"
+
+
+def measure(arms: Sequence[Arm], *, seeds: int, steps: int, workers: int) -> list[Row]:
+    """All runs, ``workers`` at a time; says when each is done."""
+    rows: list[Row] = []
+    started = time.monotonic()
+    with ProcessPoolExecutor(max_workers=workers) as pool:
+        futures = [pool.submit(run, arm, seed=seed, steps=steps) for seed in range(seeds) for arm in arms]
+        try:
+            for future in as_completed(futures):
+                row = future.result()
+                rows.append(row)
+                print(
+                    f"{time.monotonic() - started:4.0f} s  {len(rows):3d}/{len(futures)}  {row['arm']:11s} "
+                    f"seed {row['seed']}  lag {row['lag_mean']:5.2f}  J {row['reward']:.3f}",
+                    flush=True,
+                )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return sorted(rows, key=lambda row: (list(ARMS).index(row["arm"]), row["seed"]))
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness_bus",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--arms", default=",".join(ARMS), help="separated by commas")
+    add("--seeds", type=int, default=4)
+    add("--steps", type=int, default=200)
+    add("--workers", type=int, default=2, help="runs at a time, a process each")
+    add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")
+    options = parser.parse_args(given)
+    unknown = [name for name in options.arms.split(",") if name not in ARMS]
+    if unknown:
+        parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    if options.steps < 3 * EVALUATE_EVERY:
+        parser.error(f"--steps must be at least {3 * EVALUATE_EVERY}: J is the mean of three evaluations")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit code 1 when a promise was broken, 130 at Ctrl-C."""
+    options = arguments(given)
+    started = time.monotonic()
+    arms = [ARMS[name] for name in options.arms.split(",")]
+    try:
+        rows = measure(arms, seeds=options.seeds, steps=options.steps, workers=options.workers)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    found = summary(rows)
+    print("", HEAD, *map(line, found.values()), sep="\n")
+    print(f"\n{time.monotonic() - started:.0f} s")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = list(broken_promises(found))
+    print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
