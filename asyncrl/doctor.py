@@ -16,7 +16,8 @@ from asyncrl.app import bus_address, observe
 from asyncrl.bus.connection import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.policies.diagnosis import SILENT_SECONDS, Finding, Observation, Seen, diagnose
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen
 from asyncrl.protocols import Bus
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5

@@ -31,7 +31,7 @@ from asyncrl.check import placement
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError
 from asyncrl.placement import Gpus, numbers, visible_devices
-from asyncrl.policies.diagnosis import LEARNER, WORKER, Finding
+from asyncrl.policies.faults import LEARNER, WORKER, Finding
 from asyncrl.topics import PROGRESS
 
 log = logging.getLogger("asyncrl.launch")
@@ -317,7 +317,7 @@ class _Launcher:
 
     def _cure(self, finding: Finding) -> None:
         child = next((one for one in self._children if one.launched() and one.launched()[0].pid == finding.pid), None)
-        if finding.fault == "bus" and self._server is not None and self._server.pid:
+        if finding.fault in ("bus", "bus storage") and self._server is not None and self._server.pid:
             os.kill(self._server.pid, signal.SIGKILL)
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause

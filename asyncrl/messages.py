@@ -265,7 +265,7 @@ class Wait:
     """Something an actor waits for.
 
     what     for a person: "trajectories"
-    on       who could unblock it: a role ("rollout-worker"), or a part of its own process (diagnosis.PARTS: "engine");
+    on       who could unblock it: a role ("rollout-worker"), or a part of its own process (faults.PARTS: "engine");
              empty when that is itself
     seconds  so long, on the actor's monotonic clock; of a part that shows signs of life, since the last one
     usual    of a wait for a part: seconds that it took in the past, the median; 0 when none has ended yet

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies import diagnosis
-from asyncrl.policies.diagnosis import (
+from asyncrl.policies import faults
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import (
     FOLLOWER,
     LEARNER,
     PROMPT_SOURCE,
@@ -24,7 +25,6 @@ from asyncrl.policies.diagnosis import (
     Finding,
     Observation,
     Seen,
-    diagnose,
 )
 
 PROCESSES = {LEARNER: 1, "prompts": 1, "weights": 1, "w1": 11, "w1.weights": 11, "w2": 12, "w2.weights": 12}
@@ -116,7 +116,7 @@ TABLE: dict[str, Row] = {
     ),
     "a shared folder hangs": Row(
         fault="folder",
-        says="worker w1 has read a weight folder for 9 s",
+        says="worker w1 has been reading a weight folder for 9 s",
         waits={"w1.weights": (on("folder", 9),)},
     ),
     "a worker is frozen by SIGSTOP": Row(
@@ -176,7 +176,7 @@ TABLE: dict[str, Row] = {
     ),
     "a checkpoint cannot be written": Row(
         fault="disk",
-        says="learner has written a file for 8 s (a checkpoint to be written",
+        says="learner has been writing a file for 8 s (a checkpoint to be written",
         waits={LEARNER: (on("disk", 8, what="a checkpoint to be written"),)},
     ),
     "a model cannot be read": Row(
@@ -325,9 +325,9 @@ def test_a_finding_keeps_its_key_while_it_lasts() -> None:
 
 
 def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
-    assert diagnosis.limit(0.5, first=25) == 6
-    assert diagnosis.limit(5, first=25) == 20
-    assert diagnosis.limit(0, first=25) == 25
+    assert faults.limit(0.5, first=25) == 6
+    assert faults.limit(5, first=25) == 20
+    assert faults.limit(0, first=25) == 25
 
 
 def test_a_thousand_actors_that_all_stand_still_are_no_burden() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.actors.base import ClockShift
 from asyncrl.actors.waits import Answers, Waits
-from asyncrl.policies.diagnosis import WORKER
+from asyncrl.policies.faults import WORKER
 from asyncrl.protocols import EngineStats
 
 

@@ -13,7 +13,8 @@ from asyncrl.actors import watcher as watching
 from asyncrl.actors.watcher import Lasting, Launched, Sightings, Watcher, process_state
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat
-from asyncrl.policies.diagnosis import LEARNER, WORKER, Finding, diagnose
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import LEARNER, WORKER, Finding
 from asyncrl.topics import ACTORS, PROGRESS
 from tests import bus_fixtures
 from tests.learning_fixtures import memory_bus

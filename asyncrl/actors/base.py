@@ -16,7 +16,7 @@ from typing import TypeVar
 from asyncrl.actors.waits import OpenWait, Waits
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
-from asyncrl.policies.diagnosis import PATIENCE_SECONDS
+from asyncrl.policies.faults import PATIENCE_SECONDS
 from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS
 
@@ -65,7 +65,7 @@ class Actor(abc.ABC):
     ) -> contextlib.AbstractContextManager[OpenWait]:
         """Says on the bus, while inside, that this actor waits for ``what`` and since when.
 
-        on     who could unblock it: a role, or one of diagnosis.PARTS
+        on     who could unblock it: a role, or one of faults.PARTS
         note   said behind ``what``; waits with the same ``what`` are compared with each other
         first  of a part: seconds that the first of them may take
         """

@@ -36,7 +36,7 @@ from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
-from asyncrl.policies.diagnosis import FIRST_SECONDS, WORKER
+from asyncrl.policies.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel

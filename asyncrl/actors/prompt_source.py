@@ -19,7 +19,7 @@ from asyncrl.checkpoint import PromptState
 from asyncrl.errors import BusFull
 from asyncrl.messages import Progress, PromptGroup, Sampling
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.diagnosis import LEARNER, ROOM_IN_WINDOW, WORKER
+from asyncrl.policies.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES

@@ -34,7 +34,7 @@ from asyncrl.errors import (
     RolloutError,
 )
 from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan, Wait
-from asyncrl.policies.diagnosis import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
+from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
 

@@ -1,7 +1,7 @@
 """What one actor waits for: for whom, for how long, and how long that usually takes.
 
 Durations are monotonic: no change of a clock begins, hides or ends a wait. How long a wait for a part of the actor's
-own process (its engine, its reward function, a disk) may last before it counts as a stall is learned: diagnosis.limit
+own process (its engine, its reward function, a disk) may last before it counts as a stall is learned: faults.limit
 of the median of the same waits before. The median, because one hang that healed must not make the next look usual.
 
 Tests: tests/test_waits.py.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from asyncrl.messages import Wait
-from asyncrl.policies.diagnosis import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, limit
+from asyncrl.policies.faults import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, limit
 from asyncrl.protocols import EngineStats
 
 _REMEMBERED = 32

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.diagnosis import (
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import (
     FIRST_SECONDS,
     SILENT_SECONDS,
     Finding,
     Observation,
     Process,
     Seen,
-    diagnose,
 )
 from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS, PROGRESS
@@ -149,24 +149,25 @@ class Watcher:
 
     async def look(self) -> Observation:
         """One look at everything. Never raises for a bus that is away: that is an observation."""
+        silent = refuses = 0.0
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 beats, self._is_finished = await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
+            silent = time.monotonic() - self._answered
         else:
             now = time.monotonic()
             heard = min(now - self._answered, 2 * LOOK_SECONDS)
             self._answered, self._listened = now, self._listened + heard
             self._sightings.hear(beats, seconds=heard, launched=self._launched())
             await self._try_to_store()
-        now = time.monotonic()
-        is_deaf = now - self._answered > ANSWER_SECONDS
+            refuses = time.monotonic() - self._stored
         return Observation(
             actors=self._sightings.present(),
             listened=self._listened,
-            bus_silent=now - self._answered,
-            bus_refuses=0.0 if is_deaf else now - self._stored,
+            bus_silent=silent,
+            bus_refuses=refuses,
             bus_problem=str(self.error or ""),
             bus_process=process_state(self._server()),
             is_finished=self._is_finished,

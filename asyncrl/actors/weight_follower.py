@@ -13,7 +13,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.waits import Waits
 from asyncrl.errors import WeightsError
 from asyncrl.messages import TransferOffer, WeightVersion
-from asyncrl.policies.diagnosis import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
+from asyncrl.policies.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
 

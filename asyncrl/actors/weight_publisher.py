@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.actors.waits import Waits
 from asyncrl.messages import WeightVersion
-from asyncrl.policies.diagnosis import FIRST_SECONDS
+from asyncrl.policies.faults import FIRST_SECONDS
 from asyncrl.protocols import Bus, WeightChannel
 from asyncrl.topics import SENT, WEIGHTS
 
