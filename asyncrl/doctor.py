@@ -15,7 +15,7 @@ from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
 from asyncrl.app import bus_address, observe
 from asyncrl.bus.connection import without_secrets
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import NoSuchRun
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen
 from asyncrl.protocols import Bus
@@ -42,13 +42,15 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
     loop = asyncio.get_running_loop()
     end = loop.time() + LISTEN_SECONDS
     try:
-        while (observation := await watcher.look()) is not None and loop.time() < end:
-            if isinstance(watcher.error, ConfigError) and "no run" in str(watcher.error):
+        while True:
+            observation = await watcher.look()
+            if isinstance(watcher.error, NoSuchRun):
                 raise watcher.error
+            if loop.time() >= end:
+                return observation
             await asyncio.sleep(LOOK_SECONDS)
     finally:
         await watcher.close()
-    return observation
 
 
 def _text(where: str, observation: Observation, findings: list[Finding]) -> str:

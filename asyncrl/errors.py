@@ -2,6 +2,7 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    │   └── NoSuchRun      the bus is there and knows no run of that name
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
@@ -33,6 +34,10 @@ class ConfigError(AsyncRLError, ValueError):
     """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
 
     exit_code = 2
+
+
+class NoSuchRun(ConfigError):
+    """The bus answers, and has no run of this name."""
 
 
 class HopelessError(AsyncRLError):

@@ -394,6 +394,8 @@ def of_joined_workers(folder: Path) -> Iterator[Measured]:
     """What workers suffer that joined by themselves, and what their absence means."""
     with running(folder, "rollout.workers=0") as run:
         run.wait_for("there is no rollout worker", seconds=120)
+        with joined(run, "x0") as worker:
+            yield measure(run, "last worker leaves", "there is no rollout worker", _drained(worker))
         # Counted from the start of its process, and beginnings have 25 s: an alarm, not a name within 10 s.
         yield measure(run, "worker starts and hangs", "has been starting", _starting(run), seconds=60)
         proxy = Proxy(run.bus()[0])
@@ -401,8 +403,6 @@ def of_joined_workers(folder: Path) -> Iterator[Measured]:
             yield measure(run, "connection half open", "worker x1 has not been heard of", _silent(proxy))
         with joined(run, "x2") as worker:
             yield measure(run, "kill -9 of a remote worker", "worker x2 has not been heard of", _killed(worker))
-        with joined(run, "x3") as worker:
-            yield measure(run, "last worker leaves", "there is no rollout worker", _drained(worker))
         with joined(run, "x4"):
             yield measure(run, "all prompts are buried", "groups were all buried", hanging(folder, "raises"))
             run.process.wait(60)
@@ -423,7 +423,7 @@ def joined(run: Run, name: str, *, url: str = "") -> Iterator[subprocess.Popen[b
 @contextlib.contextmanager
 def _starting(run: Run) -> Iterator[None]:
     with hanging(run.folder, "start"):
-        worker = run.worker("x0")
+        worker = run.worker("x3")
         try:
             yield
         finally:

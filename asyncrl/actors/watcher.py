@@ -74,6 +74,11 @@ class Sightings:
             if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
                 self._seen[one.name] = self._starting(one)
 
+    def excuse(self) -> None:
+        """The bus was away: who could not be heard gets its time again to be."""
+        self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
+        self._lively.clear()
+
     def present(self) -> dict[str, Seen]:
         """All of them, with what this machine says of the silent ones' processes."""
         return {
@@ -159,6 +164,8 @@ class Watcher:
         else:
             now = time.monotonic()
             heard = min(now - self._answered, 2 * LOOK_SECONDS)
+            if self.error is not None:
+                self._sightings.excuse()
             self._answered, self._listened = now, self._listened + heard
             self._sightings.hear(beats, seconds=heard, launched=self._launched())
             await self._try_to_store()

@@ -28,7 +28,7 @@ from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line
 from asyncrl.codec import decode, encode
-from asyncrl.errors import BusFull, ConfigError
+from asyncrl.errors import BusFull, ConfigError, NoSuchRun
 from asyncrl.protocols import Delivery, Record
 from asyncrl.topics import ALL, Service, Topic
 
@@ -325,7 +325,7 @@ class JetStreamBus:
                 raise
             found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
             runs = sorted({stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()})
-            raise ConfigError(
+            raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
                 f"{', '.join(runs) or '(there is none)'}"
             ) from None
