@@ -208,28 +208,8 @@ def require_gpu(section: str) -> None:
 
 async def connect(run: RunConfig, *, token: str) -> Bus:
     """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder."""
-    from asyncrl.bus.jetstream import JetStreamBus
-
-    url = run.bus.url
-    if not url:
-        address = run.run_directory / BUS_FILE
-        try:
-            table = json.loads(address.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"bus.url is empty and no `asyncrl run` is up in {run.run_directory}; start that first, or give the "
-                "address of a nats-server with --set bus.url=nats://HOST:PORT"
-            ) from None
-        url, token = table["url"], table["token"]
-    bus = await JetStreamBus.connect(
-        url,
-        run=run.run.name,
-        token=token,
-        max_prompts=run.window,
-        max_log_bytes=run.bus.max_log_bytes,
-        ack_seconds=run.bus.ack_seconds,
-        storage=run.bus.store,
-    )
+    url, token = bus_address(run, token=token)
+    bus = await _connect(run, url, token=token, makes_topics=True)
     if bus.max_message_bytes < run.largest_message_bytes:
         limit = bus.max_message_bytes
         await bus.close()
@@ -238,6 +218,42 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
             f"{run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or max_new_tokens"
         )
     return bus
+
+
+async def observe(run: RunConfig, *, token: str) -> Bus:
+    """The run's bus for somebody who only looks: nothing is made or changed there. Raises ConfigError."""
+    url, token = bus_address(run, token=token)
+    return await _connect(run, url, token=token, makes_topics=False)
+
+
+def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
+    """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises ConfigError."""
+    if run.bus.url:
+        return run.bus.url, token
+    address = run.run_directory / BUS_FILE
+    try:
+        table = json.loads(address.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"bus.url is empty and no `asyncrl run` is up in {run.run_directory}; start that first, or give the "
+            "address of a nats-server with --set bus.url=nats://HOST:PORT"
+        ) from None
+    return table["url"], table["token"]
+
+
+async def _connect(run: RunConfig, url: str, *, token: str, makes_topics: bool) -> Bus:
+    from asyncrl.bus.jetstream import JetStreamBus
+
+    return await JetStreamBus.connect(
+        url,
+        run=run.run.name,
+        token=token,
+        max_prompts=run.window,
+        max_log_bytes=run.bus.max_log_bytes,
+        ack_seconds=run.bus.ack_seconds,
+        storage=run.bus.store,
+        makes_topics=makes_topics,
+    )
 
 
 # -- learner -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from asyncrl import __version__
-from asyncrl.errors import AsyncRLError, ConfigError, HopelessError
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError
 
 if TYPE_CHECKING:
     from asyncrl.config import RunConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      go on from the last checkpoint
+  asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
   asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"asyncrl {options.verb}: {type(error).__name__}: {error}", file=sys.stderr)
         code = _exit_code(error)
     except KeyboardInterrupt:
-        code = 130
+        code = INTERRUPTED
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
@@ -95,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     def verb(name: str, summary: str) -> argparse.ArgumentParser:
         return verbs.add_parser(name, help=summary, description=summary)
 
-    def run_file(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("run_file", metavar="RUN.toml", type=Path, help="the run file")
+    def run_file(sub: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
+        sub.add_argument("run_file", metavar="RUN.toml", type=Path, nargs=nargs, help="the run file")
         sub.add_argument(
             "--set",
             dest="overrides",
@@ -115,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (run, learner):
         sub.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     worker.add_argument("--name", default="", help="unique in the run (default: host and process id)")
+
+    doctor = verb("doctor", "Say what every actor of a run waits for and what is wrong; exit code 1 if anything is.")
+    run_file(doctor, nargs="?")
+    doctor.add_argument("--json", action="store_true", help="for a program")
 
     import_model = verb("import-model", "Turn a GGUF file into a Hugging Face folder.")
     import_model.add_argument("source", help="a .gguf file, or package:NAME for one inside an installed package")
@@ -184,6 +189,17 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from asyncrl import config, doctor
+
+    if options.run_file is None and not options.overrides:
+        raise ConfigError(
+            "doctor: name a run file, or a bus and a run: --set bus.url=nats://HOST:PORT --set run.name=NAME"
+        )
+    run = config.only_overrides(options.overrides) if options.run_file is None else _load(options)
+    return doctor.examine(run, token=_token(run), as_json=options.json)
+
+
 def _import_model(options: argparse.Namespace) -> int:
     from asyncrl.data.import_model import import_model
 
@@ -215,6 +231,7 @@ _VERBS = {
     "learner": _learner,
     "rollout-worker": _rollout_worker,
     "check": _check,
+    "doctor": _doctor,
     "import-model": _import_model,
     "audit": _audit,
     "replay": _replay,

@@ -31,11 +31,17 @@ class Run:
     """Optimizer steps; step n makes policy version n."""
     mode: Mode = "async"
     """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
+    restarts: int = 3
+    """Times `asyncrl run` starts a process again before it ends the run; one that lived for ten minutes has them all
+    again."""
+    stall_seconds: float = 60.0
+    """`asyncrl run` starts a process again that is silent for so long, or stuck for ten times what is usual too."""
 
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         _require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
-        _positive(self, "steps")
+        _positive(self, "steps", "stall_seconds")
+        _require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
         _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
 
 
@@ -332,6 +338,14 @@ class RunConfig:
         """Upper bound of one trajectory group: 4 B token + 4 B logprob + 1 B mask, and some overhead."""
         response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096
+
+
+def only_overrides(overrides: Iterable[str]) -> RunConfig:
+    """For who needs the bus and the run's name alone: without a run file, and with neither model nor data."""
+    table: dict[str, Any] = {"model": {"path": ""}, "data": {"path": ""}}
+    for item in overrides:
+        override(table, item)
+    return build(RunConfig, table, "--set")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -2,6 +2,7 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    │   └── NoSuchRun      the bus is there and knows no run of that name
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
@@ -19,6 +20,9 @@
 To add one: subclass the boundary it belongs to, say in a sentence who catches it, put it in the tree.
 """
 
+INTERRUPTED = 130
+"""Exit code of what was drained or stopped before it was done."""
+
 
 class AsyncRLError(Exception):
     """Root of everything asyncrl raises on purpose. ``exit_code``: of the process that it ends."""
@@ -30,6 +34,10 @@ class ConfigError(AsyncRLError, ValueError):
     """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
 
     exit_code = 2
+
+
+class NoSuchRun(ConfigError):
+    """The bus answers, and has no run of this name."""
 
 
 class HopelessError(AsyncRLError):

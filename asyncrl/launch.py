@@ -5,7 +5,8 @@ command with --resume goes on. Children end with it (processes.py), so that noth
 
 A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
 cannot come back ends the run with its exit code. Exit codes 2 (configuration) and 3 (a full disk, nothing but buried
-groups) are never tried again.
+groups) are never tried again. A watcher (actors/watcher.py) says what stands still; what is ours and does not heal is
+killed, which makes it a process that died.
 """
 
 from __future__ import annotations
@@ -17,32 +18,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl import processes
+from asyncrl.actors.supervisor import STUCK_EXIT_CODE
+from asyncrl.actors.watcher import Lasting, Launched, Watcher
 from asyncrl.app import BUS_FILE, connect
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.check import placement
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError
 from asyncrl.placement import Gpus, numbers, visible_devices
+from asyncrl.policies.faults import LEARNER, WORKER, Finding
 from asyncrl.topics import PROGRESS
 
 log = logging.getLogger("asyncrl.launch")
 
-RESTARTS = 3
-"""Times one process is started again before the run gives up."""
 BACK_OFF_SECONDS = 1.0
+LONGEST_BACK_OFF_SECONDS = 30.0
+HEALTHY_SECONDS = 600.0
+"""A process that lived so long has all its restarts again."""
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of a process that would end the same way again."""
 FINISH_SECONDS = 10.0
 """How long workers get to notice that the run is finished."""
 DRAIN_SECONDS = 120.0
 """How long processes get to drain after Ctrl-C before they are killed."""
-
-INTERRUPTED = 130
 
 
 def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool, token: str) -> int:
@@ -87,15 +90,23 @@ def _make_children(run_config: RunConfig, common: list[str], *, resume: bool) ->
     for name, its in gpus.items():
         if its:
             print(f"{name:10s}GPU {numbers(its)}", flush=True)
+    restarts = run_config.run.restarts
     learner = _Child(
-        name="learner",
+        name=LEARNER,
+        budget=_Budget(restarts),
         gpus=gpus.pop("learner"),
         arguments=["learner", *common],
         restart_arguments=["--resume"],
         resumed=resume,
     )
     workers = [
-        _Child(name=name, gpus=its, arguments=["rollout-worker", *common, "--name", name]) for name, its in gpus.items()
+        _Child(
+            name=name,
+            budget=_Budget(restarts),
+            gpus=its,
+            arguments=["rollout-worker", *common, "--name", name],
+        )
+        for name, its in gpus.items()
     ]
     return [learner, *workers]
 
@@ -105,7 +116,12 @@ async def _run(
 ) -> int:
     if resume:
         await _reopen(run_config, token=token)
-    return await _Launcher(children, server).run()
+    watcher = Watcher(
+        lambda: connect(run_config, token=token),
+        launched=lambda: [launched for child in children for launched in child.launched()],
+        server=lambda: server.pid if server is not None else 0,
+    )
+    return await _Launcher(run_config, children, server, watcher).run()
 
 
 async def _reopen(run_config: RunConfig, *, token: str) -> None:
@@ -119,20 +135,53 @@ async def _reopen(run_config: RunConfig, *, token: str) -> None:
         await bus.close()
 
 
+@dataclass(slots=True)
+class _Budget:
+    """How often a process may be started again, and how long to wait before."""
+
+    restarts: int
+    used: int = 0
+
+    def pause(self, lived_seconds: float) -> float | None:
+        """Seconds to wait for the next start; None when there is none."""
+        if lived_seconds >= HEALTHY_SECONDS:
+            self.used = 0
+        if self.used >= self.restarts:
+            return None
+        self.used += 1
+        return float(min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS))
+
+    def __str__(self) -> str:
+        return f"restart {self.used} of {self.restarts}"
+
+
 @dataclass(slots=True, kw_only=True)
 class _Child:
     """One process and how often it was started again."""
 
     name: str
+    budget: _Budget
     gpus: Gpus
     arguments: list[str]
     restart_arguments: list[str] = field(default_factory=list)
     resumed: bool = False
     process: asyncio.subprocess.Process | None = None
-    restarts: int = 0
+    since: float = 0.0
+    """Monotonic time of the last start or end."""
+    is_kept: bool = False
+    fault: str = ""
+    """What we killed it for."""
+
+    def launched(self) -> list[Launched]:
+        """What the watcher should know of it."""
+        if not self.is_kept:
+            return []
+        pid = self.process.pid if self.process is not None and self.process.returncode is None else 0
+        role = LEARNER if self.name == LEARNER else WORKER
+        return [Launched(name=self.name, role=role, pid=pid, seconds=time.monotonic() - self.since)]
 
     async def start(self) -> None:
-        extra = self.restart_arguments if self.resumed or self.restarts else []
+        extra = self.restart_arguments if self.resumed or self.budget.used else []
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -157,9 +206,14 @@ class _Child:
 class _Launcher:
     """Watches the children of one run until it is over."""
 
-    def __init__(self, children: Sequence[_Child], server: EmbeddedServer | None) -> None:
+    def __init__(
+        self, run_config: RunConfig, children: Sequence[_Child], server: EmbeddedServer | None, watcher: Watcher
+    ) -> None:
+        self._settings = run_config.run
         self._server = server
-        self._server_restarts = 0
+        self._server_budget = _Budget(run_config.run.restarts)
+        self._watcher = watcher
+        self._lasting = Lasting()
         self._children = children
         self._learner, *self._workers = children
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
@@ -170,11 +224,14 @@ class _Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
-        self._watch_server()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._keep(child), name=child.name) for child in self._children]
+                watching = [group.create_task(self._watcher.run(self._on_findings), name="watcher")]
+                if self._server is not None:
+                    watching.append(group.create_task(self._keep_server(self._server), name="nats-server"))
                 await self._over.wait()
+                watching[0].cancel()
                 if not self._failure and not self._interrupts:  # workers read for themselves that the run is finished
                     await asyncio.wait(tasks, timeout=FINISH_SECONDS)
                 for child in self._children:
@@ -183,6 +240,8 @@ class _Launcher:
                 await asyncio.wait(tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
                 for child in self._children:
                     child.signal(signal.SIGKILL)
+                for task in watching:
+                    task.cancel()
         finally:
             for child in self._children:
                 child.signal(signal.SIGKILL)
@@ -192,61 +251,111 @@ class _Launcher:
 
     async def _keep(self, child: _Child) -> None:
         """Start the child, and again when it dies, until it ends well, its budget is used up, or we are ending."""
-        while not self._over.is_set():
-            started = time.monotonic()
-            await child.start()
-            assert child.process is not None
-            code = await child.process.wait()
-            if code == 0 and child is self._learner:
-                self._over.set()
-            elif child is self._learner and self._interrupts == 1:
-                print(f"asyncrl run: learner ended with {_reason(code)} while draining", file=sys.stderr)
-                self._failure = code if code > 0 else 1
-            if code == 0 or self._over.is_set():
-                return
-            if code in NEVER_AGAIN or child.restarts >= RESTARTS:
-                print(f"asyncrl run: {child.name} ended with {_reason(code)}; ending the run", file=sys.stderr)
-                self._failure = code if code > 0 else 1
-                self._over.set()
-                return
-            child.restarts += 1
-            print(
-                f"asyncrl run: {child.name} ended with {_reason(code)} after {time.monotonic() - started:.0f} s; "
-                f"restart {child.restarts} of {RESTARTS}",
-                file=sys.stderr,
-            )
-            await asyncio.sleep(BACK_OFF_SECONDS * 2 ** (child.restarts - 1))
+        child.is_kept = True
+        try:
+            while not self._over.is_set():
+                child.since, child.fault = time.monotonic(), ""
+                await child.start()
+                assert child.process is not None
+                code = await child.process.wait()
+                lived, child.since = time.monotonic() - child.since, time.monotonic()
+                if (pause := self._pause(child, code, lived_seconds=lived)) is None:
+                    return
+                await asyncio.sleep(pause)
+        finally:
+            child.is_kept = False
 
-    def _watch_server(self) -> None:
-        """Have the loop tell us when our nats-server ends."""
-        if self._server is not None and self._server.pid:
-            watched = os.pidfd_open(self._server.pid)
-            asyncio.get_running_loop().add_reader(watched, self._server_ended, watched)
-
-    def _server_ended(self, watched: int) -> None:
-        """Start the server again on its port and store: everybody waits for it, and nothing is lost."""
-        asyncio.get_running_loop().remove_reader(watched)
-        os.close(watched)
-        assert self._server is not None
-        self._server_restarts += 1
-        if self._server_restarts > RESTARTS:
-            print("asyncrl run: nats-server does not stay up; ending the run", file=sys.stderr)
-            self._failure = 1
+    def _pause(self, child: _Child, code: int, *, lived_seconds: float) -> float | None:
+        """Seconds until the child is started again; None when it is not, and why that ends the run, if it does."""
+        is_learner, was_over = child is self._learner, self._over.is_set()
+        if is_learner and self._interrupts == 1 and code not in (0, INTERRUPTED):
+            self._end(code, f"learner ended with {_reason(code)} while draining")
+        elif is_learner and code == INTERRUPTED and not self._interrupts:
+            self._end(code, "learner was drained by somebody else before the run was done; go on with --resume")
+        elif is_learner and code == 0:
             self._over.set()
-            return
-        print(f"asyncrl run: nats-server ended; restart {self._server_restarts} of {RESTARTS}", file=sys.stderr)
-        self._server.start()
-        self._watch_server()
+        if code == 0 or was_over or self._over.is_set():
+            return None
+        why = f"{child.name} ended with {_reason(code)}" + (f" ({child.fault})" if child.fault else "")
+        pause = None if code in NEVER_AGAIN else child.budget.pause(lived_seconds)
+        if pause is None:
+            self._end(STUCK_EXIT_CODE if child.fault else code, f"{why}; ending the run")
+        else:
+            self._say(f"{why} after {lived_seconds:.0f} s; {child.budget}")
+        return pause
+
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        """Start the server again on its port and store when it ends: everybody waits for it, and nothing is lost."""
+        while True:
+            started = time.monotonic()
+            why = "nats-server ended"
+            await _until_ended(server.pid)
+            while (pause := self._server_budget.pause(time.monotonic() - started)) is not None:
+                self._say(f"{why}; {self._server_budget}")
+                await asyncio.sleep(pause)
+                try:
+                    server.start()  # here and not in a thread: it ends with the thread that started it
+                    break
+                except AsyncRLError as error:
+                    why = str(error)
+            else:
+                self._end(1, f"nats-server does not stay up ({why}); ending the run")
+                return
+
+    # -- what stands still ---------------------------------------------------------------------------------------------
+
+    def _on_findings(self, findings: Iterable[Finding]) -> None:
+        """Say what begins and what is over; start again what is ours and does not heal."""
+        begun, ended = self._lasting.update(findings)
+        for finding in begun:
+            self._say(f"{finding.text}\n  -> {finding.remedy}")
+        for finding in ended:
+            self._say(f"over after {finding.seconds:.0f} s: {finding.fault} of {finding.actor}")
+        for finding in findings:
+            if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
+                self._cure(finding)
+
+    def _cure(self, finding: Finding) -> None:
+        child = next((one for one in self._children if one.launched() and one.launched()[0].pid == finding.pid), None)
+        if finding.fault in ("bus", "bus storage") and self._server is not None and self._server.pid:
+            os.kill(self._server.pid, signal.SIGKILL)
+        elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
+            child.fault = finding.cause
+            child.signal(signal.SIGKILL)
+        elif finding.cure == "end" and self._workers:  # without own workers others may be on their way
+            self._end(STUCK_EXIT_CODE, f"{finding.text}; ending the run")
+
+    def _end(self, code: int, why: str) -> None:
+        self._say(why)
+        self._failure = code if code > 0 else 1
+        self._over.set()
+
+    def _say(self, text: str) -> None:
+        print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
 
     def _interrupt(self) -> None:
         """Ctrl-C: the first drains, the second ends everything now."""
         self._interrupts += 1
         if self._interrupts == 1:
-            print("asyncrl run: draining; once more to stop at once", file=sys.stderr)
+            self._say("draining; once more to stop at once")
             self._over.set()
         else:
             for child in self._children:
                 child.signal(signal.SIGKILL)
+
+
+async def _until_ended(pid: int) -> None:
+    """Until the process with this id, a child of ours, is no more."""
+    if not pid:
+        return
+    watched, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
 
 
 def _reason(code: int) -> str:

@@ -307,22 +307,59 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something an actor waits for.
+
+    what     for a person: "trajectories"
+    on       who could unblock it: a role ("rollout-worker"), or a part of its own process (faults.PARTS: "engine");
+             empty when that is itself
+    seconds  so long, on the actor's monotonic clock; of a part that shows signs of life, since the last one
+    usual    of a wait for a part: seconds that it took in the past, the median; 0 when none has ended yet
+    limit    of a wait for a part: longer is a stall; 0 when no length of it is one
+    count    how many such waits it has; ``seconds`` is of the longest
+    """
+
+    what: str
+    on: str = ""
+    seconds: float = 0.0
+    usual: float = 0.0
+    limit: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """What one actor does and waits for.  Topic ``actors``, one entry an actor, gone when it stops beating.
 
-    waiting_since  Unix seconds; 0 when it waits for nothing
-    numbers        its gauges and counters by metric name, such as ``rollout/running``
+    beat         counts up: who reads twice sees whether the actor beat in between, whatever the clocks say
+    phase        starting, running or draining
+    waits        what it waits for, the longest first
+    problem      the last thing that went wrong and has not gone right since, in one line
+    clock_shift  seconds that this machine's wall clock moved against its monotonic one in the last minute
+    numbers      its gauges and counters by metric name, such as ``rollout/running``
     """
 
     actor: str
     role: str
     run_epoch: int = 0
     policy_version: int = 0
-    waits_for: str = ""
-    waiting_since: float = 0.0
+    beat: int = 0
+    phase: str = "running"
+    waits: tuple[Wait, ...] = ()
+    problem: str = ""
+    clock_shift: float = 0.0
     host: str = ""
     pid: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waits_for(self) -> str:
+        """Its longest wait; empty when it waits for nothing."""
+        return self.waits[0].what if self.waits else ""
+
+    @property
+    def waiting_seconds(self) -> float:
+        return self.waits[0].seconds if self.waits else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,11 +174,16 @@ class Bus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """running: sequences being decoded; queued: waiting for a place; tokens_generated: since start."""
+    """running: sequences being decoded; queued: waiting for a place; tokens_generated: since start.
+
+    is_live  tokens_generated moves with the tokens, not only when an answer is done: when it stands still, so does the
+             engine
+    """
 
     running: int = 0
     queued: int = 0
     tokens_generated: int = 0
+    is_live: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.app import build_learner, build_worker, connect
 from asyncrl.check import check
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import INTERRUPTED, ConfigError, HopelessError
 
 
 def run_learner(run: RunConfig, *, resume: bool, token: str) -> int:
@@ -44,14 +44,18 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
     try:
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
-        await supervise(learner, *helpers, Heart(learner))
+        await supervise(learner, *helpers, Heart(learner, *helpers))
         seconds = time.monotonic() - started
-        outcome = "done" if learner.done else "stopped"
+        was_drained = learner.draining.is_set() and not learner.done
+        if not was_drained and learner.step == 0:
+            raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")
+        outcome = "stopped" if was_drained else "done"
         print(
             f"{outcome}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy version "
             f"{learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
+            + ("" if learner.done or was_drained else f"; the data has ended before step {run.run.steps}")
         )
-        return 0
+        return INTERRUPTED if was_drained else 0
     finally:
         await bus.close()
 
@@ -66,7 +70,7 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
     bus = await connect(run, token=token)
     try:
         worker, follower = await build_worker(run, bus=bus, name=name)
-        await supervise(worker, follower, Heart(worker))
+        await supervise(worker, follower, Heart(worker, follower))
         return 0
     finally:
         await bus.close()

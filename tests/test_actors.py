@@ -334,7 +334,7 @@ async def test_actors_say_what_they_wait_for(loop: Loop) -> None:
     await until_depth(loop, 6)
     beat = loop.learner.heartbeat()
     assert (beat.role, beat.waits_for) == ("learner", "trajectories")
-    assert beat.waiting_since > 0
+    assert beat.waits[0].on == "rollout-worker"
     loop.learner.drain()
     await task
     assert "learner" not in await loop.bus.states(ACTORS)

@@ -26,6 +26,7 @@ from asyncrl.messages import (
     Trajectory,
     TrajectoryGroup,
     VersionSpan,
+    Wait,
     WeightVersion,
     replace,
 )
@@ -58,7 +59,12 @@ SAMPLES: dict[type, Any] = {
         TrajectoryGroup(group_id=3, prompt_tokens=[9, 2], trajectories=(TRAJECTORY, TRAJECTORY), worker="w", seconds=2),
         WeightVersion(run_epoch=1, policy_version=7, uri="/dev/shm/7", sha256="ab", num_bytes=2**40),
         Progress(run_epoch=1, step=7, policy_version=7, groups_trained=9, finished=True),
-        Heartbeat(actor="a", role="learner", waits_for="groups", waiting_since=1.5, numbers={"loss": 0.25}),
+        Heartbeat(
+            actor="a",
+            role="learner",
+            waits=(Wait(what="trajectories", on="rollout-worker", seconds=1.5),),
+            numbers={"loss": 0.25},
+        ),
         GroupSegment(
             group_id=3,
             worker="w",
@@ -208,7 +214,7 @@ def test_a_field_with_a_default_may_be_missing() -> None:
         (Progress, {"step": "7"}, "Progress.step must be int, is str"),
         (Progress, {"step": True}, "must be int, is bool"),
         (Progress, {"finished": 1}, "must be bool"),
-        (Heartbeat, {"waiting_since": "now"}, "must be a number"),
+        (Heartbeat, {"clock_shift": "now"}, "must be a number"),
         (Heartbeat, {"numbers": {"loss": "low"}}, "Heartbeat.numbers.loss must be a number"),
         (Heartbeat, {"numbers": {3: 1.0}}, "must be a table"),
         (PromptGroup, {"prompt_tokens": [1, 2]}, "PromptGroup.prompt_tokens must be an array, is list"),

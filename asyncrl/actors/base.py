@@ -9,14 +9,21 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from asyncrl.messages import Heartbeat
+from asyncrl.actors.waits import OpenWait, Waits
+from asyncrl.errors import BusError
+from asyncrl.messages import Heartbeat, Wait, replace
+from asyncrl.policies.faults import PATIENCE_SECONDS
 from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS
 
 T = TypeVar("T")
+
+CLOCK_SECONDS = 60.0
+FORGET_SECONDS = 2.0
 
 
 class Actor(abc.ABC):
@@ -35,7 +42,11 @@ class Actor(abc.ABC):
         self.bus = bus
         self.draining = asyncio.Event()
         self.log = logging.getLogger(f"asyncrl.{name}")
-        self._waits: dict[object, tuple[float, str]] = {}
+        self.phase = "starting"
+        """Or "running", from its supervisor."""
+        self.problem = ""
+        """The last thing that went wrong and has not gone right since, in one line; whoever mends it clears it."""
+        self.waits = Waits()
 
     async def start(self) -> None:  # noqa: B027 - nothing to acquire is a fine default
         pass
@@ -49,31 +60,35 @@ class Actor(abc.ABC):
     async def stop(self) -> None:  # noqa: B027
         pass
 
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Says on the bus, while inside, that this actor waits for ``what`` and since when."""
-        wait = object()
-        self._waits[wait] = (time.time(), what)
-        try:
-            yield
-        finally:
-            del self._waits[wait]
+    def waiting(
+        self, what: str, *, on: str = "", note: str = "", first: float = PATIENCE_SECONDS
+    ) -> contextlib.AbstractContextManager[OpenWait]:
+        """Says on the bus, while inside, that this actor waits for ``what`` and since when.
+
+        on     who could unblock it: a role, or one of faults.PARTS
+        note   said behind ``what``; waits with the same ``what`` are compared with each other
+        first  of a part: seconds that the first of them may take
+        """
+        return self.waits.waiting(what, on=on, note=note, first=first)
 
     def heartbeat(self) -> Heartbeat:
-        """What this actor does now; its oldest wait if it has several."""
-        since, waits_for = min(self._waits.values(), default=(0.0, ""))
+        """What this actor does now."""
         run_epoch, policy_version = self.version
         return Heartbeat(
             actor=self.name,
             role=self.role,
             run_epoch=run_epoch,
             policy_version=policy_version,
-            waits_for=waits_for,
-            waiting_since=since,
+            phase="draining" if self.draining.is_set() else self.phase,
+            waits=self.present_waits(),
+            problem=self.problem,
             host=socket.gethostname(),
             pid=os.getpid(),
             numbers=self.numbers(),
         )
+
+    def present_waits(self) -> tuple[Wait, ...]:
+        return self.waits.now()
 
     @property
     def version(self) -> tuple[int, int]:
@@ -84,14 +99,18 @@ class Actor(abc.ABC):
         """Gauges and counters for the heartbeat."""
         return {}
 
-    async def until_drained(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """``items`` until drain() is called. An item that arrives together with the drain is given back by the bus."""
+    async def until_drained(self, items: AsyncIterator[T], *, what: str, on: str) -> AsyncIterator[T]:
+        """``items`` until drain() is called. An item that arrives together with the drain is given back by the bus.
+
+        what, on: see ``waiting``
+        """
         draining = asyncio.ensure_future(self.draining.wait())
         try:
             while not self.draining.is_set():
                 item = asyncio.ensure_future(anext(items))
                 try:
-                    await asyncio.wait((item, draining), return_when=asyncio.FIRST_COMPLETED)
+                    with self.waiting(what, on=on):
+                        await asyncio.wait((item, draining), return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     if not item.done():
                         item.cancel()
@@ -104,21 +123,45 @@ class Actor(abc.ABC):
 
 
 class Heart(Actor):
-    """Beats for another actor: tells the bus it lives, what it waits for, and its numbers.
+    """Beats for the actors of a process: tells the bus that they live, what they wait for, and their numbers.
 
     A beat comes every ``interval`` seconds and its entry outlives five of them: an actor that is gone, frozen or cut
-    off disappears from ``actors`` by itself.
+    off disappears from ``actors`` by itself. The supervisor starts it before the actors and stops it after them, so
+    that one that hangs while it starts is seen too.
     """
 
-    def __init__(self, actor: Actor, *, interval: float = 2.0) -> None:
-        super().__init__(f"{actor.name}.heart", actor.bus)
-        self._actor = actor
+    def __init__(self, *actors: Actor, interval: float = 2.0) -> None:
+        super().__init__(f"{actors[0].name}.heart", actors[0].bus)
+        self._actors = actors
         self._interval = interval
+        self._clock = ClockShift()
 
     async def run(self) -> None:
+        beat = 0
         while True:
-            await self.bus.put(ACTORS, self._actor.heartbeat(), key=self._actor.name)
+            beat += 1
+            shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
+            for actor in self._actors:
+                heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
+                await self.bus.put(ACTORS, heartbeat, key=actor.name)
             await asyncio.sleep(self._interval)
 
     async def stop(self) -> None:
-        await self.bus.forget(ACTORS, key=self._actor.name)
+        """Who leaves in order says so; when the bus is away, the entries go by themselves."""
+        with contextlib.suppress(TimeoutError, BusError):
+            async with asyncio.timeout(FORGET_SECONDS):
+                for actor in self._actors:
+                    await self.bus.forget(ACTORS, key=actor.name)
+
+
+class ClockShift:
+    """How far the wall clock moved against the monotonic one within CLOCK_SECONDS."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def look(self, *, wall: float, monotonic: float) -> float:
+        self._seen.append((monotonic, wall - monotonic))
+        while monotonic - self._seen[0][0] > CLOCK_SECONDS:
+            self._seen.popleft()
+        return self._seen[-1][1] - self._seen[0][1]

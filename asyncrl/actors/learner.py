@@ -38,6 +38,7 @@ from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
+from asyncrl.policies.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
@@ -92,7 +93,7 @@ class Learner(Actor):
         self._feed = feed
         self._backend = backend
         self._training = training
-        self._weights = WeightPublisher(bus, channel)
+        self._weights = WeightPublisher(bus, channel, waits=self.waits)
         self._reporter = reporter
         self._history = history
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
@@ -100,6 +101,7 @@ class Learner(Actor):
         self._filtered = state.groups_filtered
         self._batches_taken = state.step
         self._buried_in_a_row = 0
+        self._lost_before_step = (state.groups_dropped, state.groups_filtered)
         self._reporting: asyncio.Task[None] | None = None
         self._cursor = buffer.consumed.watermark - 1
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
@@ -112,9 +114,10 @@ class Learner(Actor):
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._in_backend(self._backend.start)
+        await self._in_backend(self._backend.start, what="its backend to start", on="start")
         if self._restore_from is not None:
-            await self._in_backend(self._backend.restore, self._restore_from)
+            restore = functools.partial(self._backend.restore, self._restore_from)
+            await self._in_backend(restore, what="its checkpoint to be read", on="start")
         self._last_end = time.monotonic()
 
     async def run(self) -> None:
@@ -131,7 +134,7 @@ class Learner(Actor):
             exhaustion.cancel()
 
     async def stop(self) -> None:
-        await self._in_backend(self._backend.close)
+        await self._in_backend(self._backend.close, what="its backend to close")
         self._reporter.close()
         self._history.close()
         self._backend_thread.shutdown(wait=False)
@@ -144,6 +147,15 @@ class Learner(Actor):
     @property
     def version(self) -> tuple[int, int]:
         return (self.run_epoch, self.policy_version)
+
+    def numbers(self) -> dict[str, float]:
+        dropped, filtered = self._lost_before_step
+        return {
+            "learner/buried_in_a_row": self._buried_in_a_row,
+            "learner/dropped_since_step": self._dropped - dropped,
+            "learner/filtered_since_step": self._filtered - filtered,
+            "learner/window": (self._feed.settings.max_staleness + 1) * self._feed.settings.groups_per_batch,
+        }
 
     @property
     def done(self) -> bool:
@@ -186,7 +198,7 @@ class Learner(Actor):
         self._feed.wake()
         if became == "held" and group is not None:
             self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
-            self._buried_in_a_row = 0
+            self._buried_in_a_row, self.problem = 0, ""
             if group.cancelled:
                 await self._event("cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled)
             await self._filter(group)
@@ -194,6 +206,7 @@ class Learner(Actor):
             self._buried += 1
             self._buried_in_a_row += 1
             self._history.lost("buried", [group.group_id], step=self.step)
+            self.problem = group.error
             self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
             await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
             if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
@@ -226,7 +239,7 @@ class Learner(Actor):
         """consumes: the buffer    waits for: a full batch    woken by: ``_add``, the end of the data, drain"""
         while not self.done and not self.draining.is_set():
             started = time.monotonic()
-            with self.waiting("trajectories"):
+            with self.waiting("trajectories", on=WORKER):
                 taken = await self._feed.take(self.policy_version, drop=self._drop)
             if taken is None:
                 return
@@ -268,7 +281,9 @@ class Learner(Actor):
                     learning_rate=self._training.learning_rate(
                         self.step, peak=self._settings.learning_rate, warmup_steps=self._settings.warmup_steps
                     ),
-                )
+                ),
+                what="a training step",
+                on="step",
             )
         finally:
             ahead.cancel()
@@ -276,6 +291,7 @@ class Learner(Actor):
         for held in taken:
             self._buffer.dispose(held)
         self._trained += len(taken)
+        self._lost_before_step = (self._dropped, self._filtered)
         self.step += 1
         self.policy_version += 1
         self._history.trained(
@@ -308,7 +324,7 @@ class Learner(Actor):
     async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
         """Snapshot now; send, write, hash and announce while the next step runs."""
         started = time.monotonic()
-        snapshot = await self._in_backend(self._backend.export)
+        snapshot = await self._in_backend(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
         self._weights.num_engines = self._reporter.num_workers
         await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
@@ -357,7 +373,7 @@ class Learner(Actor):
             bound=self._feed.bound.state(),
             history=self._history.position,
         )
-        await self._in_backend(self._history.sync)
+        await self._in_backend(self._history.sync, what="its history to be written", on="disk")
         folder = await self._in_backend(
             functools.partial(
                 checkpoint.write,
@@ -365,7 +381,9 @@ class Learner(Actor):
                 state,
                 save_backend=self._backend.save,
                 keep=self._settings.checkpoint_keep,
-            )
+            ),
+            what="a checkpoint to be written",
+            on="disk",
         )
         self.log.info("checkpoint %s", folder)
         if not self._settings.keep_log:
@@ -412,5 +430,6 @@ class Learner(Actor):
         key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', data.get('step', '')))}"
         await self.bus.publish(EVENTS, event, key=key)
 
-    async def _in_backend(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._backend_thread, function, *arguments)
+    async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
+        with self.waiting(what, on=on, first=FIRST_SECONDS):
+            return await asyncio.get_running_loop().run_in_executor(self._backend_thread, function)

@@ -7,6 +7,7 @@ there each id is published once, so ids count. Kill everything, start the same c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from asyncrl.checkpoint import PromptState
 from asyncrl.errors import BusFull
 from asyncrl.messages import Progress, PromptGroup, Sampling
 from asyncrl.policies.admission import Admission
+from asyncrl.policies.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
@@ -101,8 +103,13 @@ class PromptSource(Actor):
     async def run(self) -> None:
         await self._reconcile()
         async with self.bus.watch(PROGRESS) as states:
-            async for progress in states:
-                await self._fill(progress)
+            while True:
+                await self._fill(await self._next_progress(states))
+
+    async def _next_progress(self, states: AsyncIterator[Progress]) -> Progress:
+        what, on = ("more data", "data") if self.exhausted.is_set() else (ROOM_IN_WINDOW, LEARNER)
+        with self.waiting(what, on=on):
+            return await anext(states)
 
     async def _reconcile(self) -> None:
         """Publish again what the bus lost, and go on behind what it has: it may be ahead of our checkpoint."""
@@ -177,5 +184,5 @@ class PromptSource(Actor):
                 await self.bus.publish(PROMPTS, message, key=str(numbered.group_id))
                 return
             except BusFull:
-                with self.waiting("space on prompts"):
+                with self.waiting("space on prompts", on=WORKER):
                     await asyncio.sleep(FULL_QUEUE_SECONDS)

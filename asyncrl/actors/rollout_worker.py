@@ -23,6 +23,7 @@ from asyncrl import messages
 from asyncrl.actors.base import Actor
 from asyncrl.actors.salvage import Parts, Salvage
 from asyncrl.actors.stragglers import Stragglers
+from asyncrl.actors.waits import Answers
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.errors import (
     BusError,
@@ -34,7 +35,8 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan, Wait
+from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
 
@@ -83,9 +85,11 @@ class RolloutWorker(Actor):
         self._stragglers = stragglers
         self._room = Room(max_running)
         self._activity = Activity()
+        self._answers = Answers()
 
     async def start(self) -> None:
-        await self._engine.start()
+        with self.waiting("its engine to start", on="start", first=FIRST_SECONDS):
+            await self._engine.start()
 
     async def stop(self) -> None:
         await self._engine.close()
@@ -104,7 +108,7 @@ class RolloutWorker(Actor):
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
-            async for delivery in self.until_drained(deliveries):
+            async for delivery in self.until_drained(deliveries, what="prompts", on=PROMPT_SOURCE):
                 places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
                 group.create_task(self._process(delivery, places), name=f"{self.name}.group-{delivery.key}")
                 with self.waiting("room for another group"):
@@ -208,16 +212,18 @@ class RolloutWorker(Actor):
             if known.finish_reason:
                 return known
             seen = {"partial": partial} if self._salvage.is_on else {}
-            async with self._follower.generation(prompt.min_policy_version):
-                starts.setdefault(index, self._engine.version[1])
-                with self._activity.running():
-                    generation = await self._engine.generate(tokens, sampling, seed=seed, **seen)
+            with self.waits.paused(rollout):
+                async with self._follower.generation(prompt.min_policy_version, waits=self.waits):
+                    starts.setdefault(index, self._engine.version[1])
+                    with self._activity.running(), self._answers.expected():
+                        generation = await self._engine.generate(tokens, sampling, seed=seed, **seen)
             parts.finish(index, call, generation)
             self._activity.tokens += max(0, len(generation.tokens) - len(known.tokens))
             return generation
 
         try:
-            made = await self._rollout(prompt, generate, index=index)
+            with self.waiting("its rollout function", on="rollout") as rollout:
+                made = await self._rollout(prompt, generate, index=index)
             if not isinstance(made, Trajectory):
                 raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
             return made
@@ -240,7 +246,8 @@ class RolloutWorker(Actor):
             )
             for trajectory in trajectories
         ]
-        rewards = await self._reward(samples)
+        with self.waiting("its reward function", on="reward"):
+            rewards = await self._reward(samples)
         return [
             messages.replace(trajectory, reward=float(reward.value), reward_parts=dict(reward.parts))
             for trajectory, reward in zip(trajectories, rewards, strict=True)
@@ -253,7 +260,7 @@ class RolloutWorker(Actor):
                 await self.bus.publish(TRAJECTORIES, result, key=str(result.group_id))
                 return
             except BusFull:
-                with self.waiting("space in the trajectory log"):
+                with self.waiting(SPACE_IN_LOG, on=LEARNER):
                     await asyncio.sleep(FULL_LOG_SECONDS)
             except MessageTooLarge as error:
                 self.log.error("group %d is buried: %s", result.group_id, error)
@@ -262,6 +269,15 @@ class RolloutWorker(Actor):
     @property
     def version(self) -> tuple[int, int]:
         return self._engine.version
+
+    def present_waits(self) -> tuple[Wait, ...]:
+        """Also what its follower waits for, and its engine's next token: without either nothing is generated."""
+        loading = tuple(wait for wait in self._follower.present_waits() if wait.on)
+        return (
+            *self._answers.waits(self._engine.stats(), is_loading=bool(loading)),
+            *super().present_waits(),
+            *loading,
+        )
 
     def numbers(self) -> dict[str, float]:
         stats = self._engine.stats()

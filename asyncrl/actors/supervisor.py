@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from asyncrl.actors.base import Actor
+from asyncrl.actors.base import Actor, Heart
 
 log = logging.getLogger("asyncrl.supervisor")
 
@@ -20,19 +20,25 @@ STUCK_EXIT_CODE = 70
 async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0) -> None:
     """Start all, run all; when ``main`` returns the helpers are stopped, and whoever raises stops everybody.
 
+    A Heart among the helpers beats from before the first start to behind the last stop.
     SIGTERM and SIGINT drain ``main``.  Raises what the failed actors raised, one exception or an ExceptionGroup.
     """
-    actors = (main, *helpers)
+    hearts = [actor for actor in helpers if isinstance(actor, Heart)]
+    actors = [main, *(actor for actor in helpers if not isinstance(actor, Heart))]
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, main.drain)
     tasks: list[asyncio.Task[None]] = []
     try:
         with _exit_when_stuck(tasks, stop_seconds) as stopping:
-            async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.TaskGroup() as beats, contextlib.AsyncExitStack() as stack:
+                for heart in hearts:
+                    stack.push_async_callback(heart.stop)
+                    stack.callback(beats.create_task(heart.run(), name=heart.name).cancel)
                 for actor in actors:
                     stack.push_async_callback(actor.stop)
                     await actor.start()
+                    actor.phase = "running"
                 async with asyncio.TaskGroup() as group:
                     tasks += [group.create_task(actor.run(), name=actor.name) for actor in actors]
                     try:

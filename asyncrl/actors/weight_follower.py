@@ -10,8 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
+from asyncrl.actors.waits import Waits
 from asyncrl.errors import WeightsError
 from asyncrl.messages import TransferOffer, WeightVersion
+from asyncrl.policies.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
 
@@ -72,13 +74,17 @@ class WeightFollower(Actor):
                 await self._notify()
 
     @contextlib.asynccontextmanager
-    async def generation(self, min_policy_version: int) -> AsyncIterator[None]:
-        """Entered when the engine's weights are new enough, and no load waits for quiet; counts as running inside."""
+    async def generation(self, min_policy_version: int, *, waits: Waits | None = None) -> AsyncIterator[None]:
+        """Entered when the engine's weights are new enough, and no load waits for quiet; counts as running inside.
+
+        ``waits``: of the actor that waits here; this one's own by default
+        """
         async with self._changed:
             if self._engine.version[1] < min_policy_version:
                 self._demanded = max(self._demanded, min_policy_version)
                 self._changed.notify_all()
-            with self.waiting(f"weights of version {min_policy_version}"):
+            note = f"of version {min_policy_version}"
+            with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
                 await self._changed.wait_for(
                     lambda: self._engine.version[1] >= min_policy_version and not self._wants_quiet()
                 )
@@ -131,6 +137,7 @@ class WeightFollower(Actor):
                 return
             except WeightsError as error:
                 self.log.warning("version %d, attempt %d: %s", newest[1], attempt, error)
+                self.problem = str(error)
                 if attempt == ATTEMPTS:
                     raise
             if await self._superseded(newest):
@@ -155,18 +162,28 @@ class WeightFollower(Actor):
         stored = self._newest.get("")
         if stored is None or stored.order <= self._engine.version:
             return  # it is still being written
-        await asyncio.to_thread(self._verify, stored)
+        note = f"of version {stored.policy_version}"
+        with self.waiting("the weight folder", on="folder", note=note):
+            await asyncio.to_thread(self._verify, stored)
         async with self._turn():
-            self._note(await self._engine.load(stored))
+            with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
+                report = await self._engine.load(stored)
+            self._note(report)
 
     async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
         if not receiver.request.has_joined:
-            await receiver.join(await self._offer(receiver))
+            offer = await self._offer(receiver)
+            with self.waiting("its engine to meet the learner", on="load", first=FIRST_SECONDS):
+                await receiver.join(offer)
         async with turn:
-            self._note(await receiver.receive(await self._offer(receiver)))
+            offer = await self._offer(receiver)
+            note = f"of version {offer.policy_version}"
+            with self.waiting("its engine to receive weights", on="load", note=note, first=FIRST_SECONDS):
+                report = await receiver.receive(offer)
+            self._note(report)
 
     async def _offer(self, receiver: Receiver) -> TransferOffer:
-        with self.waiting("the learner's offer of weights"):
+        with self.waiting("the learner's offer of weights", on=SENDER):
             offer = await self.bus.ask(TRANSFERS, receiver.request, seconds=ANSWER_SECONDS)
         if offer is None:
             raise WeightsError("no learner answers that it sends weights")
@@ -185,13 +202,14 @@ class WeightFollower(Actor):
         turns = max(1, math.ceil(num_engines * LOADING_SHARE))
         lease = self.bus.lease(f"load-{zlib.crc32(self.name.encode()) % turns}", holder=self.name)
         async with contextlib.AsyncExitStack() as stack:
-            with self.waiting("its turn to load weights"):
+            with self.waiting("its turn to load weights", on=FOLLOWER):
                 await stack.enter_async_context(lease)
             yield
 
     def _note(self, report: LoadReport) -> None:
         self.last_load = report
         self.loads += 1
+        self.problem = ""
         self.log.info(
             "loaded version %d: paused %.3f s, %.3f s in all",
             self._engine.version[1],

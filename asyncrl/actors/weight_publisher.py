@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from asyncrl.actors.waits import Waits
 from asyncrl.messages import WeightVersion
+from asyncrl.policies.faults import FIRST_SECONDS
 from asyncrl.protocols import Bus, WeightChannel
 from asyncrl.topics import SENT, WEIGHTS
 
@@ -31,7 +33,9 @@ class WeightPublisher:
     What the channel sends from memory is announced at once, what it writes when it is written: both always in order.
     """
 
-    def __init__(self, bus: Bus, channel: WeightChannel) -> None:
+    def __init__(self, bus: Bus, channel: WeightChannel, *, waits: Waits | None = None) -> None:
+        """``waits``: of the learner, which says what it waits for."""
+        self._waits = waits or Waits()
         self._bus = bus
         self._channel = channel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -78,6 +82,8 @@ class WeightPublisher:
                 run_epoch=taken.run_epoch,
                 policy_version=taken.policy_version,
             )
-            version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
+            note = f"of version {taken.policy_version}"
+            with self._waits.waiting("weights to be written", on="disk", note=note, first=FIRST_SECONDS):
+                version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
             await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines))
             self.seconds = time.monotonic() - taken.since

@@ -91,7 +91,7 @@ class Connection:
 
     def __init__(self, url: str) -> None:
         self._client: Any = Client()
-        self.name = _without_secrets(url)
+        self.name = without_secrets(url)
         self.generation = 0
         self._online = asyncio.Event()
         self._is_over = False
@@ -121,7 +121,7 @@ class Connection:
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=0.25,
                         connect_timeout=seconds,
-                        ping_interval=20,
+                        ping_interval=5,  # a half-open connection is noticed after two of them
                     )
                 )
         except TimeoutError:
@@ -320,7 +320,7 @@ class Connection:
             listener()
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
     """The url without user, password or token."""
     parts = urlsplit(url)
     return url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1)

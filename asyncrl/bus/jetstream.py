@@ -28,7 +28,7 @@ from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line
 from asyncrl.codec import decode, encode
-from asyncrl.errors import BusFull, ConfigError
+from asyncrl.errors import BusFull, ConfigError, NoSuchRun
 from asyncrl.protocols import Delivery, Record
 from asyncrl.topics import ALL, Service, Topic
 
@@ -49,8 +49,8 @@ _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, stora
 class JetStreamBus:
     """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
-    def __init__(self, connection: Connection, layout: Layout) -> None:
-        self._connection, self._layout = connection, layout
+    def __init__(self, connection: Connection, layout: Layout, *, makes_topics: bool = True) -> None:
+        self._connection, self._layout, self._makes_topics = connection, layout, makes_topics
         self._made: set[str] = set()
 
     @classmethod
@@ -65,13 +65,17 @@ class JetStreamBus:
         ack_seconds: float,
         storage: Literal["file", "memory"],
         connect_seconds: float = 10.0,
+        makes_topics: bool = True,
     ) -> JetStreamBus:
-        """The bus of one run on a server, its topics made if they are not there. Raises ConfigError."""
+        """The bus of one run on a server, its topics made if they are not there. Raises ConfigError.
+
+        makes_topics  False for who only looks: topics must be there, and their sizes stay what they are
+        """
         connection = Connection(url)
         layout = Layout(
             run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
         )
-        bus = cls(connection, layout)
+        bus = cls(connection, layout, makes_topics=makes_topics)
         try:
             await connection.open(url, token=token, seconds=connect_seconds)
             for topic in ALL:
@@ -291,6 +295,9 @@ class JetStreamBus:
         name = self._layout.stream(topic)
         if name in self._made:
             return name
+        if not self._makes_topics:
+            await self._require(name)
+            return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
@@ -312,6 +319,21 @@ class JetStreamBus:
             ) from None
         self._made.add(name)
         return name
+
+    async def _require(self, name: str) -> None:
+        """Raises ConfigError, with the runs that are there, when this one is not."""
+        try:
+            await self._connection.api(f"STREAM.INFO.{name}")
+        except Refused as refused:
+            if not refused.description.endswith(_IS_GONE):
+                raise
+            found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
+            runs = sorted({stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()})
+            raise NoSuchRun(
+                f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
+                f"{', '.join(runs) or '(there is none)'}"
+            ) from None
+        self._made.add(name)
 
 
 class _Delivery(Generic[M]):

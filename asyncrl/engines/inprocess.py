@@ -181,6 +181,7 @@ class InProcessEngine:
             running=len(self._running),
             queued=len(self._waiting) + self._orders.qsize(),
             tokens_generated=self._tokens_generated,
+            is_live=True,
         )
 
     async def close(self) -> None:

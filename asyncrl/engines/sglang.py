@@ -159,7 +159,10 @@ class SGLangEngine:
     def stats(self) -> EngineStats:
         running = min(self._sent, self._max_running)
         return EngineStats(
-            running=running, queued=self._held + self._sent - running, tokens_generated=self._tokens_generated
+            running=running,
+            queued=self._held + self._sent - running,
+            tokens_generated=self._tokens_generated,
+            is_live=not self._has_spans,  # streamed then
         )
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ A sample every 0.25 s, as a JSON object:
     time        Unix seconds
     published   newest policy version announced, -1 before the first
     engines     of each server {running, waiting, version}, null where it did not answer
-    actors      of each actor its heartbeat (2 s old at most): waits_for, waiting_since, version, and its numbers
+    actors      of each actor its heartbeat (2 s old at most): waits_for, waiting_seconds, version, and its numbers
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _actor(beat: Heartbeat) -> dict[str, Any]:
     return {
         "role": beat.role,
         "waits_for": beat.waits_for,
-        "waiting_since": beat.waiting_since,
+        "waiting_seconds": beat.waiting_seconds,
         "version": beat.policy_version,
         "numbers": beat.numbers,
     }

@@ -1,0 +1,236 @@
+"""Listens to a run and says what is wrong with it: in `asyncrl run` all the time, in `asyncrl doctor` for a moment.
+
+Every LOOK_SECONDS it reads who beat, stores a beat of its own to see that the bus still stores, and asks
+policies/diagnosis.py. Ages are seconds in which it could hear: while the bus is away nobody gets older, and a watcher
+that was frozen itself accuses nobody when it wakes.
+
+Tests: tests/test_watcher.py; with real processes, tests/test_liveness.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from asyncrl.errors import AsyncRLError
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import (
+    FIRST_SECONDS,
+    SILENT_SECONDS,
+    Finding,
+    Observation,
+    Process,
+    Seen,
+)
+from asyncrl.protocols import Bus
+from asyncrl.topics import ACTORS, PROGRESS
+
+LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 3.0
+"""The bus has so long for one look."""
+REMEMBER_SECONDS = 60.0
+"""How long an actor that is not heard of is spoken of."""
+ROLE = "watcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began."""
+
+    name: str
+    role: str
+    pid: int
+    seconds: float
+
+
+class Sightings:
+    """Who was heard, and how long ago on the watcher's own clock."""
+
+    def __init__(self, *, host: str, process: Callable[[int], Process]) -> None:
+        """``process``: what this machine says of a process id."""
+        self._host = host
+        self._process = process
+        self._seen: dict[str, Seen] = {}
+        self._lively: set[str] = set()  # heard to beat: of the others it is not known how old their only beat was
+        self._own: dict[str, int] = {}
+        self._ended: set[int] = set()
+
+    def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
+        """Take in one look, ``seconds`` of listening after the one before."""
+        own = {one.name: one for one in launched}
+        self._ended |= {pid for name, pid in self._own.items() if name not in own or own[name].pid != pid}
+        self._own = {name: one.pid for name, one in own.items() if one.pid}
+        self._ended -= set(self._own.values())
+        self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
+        self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
+        self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
+        for one in own.values():
+            if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
+                self._seen[one.name] = self._starting(one)
+
+    def excuse(self) -> None:
+        """The bus was away: who could not be heard gets its time again to be."""
+        self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
+        self._lively.clear()
+
+    def present(self) -> dict[str, Seen]:
+        """All of them, with what this machine says of the silent ones' processes."""
+        return {
+            name: replace(seen, process=self._process(seen.beat.pid))
+            if seen.seconds > SILENT_SECONDS and seen.beat.host == self._host
+            else seen
+            for name, seen in self._seen.items()
+        }
+
+    def _is_missed(self, name: str, seen: Seen) -> bool:
+        """Whether somebody whose entry is gone did not take it away when it left in order."""
+        if not seen.beat.beat:  # never heard: still starting
+            return False
+        return name not in self._lively or SILENT_SECONDS < seen.seconds < REMEMBER_SECONDS
+
+    def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
+        before = self._seen.get(name)
+        if before is not None:
+            if beat is not None and _life(beat) == _life(before.beat):
+                return replace(before, seconds=before.seconds + seconds)
+            self._lively.add(name)
+            if beat is None:  # its entry has expired
+                return replace(before, seconds=max(before.seconds + seconds, ACTORS.seconds_to_live))
+        assert beat is not None
+        return Seen(beat=beat)
+
+    def _is_over(self, beat: Heartbeat) -> bool:
+        return beat.role == ROLE or (beat.host == self._host and beat.pid in self._ended)
+
+    def _starting(self, one: Launched) -> Seen:
+        wait = Wait(what="its first sign of life", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
+        return Seen(
+            beat=Heartbeat(actor=one.name, role=one.role, phase="starting", waits=(wait,), host=self._host, pid=one.pid)
+        )
+
+
+def _life(beat: Heartbeat) -> tuple[str, int, int]:
+    return (beat.host, beat.pid, beat.beat)
+
+
+class Watcher:
+    """consumes: actors, progress    waits for: the next look    woken by: its own clock, and nobody else's"""
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Bus]],
+        *,
+        launched: Callable[[], Iterable[Launched]] = lambda: (),
+        server: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """connect: opens the bus, tried again until it works;  launched: own processes;  server: pid of an own one"""
+        self._connect = connect
+        self._launched = launched
+        self._server = server
+        self._bus: Bus | None = None
+        self._sightings = Sightings(host=socket.gethostname(), process=process_state)
+        self._name = f"{ROLE}-{os.getpid()}"
+        self._beats = 0
+        self._answered = self._stored = self._started = time.monotonic()
+        self._listened = 0.0
+        self._is_finished = False
+        self.error: Exception | None = None
+        """Of the last look, if the bus failed it."""
+
+    async def run(self, report: Callable[[list[Finding]], None]) -> None:
+        """Hand every look's findings to ``report`` until cancelled."""
+        try:
+            while True:
+                report(diagnose(await self.look()))
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            await self.close()
+
+    async def look(self) -> Observation:
+        """One look at everything. Never raises for a bus that is away: that is an observation."""
+        silent = refuses = 0.0
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                beats, self._is_finished = await self._read()
+        except (AsyncRLError, OSError, TimeoutError) as error:
+            self.error = error
+            silent = time.monotonic() - self._answered
+        else:
+            now = time.monotonic()
+            heard = min(now - self._answered, 2 * LOOK_SECONDS)
+            if self.error is not None:
+                self._sightings.excuse()
+            self._answered, self._listened = now, self._listened + heard
+            self._sightings.hear(beats, seconds=heard, launched=self._launched())
+            await self._try_to_store()
+            refuses = time.monotonic() - self._stored
+        return Observation(
+            actors=self._sightings.present(),
+            listened=self._listened,
+            bus_silent=silent,
+            bus_refuses=refuses,
+            bus_problem=str(self.error or ""),
+            bus_process=process_state(self._server()),
+            is_finished=self._is_finished,
+        )
+
+    async def close(self) -> None:
+        bus, self._bus = self._bus, None
+        if bus is not None:
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await bus.forget(ACTORS, key=self._name)
+            await bus.close()
+
+    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
+        if self._bus is None:
+            self._bus = await self._connect()
+        progress = (await self._bus.states(PROGRESS)).get("")
+        return await self._bus.states(ACTORS), progress is not None and progress.finished
+
+    async def _try_to_store(self) -> None:
+        assert self._bus is not None
+        self._beats += 1
+        own = Heartbeat(actor=self._name, role=ROLE, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._bus.put(ACTORS, own, key=self._name)
+        except (AsyncRLError, OSError, TimeoutError) as error:
+            self.error = error
+        else:
+            self._stored, self.error = time.monotonic(), None
+
+
+class Lasting:
+    """Findings from their first look to the second one without them: each begins once and ends once."""
+
+    def __init__(self) -> None:
+        self._now: dict[tuple[str, str], Finding] = {}
+        self._missed: set[tuple[str, str]] = set()
+
+    def update(self, findings: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
+        """(begun, ended)."""
+        present = {finding.key: finding for finding in findings}
+        begun = [finding for key, finding in present.items() if key not in self._now]
+        ended = [finding for key, finding in self._now.items() if key in self._missed and key not in present]
+        self._missed = self._now.keys() - present.keys() - {finding.key for finding in ended}
+        self._now = {key: self._now[key] for key in self._missed} | present
+        return begun, ended
+
+
+def process_state(pid: int) -> Process:
+    """What this machine says of a process; "" for pid 0 and off Linux."""
+    if not pid or not os.path.isdir("/proc/self"):
+        return ""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return "stopped" if letter in "Tt" else "gone" if letter in "ZX" else "running"

@@ -1,0 +1,93 @@
+"""`asyncrl doctor`: from any machine, what every actor of a run waits for and what is wrong, in ten seconds.
+
+It listens for as long as a live actor needs to be heard a few times, and changes nothing. Exit code 0: nothing is
+wrong; 1: it found something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
+from asyncrl.app import bus_address, observe
+from asyncrl.bus.connection import without_secrets
+from asyncrl.config import RunConfig
+from asyncrl.errors import NoSuchRun
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen
+from asyncrl.protocols import Bus
+
+LISTEN_SECONDS = SILENT_SECONDS + 1.5
+"""Who beats every 2 s and was not heard for SILENT_SECONDS of it is silent."""
+
+
+def examine(run: RunConfig, *, token: str, as_json: bool) -> int:
+    """Print what is wrong with the run; the exit code. Raises ConfigError when it is not said which bus."""
+    url, token = bus_address(run, token=token)
+    observation = asyncio.run(_listen(run, token=token))
+    findings = diagnose(observation)
+    where = f"run {run.run.name} on {without_secrets(url)}"
+    print(_json(run, observation, findings) if as_json else _text(where, observation, findings))
+    return 1 if findings else 0
+
+
+async def _listen(run: RunConfig, *, token: str) -> Observation:
+    async def connect() -> Bus:
+        return await observe(run, token=token)
+
+    watcher = Watcher(connect)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + LISTEN_SECONDS
+    try:
+        while True:
+            observation = await watcher.look()
+            if isinstance(watcher.error, NoSuchRun):
+                raise watcher.error
+            if loop.time() >= end:
+                return observation
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        await watcher.close()
+
+
+def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
+    lines = [where + (", finished" if observation.is_finished else "")]
+    for name, seen in sorted(observation.actors.items()):
+        waits = "; ".join(f"{wait.what} ({wait.seconds:.0f} s)" for wait in seen.beat.waits)
+        heard = f"not heard for {seen.seconds:.0f} s" if seen.seconds > SILENT_SECONDS else seen.beat.phase
+        version = f"version {seen.beat.policy_version}"
+        lines.append(f"  {name:20s} {seen.beat.role:16s} {heard:12s} {version:12s} waits for: {waits or '-'}")
+    for finding in findings:
+        lines += [f"{finding.fault}: {finding.text}", f"  -> {finding.remedy}"]
+    return "\n".join(lines if findings else [*lines, "nothing is wrong"])
+
+
+def _json(run: RunConfig, observation: Observation, findings: list[Finding]) -> str:
+    return json.dumps(
+        {
+            "run": run.run.name,
+            "is_finished": observation.is_finished,
+            "listened_seconds": observation.listened,
+            "findings": [_finding(finding) for finding in findings],
+            "actors": {name: _actor(seen) for name, seen in sorted(observation.actors.items())},
+        }
+    )
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "fault": finding.fault,
+        "actor": finding.actor,
+        "text": finding.text,
+        "remedy": finding.remedy,
+        "seconds": finding.seconds,
+        "host": finding.host,
+        "pid": finding.pid,
+    }
+
+
+def _actor(seen: Seen) -> dict[str, Any]:
+    return {"silent_seconds": seen.seconds, "process": seen.process} | dataclasses.asdict(seen.beat)

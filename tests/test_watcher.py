@@ -1,0 +1,199 @@
+"""What a watcher makes of what it hears: ages on its own clock, and who left, died, or starts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl.actors import watcher as watching
+from asyncrl.actors.watcher import Lasting, Launched, Sightings, Watcher, process_state
+from asyncrl.errors import BusError
+from asyncrl.messages import Heartbeat
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import LEARNER, WORKER, Finding
+from asyncrl.topics import ACTORS, PROGRESS
+from tests import bus_fixtures
+from tests.learning_fixtures import memory_bus
+
+
+def beat(name: str, number: int, *, pid: int = 7, host: str = "here", role: str = WORKER) -> Heartbeat:
+    return Heartbeat(actor=name, role=role, beat=number, host=host, pid=pid)
+
+
+def sightings() -> Sightings:
+    return Sightings(host="here", process=lambda pid: "stopped")
+
+
+def test_who_does_not_beat_any_more_gets_older_only_while_we_listen() -> None:
+    heard = sightings()
+    for number in (1, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    assert heard.present()["w0"].seconds == 0
+    for _ in range(7):
+        heard.hear({"w0": beat("w0", 2)}, seconds=1)
+    assert (heard.present()["w0"].seconds, heard.present()["w0"].process) == (7, "stopped")
+    heard.hear({"w0": beat("w0", 3)}, seconds=1)
+    assert heard.present()["w0"].seconds == 0
+
+
+def test_who_takes_its_entry_away_left_in_order() -> None:
+    heard = sightings()
+    for number in (1, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    heard.hear({}, seconds=1)
+    assert heard.present() == {}
+
+
+@pytest.mark.parametrize("numbers", [(1,), (1, 2, 2, 2, 2, 2, 2, 2, 2)])
+def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) -> None:
+    heard = sightings()
+    for number in numbers:  # a single beat may have been old when it was heard
+        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    heard.hear({}, seconds=1)
+    assert heard.present()["w0"].seconds >= 15
+    for _ in range(60):
+        heard.hear({}, seconds=1)
+    assert heard.present() == {}
+
+
+def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
+    heard = sightings()
+    beats = {"w0": beat("w0", 5, pid=7), "w0.weights": beat("w0.weights", 5, pid=7)}
+    one = Launched(name="w0", role=WORKER, pid=7, seconds=9)
+    heard.hear(beats, seconds=1, launched=[one])
+    heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=2)])
+    for seconds in (20, 40):
+        heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=seconds)])
+        (seen,) = heard.present().values()
+        assert (seen.beat.pid, seen.beat.phase, seen.beat.waits[0].seconds) == (8, "starting", seconds)
+        beats = {}
+    beats["w0"] = beat("w0", 1, pid=8)
+    heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=3)])
+    assert [seen.beat.phase for seen in heard.present().values()] == ["running"]
+
+
+def test_other_watchers_are_no_part_of_the_run() -> None:
+    heard = sightings()
+    heard.hear({"watcher-9": beat("watcher-9", 1, role=watching.ROLE)}, seconds=1)
+    assert heard.present() == {}
+
+
+def finding(fault: str) -> Finding:
+    return Finding(fault=fault, actor="w0", cause="", remedy="")
+
+
+def test_a_finding_begins_once_and_ends_when_it_was_missed_twice() -> None:
+    lasting = Lasting()
+    said = []
+    for faults in (["engine"], ["engine"], [], ["engine"], [], [], []):
+        begun, ended = lasting.update([finding(fault) for fault in faults])
+        said.append((len(begun), len(ended)))
+    assert said == [(1, 0), (0, 0), (0, 0), (0, 0), (0, 0), (0, 1), (0, 0)]
+
+
+def test_the_state_of_a_process_is_what_its_machine_says() -> None:
+    assert process_state(os.getpid()) == "running"
+    assert process_state(0) == ""
+    assert process_state(2**22 + 1) == "gone"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(watching, "time", made)
+    yield made
+
+
+class Flaky:
+    """A bus that can be deaf, or refuse to store."""
+
+    def __init__(self) -> None:
+        self.bus = memory_bus()
+        self.deaf = self.full = False
+
+    async def states(self, topic: Any) -> Any:
+        if self.deaf:
+            raise BusError("no answer")
+        return await self.bus.states(topic)
+
+    async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
+        if self.full:
+            raise BusError("insufficient resources")
+        await self.bus.put(topic, message, key=key)
+
+    async def forget(self, topic: Any, *, key: str) -> None:
+        await self.bus.forget(topic, key=key)
+
+    async def close(self) -> None:
+        await self.bus.close()
+
+
+async def test_while_the_bus_is_away_only_the_bus_is_named(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    await bus.put(ACTORS, beat("learner", 1, role=LEARNER, host="there"), key="learner")
+    await watcher.look()
+    bus.deaf = True
+    for _ in range(6):
+        clock.now += 10
+        observation = await watcher.look()
+    (found,) = diagnose(observation)
+    assert (found.fault, found.actor) == ("bus", "nats-server")
+    assert "60 s: no answer" in found.text
+    bus.deaf = False
+    for _ in range(4):  # its actors need some seconds to find it again
+        clock.now += 1
+        assert diagnose(await watcher.look()) == []
+    await watcher.close()
+
+
+async def test_a_bus_that_stores_nothing_is_named_by_its_own_words(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    await watcher.look()
+    bus.full = True
+    for _ in range(4):
+        clock.now += 2
+        observation = await watcher.look()
+    (found,) = diagnose(observation)
+    assert (found.fault, "8 s: insufficient resources" in found.text) == ("bus storage", True)
+    await watcher.close()
+
+
+async def test_a_watcher_leaves_nothing_behind_and_sees_that_the_run_is_finished() -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    await bus.put(PROGRESS, bus_fixtures.progress(3))
+    assert not (await watcher.look()).is_finished
+    assert len(await bus.states(ACTORS)) == 1
+    await watcher.close()
+    assert await bus.states(ACTORS) == {}
+
+
+async def test_nobody_is_accused_by_a_watcher_that_was_frozen_itself(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    for number in (1, 2):
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        await watcher.look()
+        clock.now += 1
+    clock.now += 3600
+    assert diagnose(await watcher.look()) == []
+    await watcher.close()
+
+
+async def _ready(bus: Any) -> Any:
+    await asyncio.sleep(0)
+    return bus
