@@ -22,6 +22,7 @@ from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
 if TYPE_CHECKING:
     from asyncrl.actors.base import Actor
+    from asyncrl.actors.examiner import Examiner
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
     from asyncrl.policies.algorithms import Algorithm
@@ -284,6 +285,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         group_size=run.rollout.group_size,
         state=state.prompts,
         groups=buffer.groups,
+        run_epoch=state.run_epoch,
     )
     feed = BatchFeed(
         BatchSettings(
@@ -314,6 +316,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             checkpoint_keep=run.checkpoint.keep,
             keep_log=run.checkpoint.keep_log,
             max_buried_in_a_row=max(32, 2 * run.window),
+            max_skipped_steps=run.learner.max_skipped_steps,
         ),
         state=state,
         restore_from=restore_from,
@@ -325,9 +328,28 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         channel=weights,
         reporter=Reporter(bus, open_sinks(run, resume=resume), mismatch_alarm=run.metrics.mismatch_alarm),
         filters=filters(run),
+        examiner=examiner(run, bus=bus),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]
+
+
+def examiner(run: RunConfig, *, bus: Bus) -> Examiner:
+    from asyncrl.actors.examiner import Examiner
+    from asyncrl.data.model_folder import check_model
+    from asyncrl.policies.rescoring import Rescoring
+    from asyncrl.policies.vetting import Vetting
+
+    model = check_model(Path(run.model.path))
+    are_sampled = run.rollout.function != "given"
+    return Examiner(
+        bus,
+        vetting=Vetting(vocabulary_size=model.vocab_size, context_tokens=model.context_tokens, are_sampled=are_sampled),
+        rescoring=Rescoring(
+            bound=run.learner.quarantine_mismatch if are_sampled else 0.0, every=run.learner.rescore_every
+        ),
+        shares=run.learner.data_parallel,
+    )
 
 
 def _starting_point(run: RunConfig, *, resume: bool, last_epoch: int) -> tuple[LearnerState, Path | None]:

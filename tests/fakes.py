@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -226,6 +227,8 @@ class Loop:
     bound: AdaptiveBound | None = None
     order: str = "oldest_first"
     age_weight: AgeWeight | None = None
+    max_skipped_steps: int = 0
+    examiner: Examiner | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -254,6 +257,7 @@ class Loop:
             group_size=self.group_size,
             state=state.prompts,
             groups=self.buffer.groups,
+            run_epoch=state.run_epoch,
         )
         feed = BatchFeed(
             BatchSettings(
@@ -282,6 +286,7 @@ class Loop:
                 checkpoint_keep=2,
                 keep_log=False,
                 max_buried_in_a_row=self.max_buried_in_a_row,
+                max_skipped_steps=self.max_skipped_steps,
             ),
             state=state,
             restore_from=restore_from,
@@ -293,6 +298,7 @@ class Loop:
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
             filters=self.filters,
+            examiner=self.examiner,
         )
         return self.learner
 

@@ -20,6 +20,7 @@ from asyncrl.messages import (
     Heartbeat,
     Progress,
     PromptGroup,
+    Quarantine,
     Sampling,
     Trajectory,
     TrajectoryGroup,
@@ -57,6 +58,7 @@ SAMPLES: dict[type, Any] = {
         WeightVersion(run_epoch=1, policy_version=7, uri="/dev/shm/7", sha256="ab", num_bytes=2**40),
         Progress(run_epoch=1, step=7, policy_version=7, groups_trained=9, finished=True),
         Heartbeat(actor="a", role="learner", waits_for="groups", waiting_since=1.5, numbers={"loss": 0.25}),
+        Quarantine(worker="w2", run_epoch=1, reason="0.9 nats off"),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
     )
 }

@@ -12,6 +12,7 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
 
 WORKER_ROLE = "rollout-worker"
+REFUSED = "bus/refused"
 
 
 class Reporter:
@@ -32,6 +33,7 @@ class Reporter:
         self.num_workers = len(workers)
         row = dict(metrics) | self._alarm.look(metrics)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
+        row[REFUSED] = self._bus.refusals.total + sum(beat.numbers.get(REFUSED, 0.0) for beat in workers)
         for sink in self._sinks:
             sink.write(step, row)
 

@@ -26,10 +26,11 @@ from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
-from asyncrl.bus.service import Asked, Line
-from asyncrl.codec import decode, encode
+from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError
 from asyncrl.protocols import Delivery, Record
+from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class JetStreamBus:
     def __init__(self, connection: Connection, layout: Layout) -> None:
         self._connection, self._layout = connection, layout
         self._made: set[str] = set()
+        self.refusals = Refusals()
 
     @classmethod
     async def connect(
@@ -216,7 +218,7 @@ class JetStreamBus:
             return None
         content = opened(data, topic)
         if content.message is None:
-            logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
+            self.refusals.note(topic.name, f"state {key!r}: {content.problem}")
         return content.message
 
     async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: dict[str, str]) -> None:
@@ -230,11 +232,11 @@ class JetStreamBus:
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
         data = await self._connection.ask(self._layout.service(service), encode(question), seconds=seconds)
-        return None if data is None else decode(data, service.answer_type)
+        return None if data is None else answer_of(data, service, self.refusals)
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
-        line = Line(service)
+        line = Line(service, self.refusals)
 
         async def on_message(message: Any) -> None:
             async def send(data: bytes) -> None:
