@@ -59,7 +59,7 @@ def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
 
 
 def test_an_old_answer_may_differ_by_what_the_policy_moved() -> None:
-    """2 nats off: too much for a fresh answer (0.5) and for one 2 versions old (1.5), not for one 3 versions old (2)."""
+    """2 nats off: too much for a fresh answer (0.5) and at 2 versions (1.5), not at 3 versions (2.0)."""
     for age, expected in ((0, ["w"]), (2, ["w"]), (3, [])):
         rescoring = Rescoring(bound=0.5, every=1)
         for step in (0, 1):

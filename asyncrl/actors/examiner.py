@@ -96,7 +96,7 @@ class Examiner:
         )
         if sender:
             self._impossible[sender] = self._impossible.get(sender, 0) + 1
-        return Vetted(group=_buried(group_id, sender, problem), problem=problem, is_news=is_news)
+        return Vetted(group=buried(group_id, sender, problem), problem=problem, is_news=is_news)
 
     def too_often(self, worker: str) -> str:
         """Why a worker should be quarantined for what it sent; "" when it need not."""
@@ -140,7 +140,8 @@ class Examiner:
             raise HopelessError(f"every rollout worker is quarantined; the last, {worker}, for {reason}")
 
 
-def _buried(group_id: int, worker: str, problem: str) -> TrajectoryGroup:
+def buried(group_id: int, worker: str, problem: str) -> TrajectoryGroup:
+    """What the learner makes of a group that cannot be trained."""
     return TrajectoryGroup(
         group_id=group_id,
         prompt_tokens=np.zeros(0, np.int32),

@@ -24,7 +24,7 @@ from typing import TypeVar
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
-from asyncrl.actors.examiner import Examiner
+from asyncrl.actors.examiner import Examiner, buried
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
@@ -39,7 +39,7 @@ from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.skipped import SkippedSteps
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
-from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
+from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, group_id_of
 
 T = TypeVar("T")
 
@@ -125,6 +125,7 @@ class Learner(Actor):
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read(), name=f"{self.name}.read")
             exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
+            burial = group.create_task(self._bury_unanswerable(), name=f"{self.name}.burial")
             if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
@@ -132,6 +133,7 @@ class Learner(Actor):
             await self._finish()
             reader.cancel()
             exhaustion.cancel()
+            burial.cancel()
 
     async def stop(self) -> None:
         await self._in_backend(self._backend.close)
@@ -197,20 +199,36 @@ class Learner(Actor):
             else:
                 await self._filter(group)
         elif became == "buried" and group is not None:
-            self._buried += 1
-            self._buried_in_a_row += 1
-            if not vetted.problem:  # the examiner said what it refused
-                self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
-            await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
-            if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
-                raise HopelessError(
-                    f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
-                )
-            if reason := self._examiner.too_often(group.worker):
-                await self._quarantine(group.worker, reason)
-            await self._report_progress()
-        elif became == "refused" and vetted.is_news:
-            await self._event("refused", sequence=record.sequence, problem=vetted.problem)
+            await self._bury(group, is_said=bool(vetted.problem))
+        elif became == "refused":
+            if (group_id := group_id_of(record.key)) is not None:
+                self._prompts.taken.add(group_id)
+            if vetted.is_news:
+                await self._event("refused", sequence=record.sequence, problem=vetted.problem)
+
+    async def _bury(self, group: TrajectoryGroup, *, is_said: bool) -> None:
+        """Count a group that could not be made. ``is_said``: the log has the reason. Raises HopelessError."""
+        self._buried += 1
+        self._buried_in_a_row += 1
+        if not is_said:
+            self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
+        await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
+        if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
+            raise HopelessError(
+                f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
+            )
+        if reason := self._examiner.too_often(group.worker):
+            await self._quarantine(group.worker, reason)
+        await self._report_progress()
+
+    async def _bury_unanswerable(self) -> None:
+        """consumes: groups whose place in the log was taken before they were asked for    woken by: prompt source"""
+        while True:
+            group_id = await self._prompts.unanswerable.get()
+            self._buffer.groups.add(group_id)
+            group = buried(group_id, "", "its place in the trajectory log was taken before it was published")
+            await self._bury(group, is_said=False)
+            self._feed.wake()
 
     async def _filter(self, group: TrajectoryGroup) -> None:
         """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""

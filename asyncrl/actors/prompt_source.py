@@ -23,8 +23,6 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES, group_id_of
 
 FULL_QUEUE_SECONDS = 0.5
-FURTHEST = 10_000
-"""Beyond what it knows of a prompt source looks so far for groups on the bus; a key further away is not a group's."""
 
 
 class Row(Protocol):
@@ -88,6 +86,11 @@ class PromptSource(Actor):
         self.reconciled = asyncio.Event()
         """Set when it is known which groups were ever published; ``is_published`` waits for that."""
 
+        self.taken: set[int] = set()
+        """Groups not asked for yet whose place in the log somebody has taken: no answer of theirs can be stored."""
+        self.unanswerable: asyncio.Queue[int] = asyncio.Queue()
+        """Those of them whose turn has come; the learner buries them."""
+
     def is_published(self, group_id: int) -> bool:
         """Whether this run ever asked for the group."""
         return 0 <= group_id < self._next
@@ -116,8 +119,10 @@ class PromptSource(Actor):
     async def _reconcile(self) -> None:
         """Publish again what the bus lost, and go on behind what it has: it may be ahead of our checkpoint."""
         on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
-        on_bus |= await self.bus.keys(TRAJECTORIES)
-        present = self._group_ids(on_bus)
+        in_log = await self.bus.keys(TRAJECTORIES)
+        present = self._group_ids(on_bus | in_log)
+        strange = {group_id for key in in_log if (group_id := group_id_of(key)) is not None} - present
+        self.taken |= {group_id for group_id in strange if group_id >= self._next}
         missing: list[_Numbered] = []
         for group_id in sorted(self._outstanding.keys() - present):
             if group_id not in self._groups:
@@ -135,12 +140,12 @@ class PromptSource(Actor):
             await self._publish(numbered, min_policy_version=0)
 
     def _group_ids(self, keys: set[str]) -> set[int]:
-        """The groups among ``keys``. Ids are dense: one far beyond all others was put there by somebody else."""
+        """The groups among ``keys``. They are a window wide: one far beyond all others was put there by another."""
         ids: set[int] = set()
         last = self._next - 1
         for key in sorted(keys, key=lambda key: (len(key), key)):
             group_id = group_id_of(key)
-            if group_id is None or group_id > last + FURTHEST:
+            if group_id is None or group_id > last + self._admission.most:
                 self.bus.refusals.note(PROMPTS.name, f"key {key!r}: no group of this run", kind="key")
                 continue
             last = max(last, group_id)
@@ -159,6 +164,9 @@ class PromptSource(Actor):
         rows = await asyncio.to_thread(self._read_many, count)
         async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
             for numbered in rows:
+                if numbered.group_id in self.taken:
+                    self.unanswerable.put_nowait(numbered.group_id)
+                    continue
                 self.oldest_start[numbered.group_id] = progress.policy_version
                 group.create_task(self._publish(numbered, min_policy_version=progress.policy_version))
         if len(rows) < count:

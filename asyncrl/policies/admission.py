@@ -30,19 +30,23 @@ class Admission:
     max_staleness: int
     total_groups: int
 
+    @property
+    def most(self) -> int:
+        """Groups that are never all outstanding: the window and a batch more."""
+        return self.groups_per_batch * (self.max_staleness + 2)
+
     def may_publish(
         self, *, published: int, lost: int, batches_taken: int, steps_done: int, bound: int | None = None
     ) -> int:
         """Groups that may be published now, >= 0. ``bound``: the adapted one; None is max_staleness.
 
-        Never more than the window and a batch, whatever a learner claims to have done.
+        Never more than ``most``, whatever a learner claims to have done.
         """
         released = batches_taken if self.mode == "one_step_off" else steps_done
         widest = self.max_staleness if bound is None else min(bound, self.max_staleness)
         slack = widest if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
-        most = self.groups_per_batch * (self.max_staleness + 2)
-        return min(most, max(0, open_groups - (published - lost)))
+        return min(self.most, max(0, open_groups - (published - lost)))
 
 
 # -- what others admit, in groups; for comparison and for rules of one's own ------------------------------------------

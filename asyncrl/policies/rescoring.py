@@ -1,7 +1,7 @@
 """Whether a worker's behavior logprobs are those of the policy: a few of its answers are scored again by the trainer.
 
 A step reports the mismatch of the whole batch; here it is kept apart by worker. Every ``every`` steps, of each worker
-the batch's ``SAMPLES`` youngest answers are scored by the weights about to be trained. That is one forward pass, a third
+the batch's ``SAMPLES`` youngest answers are scored by the weights about to be trained. One forward pass is a third
 of what training an answer takes, so the learner's time grows by SAMPLES x workers / (3 x answers of a batch x every).
 
 An answer that is ``age`` versions old may differ by what the policy moved meanwhile, so the bound is
