@@ -201,8 +201,12 @@ def require_gpu(section: str) -> None:
 # -- bus ---------------------------------------------------------------------------------------------------------------
 
 
-async def connect(run: RunConfig, *, token: str) -> Bus:
-    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder."""
+async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
+    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
+
+    role  of bus/access.py; only the learner's makes the run's streams
+    """
+    from asyncrl.bus.access import Access, without_secrets
     from asyncrl.bus.jetstream import JetStreamBus
 
     url = run.bus.url
@@ -219,7 +223,14 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
     bus = await JetStreamBus.connect(
         url,
         run=run.run.name,
-        token=token,
+        access=Access(
+            role=role,
+            token="" if run.bus.credentials else token,
+            credentials=run.bus.credentials,
+            tls_ca=run.bus.tls_ca,
+            tls_certificate=run.bus.tls_certificate,
+            tls_key=run.bus.tls_key,
+        ),
         max_prompts=run.window,
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
@@ -229,8 +240,9 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
         limit = bus.max_message_bytes
         await bus.close()
         raise ConfigError(
-            f"bus.url {url}: the server takes messages of {limit:,} bytes, a trajectory group may have "
-            f"{run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or max_new_tokens"
+            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a trajectory group "
+            f"may have {run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or "
+            "max_new_tokens"
         )
     return bus
 

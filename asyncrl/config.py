@@ -45,6 +45,14 @@ class Bus:
     """nats://HOST:PORT of a running server; empty starts one for this run."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
+    credentials: str = ""
+    """File with USER:PASSWORD, an NKEY seed, or a .creds file; {role} in it is learner, rollout-worker or observer.
+    `bin/nats-config` writes such files."""
+    tls_ca: str = ""
+    """PEM file of who signed the server's certificate; with it, or with tls:// in the url, the bus speaks TLS."""
+    tls_certificate: str = ""
+    """Our own certificate, for a server that asks for one; {role} as above."""
+    tls_key: str = ""
     port: int = 0
     """Port of the server started for this run; 0 takes a free one."""
     store: Literal["file", "memory"] = "file"
@@ -60,8 +68,12 @@ class Bus:
         _positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
         _require(
             not self.url or self.url.startswith(("nats://", "tls://")),
-            f"url must start with nats:// or tls://, got {self.url!r}",
+            f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
+        _require(
+            bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
+        )
+        _require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

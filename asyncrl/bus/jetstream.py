@@ -20,6 +20,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from asyncrl.bus.access import Access
 from asyncrl.bus.connection import Connection, Refused, Unanswered
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
@@ -43,6 +44,8 @@ _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 6
 _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
+_NO_STREAM: Final = 10059
+_LONG_PAUSE: Final = 1.6
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
@@ -50,8 +53,9 @@ _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, stora
 class JetStreamBus:
     """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
-    def __init__(self, connection: Connection, layout: Layout) -> None:
+    def __init__(self, connection: Connection, layout: Layout, *, makes_streams: bool = True) -> None:
         self._connection, self._layout = connection, layout
+        self._makes_streams = makes_streams
         self._made: set[str] = set()
         self.refusals = Refusals()
 
@@ -61,22 +65,28 @@ class JetStreamBus:
         url: str,
         *,
         run: str,
-        token: str,
+        token: str = "",
+        access: Access | None = None,
         max_prompts: int,
         max_log_bytes: int,
         ack_seconds: float,
         storage: Literal["file", "memory"],
         connect_seconds: float = 10.0,
     ) -> JetStreamBus:
-        """The bus of one run on a server, its topics made if they are not there. Raises ConfigError."""
+        """The bus of one run on a server. Raises ConfigError.
+
+        access: who we are there; ``token`` is short for one that has nothing else. The learner's role makes the topics
+        that are not there; the others wait until it has.
+        """
+        access = access or Access(token=token)
         connection = Connection(url)
         layout = Layout(
             run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
         )
-        bus = cls(connection, layout)
+        bus = cls(connection, layout, makes_streams=access.role == "learner")
         try:
-            await connection.open(url, token=token, seconds=connect_seconds)
-            for topic in ALL:
+            await connection.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            for topic in (*ALL, Lease.TOPIC):
                 await bus._stream(topic)
         except BaseException:
             await connection.close()
@@ -289,6 +299,9 @@ class JetStreamBus:
         name = self._layout.stream(topic)
         if name in self._made:
             return name
+        if not self._makes_streams:
+            await self._until_made(name)
+            return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
@@ -310,6 +323,24 @@ class JetStreamBus:
             ) from None
         self._made.add(name)
         return name
+
+    async def _until_made(self, name: str) -> None:
+        """waits for: the learner, which makes the run's streams"""
+        pause = 0.05
+        while True:
+            try:
+                await self._connection.api(f"STREAM.INFO.{name}")
+                break
+            except Refused as refused:
+                if refused.code != _NO_STREAM:
+                    raise
+            if pause == _LONG_PAUSE:
+                logger.warning(
+                    "bus %s: no stream %s yet; waiting for the learner to make it", self._connection.name, name
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONG_PAUSE + 0.1)
+        self._made.add(name)
 
 
 class _Delivery(Generic[M]):
