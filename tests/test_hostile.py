@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 
 from asyncrl.actors.examiner import Examiner
 from asyncrl.bus.memory import MemoryBus
+from asyncrl.bus.server import EmbeddedServer
 from asyncrl.bus.service import Line, answer_of
 from asyncrl.codec import decode, encode
 from asyncrl.errors import MessageError
-from asyncrl.messages import Trajectory, TrajectoryGroup, TransferOffer, TransferRequest, VersionSpan
+from asyncrl.messages import Trajectory, TrajectoryGroup, TransferOffer, TransferRequest, VersionSpan, WeightVersion
 from asyncrl.policies.vetting import Vetting
 from asyncrl.refusals import Refusals
-from asyncrl.topics import ALL, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS, Topic
+from asyncrl.topics import ALL, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS, Topic, group_id_of
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import Engine, Loop, run_worker, worker
 from tests.test_messages import JSON_LIKE, SAMPLES, tampered
@@ -150,7 +151,10 @@ def test_no_message_stops_a_run_or_is_trained_unless_it_can_be(hostile: list[tup
         assert np.isfinite(micro_batch.advantages).all()
         assert np.isfinite(micro_batch.loss_weights).all()
         assert 0 <= micro_batch.staleness.min() <= micro_batch.staleness.max() <= loop.max_staleness
-    assert bus.refusals.total >= sum(key == "x" for topic, key, _ in hostile if topic is TRAJECTORIES) > -1
+    early = hostile[: len(hostile) // 3]  # in the log before any answer, so read before the last step
+    assert bus.refusals.total >= len(
+        {key for topic, key, _ in early if topic is TRAJECTORIES and group_id_of(key) is None}
+    )
 
 
 @settings(max_examples=max(1, CASES // 5))
@@ -186,3 +190,35 @@ def test_invented_senders_fill_no_memory(caplog: pytest.LogCaptureFixture) -> No
         refusals.note("trajectories", "no", sender=str(number))
     assert refusals.total == 5000
     assert len(refusals.counts) == len(caplog.records) == 1001
+
+
+async def test_junk_on_every_subject_of_a_real_server_changes_nothing(
+    nats_server: EmbeddedServer, connect: Any, tmp_path: Path
+) -> None:
+    """By a connection that may do everything; also on the subjects of services, leases and our own inboxes."""
+    run = "junk"
+    enemy, learners, workers = [await connect(nats_server, run=run, max_prompts=100) for _ in range(3)]
+    loop = Loop(learners, tmp_path, steps=3, max_buried_in_a_row=1000, examiner=Examiner(learners))
+    bodies = [b"", b"\xc1", b"\x93" * 3000, encode(SAMPLES[WeightVersion])[:-3], bytes(500_000)]
+    subjects = [
+        *(enemy._layout.prefix(topic) + key for topic in ALL for key in ("0", "4", "x", "=", "w0", "=FF", "99999")),
+        enemy._layout.service(TRANSFERS),
+        enemy._layout.freed("load-0"),
+        f"{workers._connection._inbox}.1",
+        f"{learners._connection._inbox}.2",
+        "$JS.ACK.asyncrl-junk-prompts.workers.1.1.1.1.1",
+    ]
+
+    async def throw_all() -> None:
+        for subject in subjects:
+            for body in bodies:
+                await enemy._connection.send(subject, body, reply="")
+
+    async with asyncio.TaskGroup() as group:
+        await throw_all()
+        group.create_task(run_worker(worker(workers, Engine())))
+        group.create_task(loop.run_learner())
+        await throw_all()
+    assert loop.backend.steps == 3
+    assert learners.refusals.total > 5
+    assert workers.refusals.total > 5
