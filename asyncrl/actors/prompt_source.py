@@ -161,6 +161,7 @@ class PromptSource(Actor):
             steps_done=progress.step,
             bound=progress.bound,
         )
+        count = min(count, self._admission.most)  # whatever a learner claims to have done
         rows = await asyncio.to_thread(self._read_many, count)
         async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
             for numbered in rows:

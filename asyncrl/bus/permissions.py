@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--tls-client-ca", type=Path, help="PEM: clients must show a certificate this one signed")
     options = parser.parse_args(arguments)
+    for run in options.runs:
+        if not re.fullmatch("[A-Za-z0-9_-]+", run):
+            parser.error(f"{run!r} is no run.name: letters, digits, - and _")
     directory: Path = options.directory.absolute()
     tls: dict[str, Any] | None = None
     if options.tls_certificate:

@@ -38,15 +38,12 @@ class Admission:
     def may_publish(
         self, *, published: int, lost: int, batches_taken: int, steps_done: int, bound: int | None = None
     ) -> int:
-        """Groups that may be published now, >= 0. ``bound``: the adapted one; None is max_staleness.
-
-        Never more than ``most``, whatever a learner claims to have done.
-        """
+        """Groups that may be published now, >= 0. ``bound``: the adapted one; None is max_staleness."""
         released = batches_taken if self.mode == "one_step_off" else steps_done
         widest = self.max_staleness if bound is None else min(bound, self.max_staleness)
         slack = widest if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
-        return min(self.most, max(0, open_groups - (published - lost)))
+        return max(0, open_groups - (published - lost))
 
 
 # -- what others admit, in groups; for comparison and for rules of one's own ------------------------------------------
