@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from asyncrl import auxiliary, checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
+from asyncrl.config_record import as_table
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -66,12 +67,14 @@ def backend_class(run: RunConfig) -> Any:
 
 def algorithm(run: RunConfig) -> Algorithm:
     """The row, with the run file's correction and options. Refuses stale data without a correction."""
-    from asyncrl.policies.algorithms import ALGORITHMS, Row, resolve
+    from asyncrl.policies.algorithms import Row, resolve
+    from asyncrl.policies.correction_chains import weight_left_behind
+    from asyncrl.policies.rows import ALGORITHMS
 
     section = run.algorithm
     row = ALGORITHMS.get(section.name)
     if row is None:
-        addresses = {name: "asyncrl.policies.algorithms:ALGORITHMS" for name in ALGORITHMS}
+        addresses = {name: "asyncrl.policies.rows:ALGORITHMS" for name in ALGORITHMS}
         row = plugins.load(section.name, where="algorithm.name", table=addresses, kind=Row)
     resolved = resolve(
         row,
@@ -97,14 +100,16 @@ def algorithm(run: RunConfig) -> Algorithm:
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
-            'as if it were fresh, which collapses; use correction = "tis_token", or allow_uncorrected = true if you '
-            "mean it"
+            "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
+            f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
+            '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
         )
     return resolved
 
 
-def filters(run: RunConfig) -> list[GroupFilter]:
-    return [plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters]
+def filters(run: RunConfig) -> dict[str, GroupFilter]:
+    """By their names in the run file."""
+    return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
 
 
 def load_reward(run: RunConfig) -> Any:
@@ -257,11 +262,13 @@ async def _connect(run: RunConfig, url: str, *, token: str, makes_topics: bool) 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """The learner, and the actors that run beside it in its process; ready to be supervised."""
     from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+    from asyncrl.actors.group_filters import GroupFilters
     from asyncrl.actors.learner import Learner, LearnerSettings
     from asyncrl.actors.prompt_source import PromptSource
     from asyncrl.actors.reporter import Reporter
     from asyncrl.actors.training_step import TrainingStep
     from asyncrl.actors.weight_sender import WeightSender
+    from asyncrl.history import HISTORY_FILE, History
     from asyncrl.metrics.sinks import open_sinks
     from asyncrl.policies.adaptive import AdaptiveBound
     from asyncrl.policies.admission import Admission
@@ -319,6 +326,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     weights = channel(run)
     trained = backend(run)
+    history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
+    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
     sinks, has_behavior = open_sinks(run, resume=resume), run.rollout.function != "given"
     learner = Learner(
         "learner",
@@ -343,7 +352,8 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         training=TrainingStep(trained, algorithm=algorithm(run), **auxiliary.training_options(run)),
         channel=weights,
         reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
-        filters=filters(run),
+        history=history,
+        filters=GroupFilters(filters(run), max_in_a_row=max(1000, 20 * run.window)),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]
@@ -389,6 +399,7 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any]:
     """(RolloutWorker, WeightFollower), ready to be supervised."""
     from asyncrl.actors.rollout_worker import RolloutWorker
+    from asyncrl.actors.salvage import Salvage
     from asyncrl.actors.stragglers import Stragglers
     from asyncrl.actors.weight_follower import WeightFollower
     from asyncrl.data.tokenizer import load_tokenizer
@@ -410,5 +421,12 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
         stragglers=Stragglers(max_staleness=run.max_staleness, min_group=run.staleness.min_group)
         if run.staleness.stragglers == "partial"
         else None,
+        salvage=Salvage(
+            bus,
+            worker=name,
+            seconds=run.rollout.salvage_seconds,
+            max_attempts=run.rollout.max_attempts,
+            max_staleness=run.max_staleness,
+        ),
     )
     return worker, follower

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ from asyncrl.placement import Placement, place
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms import Algorithm
+    from asyncrl.policies.catalogue import Advantage, Aggregation, Loss
+    from asyncrl.policies.correction_chains import Step
+
+
+log = logging.getLogger("asyncrl.check")
 
 
 def check(run: RunConfig) -> None:
@@ -47,10 +53,27 @@ def check(run: RunConfig) -> None:
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
-    app.filters(run)
+    _check_filters(run)
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
+
+
+def _check_filters(run: RunConfig) -> None:
+    """Each is asked about a group made up here. What only real groups have, such as the parts of a reward, it may
+    miss; a TypeError or an AttributeError a real group would raise too."""
+    from asyncrl.actors.group_filters import ask, sample_group
+
+    for name, function in app.filters(run).items():
+        try:
+            ask(function, sample_group())
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
+                "TrajectoryGroup that gives True to keep it"
+            ) from error
+        except Exception as error:  # the learner will say so, if a real group raises it too
+            log.warning("algorithm.filters: %s raised %s: %s on a made-up group", name, type(error).__name__, error)
 
 
 def _check_bus(run: RunConfig) -> None:
@@ -158,6 +181,7 @@ def describe(run: RunConfig) -> str:
         lines.append("")
     lines += [
         "# what follows",
+        *_algorithm(run),
         f"staleness bound   {run.max_staleness} versions ({run.run.mode})"
         + (f", the window's between {run.staleness.smallest} and it" if run.staleness.adaptive else ""),
         f"window            {run.window} groups = (max_staleness {run.max_staleness} + 1) x "
@@ -172,7 +196,28 @@ def describe(run: RunConfig) -> str:
     return "\n".join(lines)
 
 
+def _algorithm(run: RunConfig) -> list[str]:
+    """Its parts with every option as it will be trained, and the models that are loaded, a line each."""
+    made = app.algorithm(run)
+    models = {"policy": Path(run.model.path)} | auxiliary.folders(run, made)
+    return [
+        f"algorithm         {made.name}, {made.paper}" if made.paper else f"algorithm         {made.name}",
+        f"advantage         {_part(made.advantage)}",
+        f"loss              {_part(made.loss)}",
+        f"aggregation       {_part(made.aggregation)}",
+        f"correction        {' + '.join(_part(step) for step in made.correction)}",
+        f"models            {', '.join(f'{name} {folder}' for name, folder in models.items())}",
+    ]
+
+
+def _part(part: Advantage | Loss | Aggregation | Step) -> str:
+    options = ", ".join(f"{key} = {_toml(value)}" for key, value in part.options.items())
+    return f"{part.name} ({options})" if options else part.name
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        return str(value)  # inf and nan as TOML spells them
     return json.dumps(list(value) if isinstance(value, tuple) else value)

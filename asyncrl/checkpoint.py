@@ -2,7 +2,8 @@
 
     checkpoints/step-00000050/
       learner.json     run epoch, step, policy version, forks, trajectory cursor and what was consumed beyond it,
-                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound
+                       group ledger, prompt position and outstanding prompts, counters, adapted staleness bound,
+                       length of history.jsonl
       backend/         weights, optimizer, RNG (written by the backend)
 
 The cursor lives here and not in the broker: a restarted learner reads the log again from it and skips what this
@@ -58,6 +59,7 @@ class LearnerState:
     groups_per_batch: int = 0
     forks: dict[int, int] = field(default_factory=dict)
     bound: dict[str, int] = field(default_factory=dict)
+    history: int = 0
 
 
 def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:
@@ -65,7 +67,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
     Raises CheckpointError naming the folder, with the previous checkpoint untouched.
     """
-    final = directory / f"step-{state.step:08d}"
+    final = directory / _name(state)
     partial = directory / f".{final.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -73,11 +75,9 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
         save_backend(partial / "backend")
         (partial / "learner.json").write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
         _sync_tree(partial)
-        if final.exists():  # the same step again, after a rollback: the new history replaces the old one
-            shutil.rmtree(final)
         partial.rename(final)
         _sync(directory)
-        for old in _complete(directory)[:-keep]:
+        for old in complete(directory)[:-keep]:
             shutil.rmtree(old)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -87,10 +87,12 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
 def latest(directory: Path) -> tuple[LearnerState, Path] | None:
     """The newest complete checkpoint and its backend folder, or None when there is none."""
-    complete = _complete(directory)
-    if not complete:
-        return None
-    folder = complete[-1]
+    folders = complete(directory)
+    return read(folders[-1]) if folders else None
+
+
+def read(folder: Path) -> tuple[LearnerState, Path]:
+    """One complete checkpoint and its backend folder."""
     try:
         table = json.loads((folder / "learner.json").read_text())
         if table.pop("format") != FORMAT:
@@ -103,8 +105,19 @@ def latest(directory: Path) -> tuple[LearnerState, Path] | None:
         raise CheckpointError(f"{folder}: cannot be read ({error}); remove it to use the one before") from error
 
 
-def _complete(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-*"))
+def complete(directory: Path) -> list[Path]:
+    """Folders of the checkpoints that are whole, oldest first: a later life of the learner is newer at any step."""
+    return sorted(directory.glob("step-*"), key=_order)
+
+
+def _name(state: LearnerState) -> str:
+    """One life of the learner writes a step once: no name comes twice, and no checkpoint ever replaces another."""
+    return f"step-{state.step:08d}" + (f"-epoch-{state.run_epoch}" if state.run_epoch else "")
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    _, step, *epoch = folder.name.split("-")
+    return (int(epoch[-1]) if epoch else 0, int(step))
 
 
 def _sync_tree(folder: Path) -> None:

@@ -26,6 +26,8 @@ EXAMPLES = """examples:
   asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
+  asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
+  asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
 """
 
@@ -123,6 +125,22 @@ def _parser() -> argparse.ArgumentParser:
     import_model.add_argument("source", help="a .gguf file, or package:NAME for one inside an installed package")
     import_model.add_argument("destination", type=Path, help="folder to make")
     import_model.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(default: float32)")
+
+    audit = verb("audit", "Account for every prompt group of a run: trained once, dropped, pending, or lost.")
+    replay = verb("replay", "Train again from a run's recorded log, without any rollout.")
+    for sub in (audit, replay):
+        sub.add_argument("run_directory", metavar="RUN_DIR", type=Path, help="run.directory/run.name of the run")
+        sub.add_argument("--json", action="store_true", help="print one JSON object")
+    replay.add_argument("--from-step", type=int, default=1, metavar="K", help="first step to train (default: 1)")
+    replay.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="train with another setting from step K on, such as algorithm.correction=none; repeatable",
+    )
+    replay.add_argument("--out", type=Path, help="folder to write to (default: RUN_DIR/replay-1, -2, ...)")
     return parser
 
 
@@ -189,6 +207,25 @@ def _import_model(options: argparse.Namespace) -> int:
     return 0
 
 
+def _audit(options: argparse.Namespace) -> int:
+    from asyncrl.audit import audit
+
+    return audit(options.run_directory, token=os.environ.get("ASYNCRL_BUS_TOKEN", ""), as_json=options.json)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from asyncrl.replay import replay
+
+    return replay(
+        options.run_directory,
+        from_step=options.from_step,
+        overrides=options.overrides,
+        out=options.out,
+        token=os.environ.get("ASYNCRL_BUS_TOKEN", ""),
+        as_json=options.json,
+    )
+
+
 _VERBS = {
     "run": _run,
     "learner": _learner,
@@ -196,6 +233,8 @@ _VERBS = {
     "check": _check,
     "doctor": _doctor,
     "import-model": _import_model,
+    "audit": _audit,
+    "replay": _replay,
 }
 
 

@@ -119,6 +119,9 @@ class Rollout:
     """Samples one worker has in progress; a prompt group is taken while it has fewer."""
     max_attempts: int = 3
     """A group that failed so often is buried: counted, reported, never trained."""
+    salvage_seconds: float = 3.0
+    """So often a worker puts what it has of unfinished answers on the bus, for who takes them over when it dies (not
+    on their last attempt); 0 never does."""
     function: str = "single_turn"
     """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
     another RolloutFn (multi-turn, tools)."""
@@ -128,6 +131,7 @@ class Rollout:
 
     def __post_init__(self) -> None:
         _positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
+        _require(self.salvage_seconds >= 0, f"salvage_seconds must be >= 0 (0 is off), got {self.salvage_seconds}")
         _require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
@@ -204,7 +208,7 @@ class Learner:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     name: str = "grpo"
-    """A row of policies/algorithms.py, or "package.module:ROW"."""
+    """A row of policies/rows.py, or "package.module:ROW"."""
     advantage: str = ""
     """Of policies/catalogue.py, as loss and aggregation; empty takes the algorithm's own."""
     loss: str = ""
@@ -297,6 +301,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
+        overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
+        _require(
+            overlong <= longest,
+            f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
+            "be punished",
+        )
 
     @property
     def run_directory(self) -> Path:
@@ -334,7 +344,7 @@ def only_overrides(overrides: Iterable[str]) -> RunConfig:
     """For who needs the bus and the run's name alone: without a run file, and with neither model nor data."""
     table: dict[str, Any] = {"model": {"path": ""}, "data": {"path": ""}}
     for item in overrides:
-        _override(table, item)
+        override(table, item)
     return build(RunConfig, table, "--set")
 
 
@@ -347,11 +357,12 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for item in overrides:
-        _override(table, item)
+        override(table, item)
     return build(RunConfig, table, str(path))
 
 
-def _override(table: dict[str, Any], item: str) -> None:
+def override(table: dict[str, Any], item: str) -> None:
+    """Set one ``section.key=value`` in a run file's table. Raises ConfigError."""
     dotted, equals, text = item.partition("=")
     if not equals or "." not in dotted:
         raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")

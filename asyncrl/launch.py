@@ -69,7 +69,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     server.start()  # before the event loop: the server ends with the thread that started it
     address = directory / BUS_FILE
     try:
-        _write_private(address, json.dumps({"url": server.url, "token": server.token}))
+        _write_private(address, json.dumps({"url": server.url, "token": server.token, "pid": os.getpid()}))
         where = server.url.removeprefix("nats://")
         print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
         return asyncio.run(_run(run_config, children, resume=resume, token=token, server=server))

@@ -162,6 +162,52 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallSegment:
+    """Some tokens that one call of ``generate`` gave: call ``call``, from 0, of sample ``index``'s RolloutFn.
+
+    prompt_digest      of the tokens that the call continues
+    start              tokens of the call before these
+    tokens             i32[T]
+    behavior_logprobs  f32[T], as version_spans like a trajectory's, those counted from ``start``
+    finish_reason      empty unless these are its last
+    """
+
+    index: int
+    call: int
+    prompt_digest: bytes
+    start: int
+    tokens: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str = ""
+
+    def __post_init__(self) -> None:
+        _array(self, "tokens", np.int32)
+        _array(self, "behavior_logprobs", np.float32)
+        for name in ("index", "call", "start"):
+            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        _require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
+        Trajectory(  # the checks are the same
+            tokens=self.tokens,
+            response_mask=np.ones(len(self.tokens), np.bool_),
+            behavior_logprobs=self.behavior_logprobs,
+            version_spans=self.version_spans,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSegment:
+    """A segment of an unfinished prompt group: what was sampled for it since the segment before.
+
+    Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> whoever takes the prompt over from it.
+    """
+
+    group_id: int
+    worker: str
+    calls: tuple[CallSegment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
     """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
 

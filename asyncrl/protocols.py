@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.generation import Generation as Generation
+from asyncrl.generation import Partial as Partial
 from asyncrl.messages import (
     PromptGroup,
     Sampling,
     Trajectory,
     TransferOffer,
     TransferRequest,
-    VersionSpan,
     WeightVersion,
 )
 from asyncrl.topics import Service, Topic
@@ -125,12 +126,12 @@ class Bus(Protocol):
         """The state of one key if there is one, then each newer one; states in between may be skipped."""
         ...
 
-    async def states(self, topic: Topic[M]) -> dict[str, M]:
-        """The present state of every key."""
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
+        """The present state of every key, or of those that begin with ``under``: "a/" or "a/b/" of "a/b/c"."""
         ...
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
-        """Remove a state."""
+        """Remove a state; with a key that ends in "/", all that begin with it."""
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:
@@ -172,16 +173,6 @@ class Bus(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What an engine sampled after a prompt.  tokens i32[T], logprobs f32[T] of the distribution sampled from."""
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    version_spans: tuple[VersionSpan, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """running: sequences being decoded; queued: waiting for a place; tokens_generated: since start.
 
@@ -208,8 +199,13 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         """One sampled answer. Many run at once; the engine batches them.
+
+        With ``partial`` the answer begins with its prefix, and can be seen while it grows. An engine that ignores it
+        begins anew: that is right too, only nothing is salvaged of what a dead worker had.
 
         Every token carries the version of the weights that sampled it. Engines that can sample the same tokens for
         the same seed and weights. Raises EngineError (try elsewhere), PromptError (no engine can)

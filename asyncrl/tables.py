@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -56,6 +57,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         return value
     if hint is float:
         _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
+        _typed(math.isfinite(value), where, key, "finite", value)
         return float(value)
     if isinstance(hint, type):
         _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)

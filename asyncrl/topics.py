@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from asyncrl.messages import (
     Event,
+    GroupSegment,
     Heartbeat,
     Progress,
     PromptGroup,
@@ -53,8 +54,9 @@ SENT = "sent"
 """Key in ``weights`` of the version that the learner sends from memory; the empty key is the version in a folder."""
 PROGRESS = Topic("progress", "state", Progress)
 ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
+SEGMENTS = Topic("segments", "state", GroupSegment, seconds_to_live=6 * 3600.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
 
-ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, EVENTS)
+ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS)
 
 TRANSFERS = Service("transfers", TransferRequest, TransferOffer)

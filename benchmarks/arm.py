@@ -25,9 +25,10 @@ from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.messages import Sampling
-from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.rows import ALGORITHMS
 from benchmarks.ideal import Plan
 from benchmarks.simulated import (
     EvenLength,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.packing import MicroBatch
-from asyncrl.protocols import EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
@@ -204,7 +204,9 @@ class SimulatedEngine:
     async def start(self) -> None:
         self._decoding.now = time.monotonic()
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         number, length = next(self._numbers), min(self._lengths.of(seed), sampling.max_new_tokens)
         self._futures[number] = future

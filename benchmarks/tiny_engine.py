@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial
 from benchmarks.staleness_task import LENGTH, SIZE, START, Policy
 from benchmarks.tiny_files import FIRST_DIGIT, WEIGHTS_FILE
 
@@ -69,7 +69,9 @@ class TinyEngine:
     async def start(self) -> None:
         self._read(self._model_path)
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         sequence = _Sequence(
             prompt=prompt_tokens.astype(np.int64) - FIRST_DIGIT,
             uniforms=np.random.default_rng(seed).random(LENGTH),

@@ -17,10 +17,11 @@ from asyncrl.backends import megatron, reference
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.diagnostics import Sums
 from asyncrl.policies.objective import ValueInputs
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.protocols import Backend
 
 LAYOUTS = {

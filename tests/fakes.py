@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -24,17 +25,19 @@ from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.checkpoint import LearnerState, PromptState, latest
 from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.policies.staleness import AgeWeight
-from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Reward, Sample, StepResult
+from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, Partial, Reward, Sample, StepResult
 from asyncrl.snapshot import Snapshot
 
 
@@ -57,7 +60,9 @@ class Engine:
     async def start(self) -> None:
         pass
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         if self.dies:
             raise EngineDied("the engine is gone")
         if self.failures:
@@ -221,9 +226,10 @@ class Loop:
     group_size: int = 2
     checkpoint_every: int = 0
     wait_for_stragglers: bool = False
-    filters: Sequence[GroupFilter] = ()
+    filters: dict[str, GroupFilter] = field(default_factory=dict)
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
+    max_filtered_in_a_row: int = 64
     algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
     bound: AdaptiveBound | None = None
     order: str = "oldest_first"
@@ -295,9 +301,15 @@ class Loop:
             training=TrainingStep(self.backend, algorithm=self.algorithm),
             channel=Channel(),
             reporter=Reporter(self.bus, [self.recorder]),
-            filters=self.filters,
+            history=self._history(state),
+            filters=GroupFilters(self.filters, max_in_a_row=self.max_filtered_in_a_row),
         )
         return self.learner
+
+    def _history(self, state: LearnerState) -> History:
+        history = History(self.directory / HISTORY_FILE, run_epoch=state.run_epoch)
+        history.begin(step=state.step, kept=state.history, max_staleness=self.max_staleness, settings={})
+        return history
 
     def _state(self, resume: bool) -> tuple[LearnerState, Path | None]:
         found = latest(self.directory / "checkpoints") if resume else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,55 @@ import torch
 
 from asyncrl.policies import aggregation
 
-Params = Mapping[str, Any]
-Inputs = Mapping[str, Any]
+
+class NotOffered(KeyError):
+    """The vector lacks what the call needs, or asks for what we do not have."""
+
+
+class Inputs(Mapping[str, Any]):
+    """A table of a vector. Looking up what it lacks raises NotOffered; a KeyError of our own code is another matter."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            raise NotOffered(name)
+        value = self._values[name]
+        if isinstance(value, Mapping):
+            return Inputs(value)
+        is_table = isinstance(value, list) and all(isinstance(row, Mapping) for row in value)
+        return [Inputs(row) for row in value] if is_table else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Params(Inputs):
+    """The parameters of a vector, and which of them are ``unread``."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.unread = set(values)
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.unread.discard(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError("read parameters by name: a copy of them all would pass for having read them")
+
+
 Outputs = dict[str, Any]
+Adapter = Callable[[Params, Inputs], Outputs | list[Outputs]]
+"""Several outputs are variants of the formula where neither parameters nor inputs say which one is meant."""
 
 
 class Dense:
@@ -56,10 +102,13 @@ class Dense:
         return self.back(gradient)
 
 
+def one_of(table: Mapping[Any, Any], name: Any) -> Any:
+    """What the vector's word means. Raises NotOffered for one that is not in the table."""
+    if name not in table:
+        raise NotOffered(name)
+    return table[name]
+
+
 def renamed(params: Params, **names: str) -> dict[str, Any]:
     """Keywords of ours from the parameters that the vector sets; what it leaves out keeps our default."""
     return {ours: params[theirs] for ours, theirs in names.items() if theirs in params}
-
-
-CLIP = {"clip_low": "eps_low", "clip_high": "eps_high"}
-STD = {0: "biased", 1: "unbiased"}

@@ -17,13 +17,14 @@ from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, Row, resolve
+from asyncrl.policies.algorithms import Algorithm, Row, resolve
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES, Loss
 from asyncrl.policies.correction_chains import CORRECTIONS
 from asyncrl.policies.critic import Critic
 from asyncrl.policies.kl import Penalty
 from asyncrl.policies.packing import pack
+from asyncrl.policies.rows import ALGORITHMS
 from tests.algorithm_fixtures import run
 from tests.backend_fixtures import (
     LEARNING_RATE,
@@ -152,6 +153,14 @@ def test_rows_train_alike_on_megatron(name: str, folder: Path, model: Any) -> No
 
 CUTS: dict[str, dict[str, Any]] = {name: {"name": name} for name in ALGORITHMS} | {
     "after": {"name": "grpo", "correction": "icepop", "denominator": "after", "options": {"low": 0.8, "high": 1.25}},
+    "after, by answers": {
+        "name": "gspo",
+        "correction": "icepop",
+        "denominator": "after",
+        "entropy_coef": 0.1,
+        "options": {"icepop.low": 0.8, "icepop.high": 1.25},
+    },
+    "around behavior": {"name": "sapo", "correction": "none", "options": {"anchor": "behavior"}},
     "self_norm": {"name": "grpo", "correction": "tis_token + self_norm"},
     "self_norm of sequences": {"name": "grpo", "correction": "tis_sequence + self_norm"},
     "masks": {"name": "dr_grpo", "correction": "mis_sequence + opsm + veto", "entropy_coef": 0.1},
@@ -238,7 +247,7 @@ def test_entropy_coef_raises_entropy_and_nothing_else(folder: Path, model: Any) 
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sapo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "gspo", "sapo"])
 def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     loss: str, folder: Path, model: Any
 ) -> None:
@@ -249,9 +258,10 @@ def test_a_clip_around_the_learner_does_not_bind_in_the_one_step_of_a_batch(
     assert metrics["offpolicy/clip_fraction"] == 0
 
 
-@pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo"])
+@pytest.mark.parametrize("loss", ["coupled_ppo", "aspo", "dppo", "gspo"])
 def test_a_clip_around_the_behavior_policy_binds(loss: str, folder: Path, model: Any) -> None:
-    algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none")
+    options = {"anchor": "behavior"} if loss == "gspo" else {}
+    algorithm = resolve(ALGORITHMS["grpo"], loss=loss, correction="none", options=options)
     metrics, _ = trained(algorithm, batch_of(algorithm, model, noise=1.5), folder)
     assert 0 < metrics["offpolicy/clip_fraction"] < 1
     assert metrics["grad_norm"] > 1e-3
@@ -277,7 +287,7 @@ def test_a_row_sets_options_of_any_of_its_parts() -> None:
     )
     made = resolve(row)
     assert [step.options for step in made.correction] == [{"cap": 5.0}, {"low": 0.9, "high": 1.01}]
-    assert made.advantage.options == {"eps": 1e-4}
+    assert made.advantage.options["eps"] == 1e-4
     assert [step.options for step in resolve(row, correction="tis_token").correction] == [{"cap": 2.0}]
 
 
@@ -319,7 +329,7 @@ def test_the_run_files_of_the_page_mean_what_it_says(tmp_path: Path) -> None:
     ]
     plain, ppo, opd, near, exchanged = (app.algorithm(run(tmp_path, text=block)) for block in blocks)
     assert (ppo.models, opd.models, near.models) == ({"critic"}, {"teacher"}, {"reference"})
-    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end"}
+    assert ppo.advantage.options == {"gamma": 1.0, "lam": 0.95, "truncated": "end", "observations": "carry"}
     assert near.kl == Penalty(coef=0.001, estimate="unbiased", place="loss")
     assert (plain.name, plain.loss.name, plain.correction_name) == ("grpo", "ppo_clip", "tis_token")
     assert (exchanged.loss.name, exchanged.correction_name) == ("sapo", "tis_token + geo_mask")

@@ -10,8 +10,8 @@ from asyncrl import app, auxiliary, check, config
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
-from asyncrl.policies.algorithms import ALGORITHMS
 from asyncrl.policies.critic import Critic
+from asyncrl.policies.rows import ALGORITHMS
 
 RUN_FILE = """
 [run]

@@ -20,9 +20,10 @@ from asyncrl.actors import batch_feed
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings, Prepared
 from asyncrl.checkpoint import PromptState, latest
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.catalogue import Advantage
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.topics import PROMPTS
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
@@ -225,7 +226,7 @@ async def test_a_long_wait_is_announced_with_what_is_missing(
     desk.arrive(0)
     taking = asyncio.create_task(desk.take(0))
     await until(lambda: bool(caplog.records))
-    assert "step 1 trains 2 groups, 1 are here and 99 outstanding" in caplog.text
+    assert "step 1 trains 2 groups, 1 are here and 99 outstanding, 0 were filtered" in caplog.text
     desk.arrive(1)
     assert await taking == [0, 1]
     assert len(caplog.records) == 1

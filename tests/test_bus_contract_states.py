@@ -72,6 +72,21 @@ async def test_states_are_the_last_of_each_key(bus: Bus) -> None:
     assert (await bus.states(PROGRESS))[""].step == 3
 
 
+async def test_states_under_a_key_are_asked_for_and_forgotten_together(bus: Bus) -> None:
+    keys = {"1/a", "1/b/c", "1/b/d.e", "11/a", "1"}
+    for key in keys:
+        await bus.put(ACTORS, heartbeat(key), key=key)
+    assert set(await bus.states(ACTORS)) == keys
+    assert set(await bus.states(ACTORS, under="1/")) == {"1/a", "1/b/c", "1/b/d.e"}
+    assert set(await bus.states(ACTORS, under="1/b/")) == {"1/b/c", "1/b/d.e"}
+    assert await bus.states(ACTORS, under="2/") == {}
+    await bus.forget(ACTORS, key="1/b/")
+    await bus.forget(ACTORS, key="2/")
+    assert set(await bus.states(ACTORS)) == {"1/a", "11/a", "1"}
+    await bus.put(ACTORS, heartbeat("again"), key="1/b/c")
+    assert (await bus.states(ACTORS, under="1/b/"))["1/b/c"].actor == "again"
+
+
 async def test_a_forgotten_state_is_gone_and_may_be_set_again(bus: Bus) -> None:
     for name in ("a", "b"):
         await bus.put(ACTORS, heartbeat(name), key=name)

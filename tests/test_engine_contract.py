@@ -16,7 +16,7 @@ from asyncrl.engines import inprocess, sglang
 from asyncrl.engines.decoder import Decoder
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan
-from asyncrl.protocols import Engine, Generation
+from asyncrl.protocols import Engine, Generation, Partial
 from tests.engine_fixtures import PROMPT, Check, Model, announce, switched_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -265,6 +265,82 @@ async def test_weights_that_cannot_be_read_leave_the_old_ones(
     assert engine.version == (0, 1)
     assert [span.policy_version for span in task.result().version_spans] == [1]
     assert Check(old)(task.result()) < TOLERANCE
+
+
+# -- in parts ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_generation_in_progress_can_be_seen(engine: Engine) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        partial = Partial()
+        task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=partial))
+        await engine.generate(PROMPT, SHORT, seed=2)
+        while partial.num_tokens < 2:
+            await asyncio.sleep(0.001)
+        seen = partial.so_far()
+        assert not task.done()
+    whole, count = task.result(), len(seen.tokens)
+    assert 0 < count < len(whole.tokens)
+    assert not seen.finish_reason
+    assert seen.tokens.tolist() == whole.tokens[:count].tolist()
+    assert seen.logprobs.tolist() == whole.logprobs[:count].tolist()
+    assert seen.version_spans == whole.version_spans == (VersionSpan(start=0, run_epoch=0, policy_version=1),)
+
+
+@pytest.mark.parametrize("cut", [1, 19, 59])
+async def test_a_generation_cut_anywhere_goes_on_from_there(
+    engine: Engine, adapter: tuple[str, object], old: Model, cut: int
+) -> None:
+    sampling = Sampling(max_new_tokens=60, ignore_eos=True)
+    whole = await engine.generate(PROMPT, sampling, seed=4)
+    partial = Partial(whole.first(cut))
+    resumed = await engine.generate(PROMPT, sampling, seed=4, partial=partial)
+    assert (len(resumed.tokens), resumed.finish_reason) == (60, "length")
+    assert resumed.tokens[:cut].tolist() == whole.tokens[:cut].tolist()
+    assert resumed.logprobs[:cut].tolist() == whole.logprobs[:cut].tolist()
+    assert resumed.version_spans == whole.version_spans
+    assert Check(old)(resumed) < TOLERANCE
+    assert partial.num_tokens >= cut
+    if adapter[0] == "inprocess":  # the random numbers are its positions'
+        assert resumed.tokens.tolist() == whole.tokens.tolist()
+
+
+async def test_what_goes_on_with_other_weights_says_so(engine: Engine, new: Model) -> None:
+    begun = await engine.generate(PROMPT, SHORT, seed=0)
+    await engine.load(new.version(2))
+    sampling = Sampling(max_new_tokens=50, ignore_eos=True)
+    generation = await engine.generate(PROMPT, sampling, seed=0, partial=Partial(begun.first(20)))
+    assert [(span.start, span.policy_version) for span in generation.version_spans] == [(0, 1), (20, 2)]
+    rest = generation.tokens[20:]
+    expected = new.logprobs(np.concatenate([PROMPT, begun.tokens]), rest)
+    assert np.abs(expected - generation.logprobs[20:]).max() < TOLERANCE
+
+
+async def test_an_answer_that_goes_on_ends_at_its_end_token(engine: Engine, old: Model) -> None:
+    sampling = Sampling(max_new_tokens=2000)
+    begun = await engine.generate(PROMPT, SHORT, seed=0)
+    prefix = begun.first(20)
+    generations = await asyncio.gather(
+        *(engine.generate(PROMPT, sampling, seed=n, partial=Partial(prefix)) for n in range(8))
+    )
+    for generation in generations:
+        assert generation.tokens[:20].tolist() == prefix.tokens.tolist()
+        assert (generation.tokens[-1] == old.end_token) == (generation.finish_reason == "stop")
+
+
+async def test_a_watched_generation_knows_where_the_weights_changed(
+    engine: Engine, adapter: tuple[str, object], old: Model, new: Model
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=Partial()))
+        await engine.generate(PROMPT, SHORT, seed=2)
+        await engine.load(new.version(2))
+    generation = task.result()
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    boundary = int(np.argmax(np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs) > 1e-3))
+    early = sglang.Options().stream_interval if adapter[0] == "sglang-stream" else 0
+    assert second.start - early <= boundary <= second.start
 
 
 # -- life and death ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from asyncrl.policies import diagnostics
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.packing import empty
+from asyncrl.policies.rows import ALGORITHMS
 from tests.backend_fixtures import (
     KINDS,
     LEARNING_RATE,

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from asyncrl.codec import decode, encode
 from asyncrl.errors import MessageError
 from asyncrl.messages import (
+    CallSegment,
     Event,
+    GroupSegment,
     Heartbeat,
     Progress,
     PromptGroup,
@@ -62,6 +64,21 @@ SAMPLES: dict[type, Any] = {
             role="learner",
             waits=(Wait(what="trajectories", on="rollout-worker", seconds=1.5),),
             numbers={"loss": 0.25},
+        ),
+        GroupSegment(
+            group_id=3,
+            worker="w",
+            calls=(
+                CallSegment(
+                    index=0,
+                    call=1,
+                    prompt_digest=b"ab",
+                    start=12,
+                    tokens=[3, 4, 1],
+                    behavior_logprobs=[-0.1, -0.3, 0.0],
+                    version_spans=SPANS,
+                ),
+            ),
         ),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
     )

@@ -10,8 +10,9 @@ import torch
 
 from asyncrl.metrics.schema import is_known
 from asyncrl.policies import kl
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, LossInputs, resolve
+from asyncrl.policies.algorithms import Algorithm, LossInputs, resolve
 from asyncrl.policies.kl import Penalty
+from asyncrl.policies.rows import ALGORITHMS
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
@@ -130,6 +131,68 @@ def test_a_teacher_beside_rewards_adds_to_their_advantages() -> None:
     assert got == pytest.approx([-0.25 * weight * value for weight, value in zip(WEIGHTS, mixed, strict=True)])
 
 
-def test_gpgs_count_is_an_option() -> None:
-    made = resolve(ALGORITHMS["gpg"], options={"count": "groups_with_variance"})
-    assert made.advantage.options["count"] == "groups_with_variance"
+def test_a_mask_by_advantages_sees_the_teacher_s_part() -> None:
+    """The second answer was left behind (mean log ratio -0.45) and the teacher likes its last token less."""
+    algorithm = resolve(ALGORITHMS["opd"], correction="opsm", options={"delta": 0.4})
+    teacher = LOGPROBS + torch.tensor([-1.0, -1.0, 1.0, -1.0])
+    got = gradient(algorithm, "logprobs", scores={"teacher_logprobs": teacher})
+    assert got == pytest.approx([0.25, 0.25, -0.25, 0.0])
+
+
+def test_the_loss_that_is_reported_is_the_one_whose_gradient_is_taken() -> None:
+    """Of four tokens icepop keeps two: their mean of -w A logprob, also where the gradient is scaled at the end."""
+    parts = {"correction": "icepop", "options": NARROW, "loss": "reinforce"}
+    after = resolve(ALGORITHMS["grpo"], denominator="after", **parts)
+    totals = after.zero(torch.device("cpu"))
+    for rows in HALVES:
+        totals += after.objective(inputs(rows, advantages=torch.ones(4)))[1]
+    kept = [-weight * logprob for weight, logprob in zip((1.0, math.exp(0.1)), LOGPROBS[::2].tolist(), strict=True)]
+    assert after.metrics(totals)["loss"] == pytest.approx(sum(kept) / 2)
+
+
+def test_after_in_a_mean_of_answers_shares_what_an_answer_counts_among_its_kept_tokens() -> None:
+    parts = {"correction": "icepop", "loss": "reinforce", "denominator": "after", "entropy_coef": 0.1}
+    algorithm = resolve(ALGORITHMS["grpo"], aggregation="seq_mean_token_mean", options=NARROW, **parts)
+    weights = torch.full((4,), 0.25)  # before: 1 / (2 answers x 2 tokens)
+    got = gradient(algorithm, "logprobs", advantages=torch.ones(4), loss_weights=weights)
+    assert got == pytest.approx([-0.5, 0.0, -0.5 * math.exp(0.1), 0.0])
+    assert gradient(algorithm, "entropy") == pytest.approx([-0.05, 0.0, -0.05, 0.0])
+
+
+def test_equal_infinities_are_a_ratio_of_one_everywhere() -> None:
+    impossible = torch.tensor([-math.inf, -1.0, -math.inf, -1.0])
+    for name in ("grpo", "gspo", "sapo", "rloo"):
+        algorithm = resolve(ALGORITHMS[name], correction="tis_sequence + geo_mask + opsm + veto")
+        totals = algorithm.zero(torch.device("cpu"))
+        objective, sums = algorithm.objective(inputs(logprobs=impossible, behavior_logprobs=impossible))
+        assert objective.isfinite()
+        assert not [key for key, value in algorithm.metrics(totals + sums).items() if math.isnan(value)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "expected"),
+    [
+        ("cispo", {"cap_mode": "absolute"}, {"clip_high": 5.0}),
+        ("cispo", {"cap_mode": "absolute", "loss.clip_high": 3.0}, {"clip_high": 3.0}),
+        ("cispo", {"cap_mode": "one_plus"}, {"clip_high": 4.0}),
+        ("dppo", {"divergence": "kl"}, {"delta_low": 0.05, "delta_high": 0.05}),
+        ("dppo", {"divergence": "kl", "delta_low": 0.1}, {"delta_low": 0.1, "delta_high": 0.05}),
+    ],
+)
+def test_numbers_that_mean_something_else_have_defaults_of_their_own(
+    loss: str, options: dict[str, Any], expected: dict[str, float]
+) -> None:
+    made = resolve(ALGORITHMS["grpo"], loss=loss, correction="none", options=options).loss.options
+    assert {name: made[name] for name in expected} == expected
+
+
+def test_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    algorithm = resolve(ALGORITHMS["grpo"], loss="coupled_ppo", correction="none", options={"dual_clip": 2.0})
+    got = gradient(algorithm, "logprobs", advantages=-torch.ones(4))
+    assert got == pytest.approx([0.25, 0.0, 0.25 * math.exp(0.1), 0.0])  # e is over 2, 1 / e under 0.8
+
+
+def test_gpg_counts_the_groups_with_variance_unless_told_otherwise() -> None:
+    assert resolve(ALGORITHMS["gpg"]).advantage.options["count"] == "groups_with_variance"
+    made = resolve(ALGORITHMS["gpg"], options={"count": "nonzero_rewards"})
+    assert made.advantage.options["count"] == "nonzero_rewards"

@@ -1,11 +1,12 @@
 """Every formula against independent float64 vectors, through the functions that users call.
 
 The vectors are those of ``ASYNCRL_ORACLES``, a file like tests/data/oracles.json, which is the default. An adapter per
-formula (oracle_adapters_*.py) turns a vector's arrays into a call and the results back; it holds no formula of its own.
+formula (oracle_*.py) turns a vector's arrays into a call and the results back; it holds no formula of its own.
 
 A vector *passes* when every number it expects is given and met, and *fails* when one given is not met. It is *not
-offered*, never passed, when nobody knows its formula, when it sets a parameter that the adapter does not read, or when
-it expects something the adapter does not give.
+offered*, never passed, when nobody knows its formula, when it sets a parameter that the adapter does not read, when it
+expects something the adapter does not give, or when it does not say which variant of the formula it means and meets
+none of ours as a whole. Its id means nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +22,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests import oracle_adapters_a, oracle_adapters_b
+from tests import oracle_advantages, oracle_corrections, oracle_losses, oracle_staleness
+from tests.oracle_dense import Inputs, NotOffered, Outputs, Params
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "oracles.json"
 FILE = Path(os.environ.get("ASYNCRL_ORACLES") or DEFAULT_FILE)
 VECTORS = json.loads(FILE.read_text())["vectors"]
-FORMULAS = oracle_adapters_a.FORMULAS | oracle_adapters_b.FORMULAS
-
-
-class Params(Mapping[str, Any]):
-    """A vector's parameters, and which of them nobody has read; ``id`` is the vector's, which at times says more."""
-
-    def __init__(self, vector: Mapping[str, Any]) -> None:
-        self._values = {"id": vector["id"], **vector["params"]}
-        self.unread = set(vector["params"])
-
-    def __getitem__(self, name: str) -> Any:
-        self.unread.discard(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+FORMULAS = oracle_advantages.FORMULAS | oracle_losses.FORMULAS | oracle_corrections.FORMULAS | oracle_staleness.FORMULAS
 
 
 def run(vector: Mapping[str, Any]) -> tuple[str, str]:
@@ -52,15 +36,24 @@ def run(vector: Mapping[str, Any]) -> tuple[str, str]:
     adapter = FORMULAS.get(vector["formula"])
     if adapter is None:
         return "not offered", f"formula {vector['formula']}"
-    params = Params(vector)
+    params, inputs = Params(vector["params"]), Inputs(vector["inputs"])
     try:
-        given = adapter(params, vector["inputs"])
-    except (NotImplementedError, KeyError) as error:  # KeyError: the vector lacks what the call needs
+        given = adapter(params, inputs)
+    except NotOffered as error:
         return "not offered", repr(error)
     except Exception as error:
         return "failed", repr(error)
     if params.unread:
         return "not offered", f"parameters {sorted(params.unread)}"
+    if isinstance(given, dict):
+        return _compared(given, vector)
+    outcomes = [_compared(variant, vector) for variant in given]
+    if "passed" in (outcome for outcome, _ in outcomes):
+        return "passed", ""
+    return "not offered", f"which of {len(given)} variants is meant; {outcomes[0][1]}"
+
+
+def _compared(given: Mapping[str, Any], vector: Mapping[str, Any]) -> tuple[str, str]:
     expected = vector["expected"]
     wrong = [name for name in expected if name in given and not _is_met(given[name], expected[name], vector["atol"])]
     if wrong:
@@ -101,9 +94,11 @@ def test_most_vectors_are_offered_and_none_of_those_fails(capsys: pytest.Capture
             f"\noracles: {count['passed']} passed, {count['failed']} failed, {count['not offered']} not offered",
             flush=True,
         )
+    assert VECTORS, f"{FILE} holds no vectors: nothing was compared"
     assert count["failed"] == 0
     if FILE == DEFAULT_FILE:
         assert count["passed"] >= 80
+        assert {vector["formula"] for vector in VECTORS if run(vector)[0] == "not offered"}.isdisjoint(FORMULAS)
 
 
 def test_a_wrong_number_fails_a_vector_and_an_unknown_formula_or_parameter_never_passes_one() -> None:
@@ -115,6 +110,30 @@ def test_a_wrong_number_fails_a_vector_and_an_unknown_formula_or_parameter_never
     assert run({**vector, "formula": "nobody knows it"})[0] == "not offered"
     assert run({**vector, "params": {**vector["params"], "not ours": 1}})[0] == "not offered"
     assert run({**vector, "expected": {**vector["expected"], "not ours": 1.0}})[0] == "not offered"
+
+
+@pytest.mark.parametrize("vector", json.loads(DEFAULT_FILE.read_text())["vectors"], ids=lambda vector: vector["id"])
+def test_neither_its_id_decides_a_vector_nor_does_a_parameter_nobody_knows_pass(vector: dict[str, Any]) -> None:
+    outcome = run(vector)
+    assert run({**vector, "id": "renamed"}) == outcome
+    if outcome[0] == "passed":
+        assert run({**vector, "params": {**vector["params"], "not ours": 1}})[0] == "not offered"
+
+
+def test_what_a_vector_lacks_is_not_offered_and_a_key_error_of_ours_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector: dict[str, Any] = {"formula": "ours", "params": {}, "inputs": {"x": 1}, "expected": {"y": 2}, "atol": 0}
+
+    def adapted(params: Params, inputs: Inputs) -> Outputs:
+        return {"y": inputs["x"] + inputs["not there"] if "more" in params else {}["our own"]}
+
+    monkeypatch.setitem(FORMULAS, "ours", adapted)
+    assert run(vector) == ("failed", "KeyError('our own')")
+    assert run({**vector, "params": {"more": 1}}) == ("not offered", "NotOffered('not there')")
+
+
+def test_a_copy_of_all_parameters_does_not_pass_for_reading_them() -> None:
+    with pytest.raises(TypeError, match="read parameters by name"):
+        dict(Params({"eps": 1}))
 
 
 def _shifted(value: Any, by: float) -> Any:

@@ -14,10 +14,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import advantages, aggregation, batch, corrections, diagnostics, losses
 from asyncrl.policies.admission import Admission
-from asyncrl.policies.algorithms import ALGORITHMS, LossInputs, resolve
+from asyncrl.policies.algorithms import LossInputs, resolve
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.packing import Document, MicroBatch, cost, pack, pack_for_ranks
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.policies.staleness import effective_version, oldest_version, per_token
 
 

@@ -35,13 +35,7 @@ def test_a_group_whose_rewards_are_equal_is_filtered() -> None:
 
 def test_a_group_without_rewards_is_filtered() -> None:
     assert not filters.has_spread([])
-    assert not filters.is_solvable([])
     assert not filters.has_spread([float("nan"), 1.0])
-
-
-def test_solvable_means_neither_hopeless_nor_mastered() -> None:
-    assert [filters.is_solvable(rewards) for rewards in ([0, 0], [0, 1], [1, 1])] == [False, True, False]
-    assert not filters.is_solvable([0, 1], low=0.6)
 
 
 def test_a_long_answer_is_punished_up_to_the_factor() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.rollout_worker import single_turn
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import PromptGroup, Sampling, Trajectory
-from asyncrl.protocols import Generate, Generation
+from asyncrl.protocols import Generate, Generation, Partial
 from tests import fakes
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
@@ -29,7 +29,9 @@ class Engine(fakes.Engine):
         super().__init__()
         self.asked: list[tuple[Sampling, int]] = []
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         self.asked.append((sampling, seed))
         return await super().generate(prompt_tokens, sampling, seed=seed)
 

@@ -15,8 +15,9 @@ import pytest
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.adaptive import AdaptiveBound
-from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.buffer import Buffer
+from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.policies.staleness import age_weight
 from asyncrl.protocols import Bus
 from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES

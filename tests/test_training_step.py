@@ -11,9 +11,10 @@ import pytest
 
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.policies import returns
-from asyncrl.policies.algorithms import ALGORITHMS, Algorithm, resolve
+from asyncrl.policies.algorithms import Algorithm, resolve
 from asyncrl.policies.kl import Penalty
 from asyncrl.policies.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.rows import ALGORITHMS
 from tests.scoring_fixtures import ScriptedBackend, answer, built, by_tokens
 
 ANSWERS = (

@@ -88,6 +88,8 @@ class BatchFeed:
     ) -> None:
         self.settings = settings
         self.bound = bound or AdaptiveBound.fixed(settings.max_staleness)
+        self.filtered = 0
+        """Groups that filters passed over in this process, for whoever waits long."""
         self._buffer = buffer
         self._prompts = prompts
         self._algorithm = algorithm
@@ -173,17 +175,18 @@ class BatchFeed:
     @contextlib.contextmanager
     def _announcing_long_wait(self, step: int) -> Iterator[None]:
         """Somebody may be looking at a run that stands still."""
-        since = time.strftime("%H:%M:%S")
+        since, filtered = time.strftime("%H:%M:%S"), self.filtered
 
         def announce() -> None:
             log.warning(
-                "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding; are "
-                "rollout workers up and their engines started?",
+                "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
+                "filtered; are rollout workers up and their engines started?",
                 since,
                 step,
                 self.settings.groups_per_batch,
                 len(self._buffer.held),
                 len(self._outstanding),
+                self.filtered - filtered,
             )
 
         timer = asyncio.get_running_loop().call_later(LONG_WAIT_SECONDS, announce)

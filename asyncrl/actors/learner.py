@@ -26,18 +26,19 @@ import numpy as np
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
+from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
+from asyncrl.history import History
 from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.faults import FIRST_SECONDS, WORKER
-from asyncrl.policies.filters import GroupFilter
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
 from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
@@ -80,7 +81,8 @@ class Learner(Actor):
         training: TrainingStep,
         channel: WeightChannel,
         reporter: Reporter,
-        filters: Sequence[GroupFilter] = (),
+        history: History,
+        filters: GroupFilters | None = None,
     ) -> None:
         super().__init__(name, bus)
         self._filters = filters
@@ -93,6 +95,7 @@ class Learner(Actor):
         self._training = training
         self._weights = WeightPublisher(bus, channel, waits=self.waits)
         self._reporter = reporter
+        self._history = history
         self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
         self._filtered = state.groups_filtered
@@ -133,6 +136,7 @@ class Learner(Actor):
     async def stop(self) -> None:
         await self._in_backend(self._backend.close, what="its backend to close")
         self._reporter.close()
+        self._history.close()
         self._backend_thread.shutdown(wait=False)
         self._weights.close()
 
@@ -201,6 +205,7 @@ class Learner(Actor):
         elif became == "buried" and group is not None:
             self._buried += 1
             self._buried_in_a_row += 1
+            self._history.lost("buried", [group.group_id], step=self.step)
             self.problem = group.error
             self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
             await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
@@ -215,10 +220,12 @@ class Learner(Actor):
 
     async def _filter(self, group: TrajectoryGroup) -> None:
         """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""
-        if all(keeps(group) for keeps in self._filters):
+        if self._filters is None or self._filters.keep(group):
             return
         self._buffer.dispose(self._buffer.held[group.group_id])
         self._filtered += 1
+        self._history.lost("filtered", [group.group_id], step=self.step)
+        self._feed.filtered += 1
         await self._event("filtered", group_id=group.group_id, rewards=[t.reward for t in group.trajectories])
         await self._report_progress()
 
@@ -244,6 +251,7 @@ class Learner(Actor):
 
     async def _drop(self, stale: Sequence[Held]) -> None:
         """These groups were too old to train."""
+        self._history.lost("dropped", [held.group.group_id for held in stale], step=self.step)
         for held in stale:
             self._dropped += 1
             lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
@@ -270,7 +278,9 @@ class Learner(Actor):
                     prepared.batch,
                     prepared.shares,
                     step=self.step,
-                    learning_rate=self._learning_rate(),
+                    learning_rate=self._training.learning_rate(
+                        self.step, peak=self._settings.learning_rate, warmup_steps=self._settings.warmup_steps
+                    ),
                 ),
                 what="a training step",
                 on="step",
@@ -284,6 +294,9 @@ class Learner(Actor):
         self._lost_before_step = (self._dropped, self._filtered)
         self.step += 1
         self.policy_version += 1
+        self._history.trained(
+            [held.group.group_id for held in taken], step=self.step, max_staleness=prepared.batch.max_staleness
+        )
         metrics: dict[str, Metric] = {
             "time": time.time(),
             "learner/wait_seconds": wait_seconds,
@@ -305,10 +318,6 @@ class Learner(Actor):
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and not self.done:
             await self._checkpoint()
-
-    def _learning_rate(self) -> float:
-        warmup = self._settings.warmup_steps
-        return self._settings.learning_rate * min(1.0, self._training.policy_steps(self.step + 1) / max(warmup, 1))
 
     # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
 
@@ -362,7 +371,9 @@ class Learner(Actor):
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
             bound=self._feed.bound.state(),
+            history=self._history.position,
         )
+        await self._in_backend(self._history.sync, what="its history to be written", on="disk")
         folder = await self._in_backend(
             functools.partial(
                 checkpoint.write,
@@ -392,6 +403,7 @@ class Learner(Actor):
     def _own_metrics(self) -> dict[str, Metric]:
         held = self._buffer.held.values()
         metrics: dict[str, Metric] = {
+            "learner/run_epoch": float(self.run_epoch),
             "staleness/bound": float(self._feed.bound.bound),
             "staleness/dropped_groups": float(self._dropped),
             "staleness/buried_groups": float(self._buried),

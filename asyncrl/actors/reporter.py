@@ -79,6 +79,9 @@ _PER_WORKER = {
     "rollout/idle_ratio": "mean",
     "rollout/running": "sum",
     "rollout/queued": "sum",
+    "rollout/salvaged_tokens": "sum",
+    "rollout/discarded_tokens": "sum",
+    "rollout/unsaved_tokens": "sum",
     "weights/pause_seconds": "max",
     "weights/lag_versions": "max",
 }

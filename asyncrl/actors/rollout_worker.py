@@ -6,6 +6,7 @@ Invariants (tests/test_actors.py):
   W2 every prompt group becomes exactly one trained, dropped or buried group: what cannot be made is published as
      buried, so that its place in the window comes free.
   W3 draining takes no new prompt and finishes what is held.
+What it has of unfinished groups lies on the bus too: see salvage.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl import messages
 from asyncrl.actors.base import Actor
+from asyncrl.actors.salvage import Parts, Salvage
 from asyncrl.actors.stragglers import Stragglers
 from asyncrl.actors.waits import Answers
 from asyncrl.actors.weight_follower import WeightFollower
@@ -68,8 +70,10 @@ class RolloutWorker(Actor):
         max_attempts: int,
         keep_seconds: float,
         stragglers: Stragglers | None = None,
+        salvage: Salvage | None = None,
     ) -> None:
         super().__init__(name, bus)
+        self._salvage = salvage or Salvage(bus, worker=name, seconds=0, max_attempts=max_attempts, max_staleness=0)
         self._engine = engine
         self._follower = follower
         self._rollout = rollout
@@ -96,9 +100,11 @@ class RolloutWorker(Actor):
         async with asyncio.TaskGroup() as group:
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
+            salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
             await asyncio.wait((work, finished), return_when=asyncio.FIRST_COMPLETED)
             work.cancel()
             finished.cancel()
+            salvage.cancel()
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
@@ -124,6 +130,7 @@ class RolloutWorker(Actor):
             result = await self._make(delivery, places)
             await self._publish(result)
             await delivery.ack()
+            await self._salvage.forget(delivery.key)
         except EngineDied:
             raise
         except EngineError as error:
@@ -131,6 +138,7 @@ class RolloutWorker(Actor):
             await delivery.retry(delay=RETRY_SECONDS)
         finally:
             keep.cancel()
+            self._salvage.close(delivery.key)
             places.leave(places.taken)
 
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
@@ -150,8 +158,9 @@ class RolloutWorker(Actor):
         if delivery.attempt > self._max_attempts:
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
         started = time.monotonic()
+        parts = await self._salvage.open(prompt, attempt=delivery.attempt)
         try:
-            trajectories = await self._rewarded(prompt, await self._generate(prompt, places))
+            trajectories = await self._rewarded(prompt, await self._generate(prompt, places, parts))
         except (PromptError, RewardError, RolloutError) as error:
             self.log.warning("group %d is buried: %s", prompt.group_id, error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
@@ -169,12 +178,14 @@ class RolloutWorker(Actor):
             cancelled=prompt.group_size - len(trajectories),
         )
 
-    async def _generate(self, prompt: PromptGroup, places: Places) -> list[Trajectory]:
+    async def _generate(self, prompt: PromptGroup, places: Places, parts: Parts) -> list[Trajectory]:
         """The samples of a group side by side, without stragglers; the first failure cancels the others."""
         starts: dict[int, int] = {}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._one(prompt, i, places, starts)) for i in range(prompt.group_size)]
+                tasks = [
+                    group.create_task(self._one(prompt, i, places, parts, starts)) for i in range(prompt.group_size)
+                ]
                 if self._stragglers is not None:
                     group.create_task(self._stragglers.cut(tasks, starts))
         except ExceptionGroup as error:
@@ -182,22 +193,32 @@ class RolloutWorker(Actor):
             raise (died or other or error).exceptions[0] from error
         return [task.result() for task in tasks if not task.cancelled()]
 
-    async def _one(self, prompt: PromptGroup, index: int, places: Places, starts: dict[int, int]) -> Trajectory:
+    async def _one(
+        self, prompt: PromptGroup, index: int, places: Places, parts: Parts, starts: dict[int, int]
+    ) -> Trajectory:
         calls = 0
 
         async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
             nonlocal calls
-            seed = sample_seed(self._seed, prompt.group_id, index, calls)
-            calls += 1
+            call, calls = calls, calls + 1
+            seed = sample_seed(self._seed, prompt.group_id, index, call)
             sampling = prompt.sampling
             if max_new_tokens is not None:
                 sampling = messages.replace(sampling, max_new_tokens=max_new_tokens)
+            partial = parts.begin(index, call, tokens, sampling)
+            known = partial.prefix
+            if known.version_spans:
+                starts.setdefault(index, min(span.policy_version for span in known.version_spans))
+            if known.finish_reason:
+                return known
+            seen = {"partial": partial} if self._salvage.is_on else {}
             with self.waits.paused(rollout):
                 async with self._follower.generation(prompt.min_policy_version, waits=self.waits):
                     starts.setdefault(index, self._engine.version[1])
                     with self._activity.running(), self._answers.expected():
-                        generation = await self._engine.generate(tokens, sampling, seed=seed)
-            self._activity.tokens += len(generation.tokens)
+                        generation = await self._engine.generate(tokens, sampling, seed=seed, **seen)
+            parts.finish(index, call, generation)
+            self._activity.tokens += max(0, len(generation.tokens) - len(known.tokens))
             return generation
 
         try:
@@ -266,6 +287,9 @@ class RolloutWorker(Actor):
             "rollout/idle_ratio": idle_ratio,
             "rollout/running": stats.running,
             "rollout/queued": stats.queued,
+            "rollout/salvaged_tokens": self._salvage.salvaged_tokens,
+            "rollout/discarded_tokens": self._salvage.discarded_tokens,
+            "rollout/unsaved_tokens": self._salvage.unsaved_tokens,
             "weights/pause_seconds": self._follower.last_load.pause_seconds,
             "weights/load_seconds": self._follower.last_load.load_seconds,
             "weights/loads": self._follower.loads,

@@ -12,6 +12,7 @@ Tests: tests/test_training_step.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ from asyncrl.policies.catalogue import SCORED_BY
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.policies.scored import complete
 from asyncrl.protocols import Backend, StepResult
+
+log = logging.getLogger("asyncrl.learner")
 
 
 class TrainingStep:
@@ -43,10 +46,16 @@ class TrainingStep:
         """How many of the first ``steps`` steps trained the policy."""
         return max(0, steps - self._critic_warmup_steps)
 
+    def learning_rate(self, step: int, *, peak: float, warmup_steps: int) -> float:
+        """Of the step after ``step`` steps: linear to ``peak`` over the first ``warmup_steps`` of the policy."""
+        return peak * min(1.0, self.policy_steps(step + 1) / max(warmup_steps, 1))
+
     def __call__(
         self, batch: Batch, shares: Sequence[Sequence[MicroBatch]], *, step: int, learning_rate: float
     ) -> StepResult:
         """Train on ``batch``, packed as ``shares``; ``step``: how many steps were done before."""
+        if not batch.num_tokens:
+            log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
         names = self._algorithm.advantage_scores | self._algorithm.loss_scores
         if not names:
             return self._backend.step(shares, learning_rate=learning_rate)

@@ -199,10 +199,10 @@ class JetStreamBus:
         finally:
             await pull.stop()
 
-    async def states(self, topic: Topic[M]) -> dict[str, M]:
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         stream = await self._stream(topic)
         found: dict[str, M] = {}
-        for subject in await self._subjects(topic):
+        for subject in await self._subjects(topic, under=under):
             answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
             if answer.headers.get("Status") is not None:
                 continue  # 404: gone since
@@ -212,6 +212,10 @@ class JetStreamBus:
         return found
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
+        if key.endswith("/"):
+            body = {"filter": self._layout.under(topic, key)}
+            await self._connection.api(f"STREAM.PURGE.{await self._stream(topic)}", body)
+            return
         await self._set(topic, key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
 
     def _value(self, topic: Topic[M], key: str, data: bytes, headers: Any) -> M | None:
@@ -274,12 +278,12 @@ class JetStreamBus:
     async def _info(self, topic: Topic[Any]) -> dict[str, Any]:
         return await self._connection.api(f"STREAM.INFO.{await self._stream(topic)}")
 
-    async def _subjects(self, topic: Topic[Any]) -> list[str]:
+    async def _subjects(self, topic: Topic[Any], *, under: str = "") -> list[str]:
         """Subjects that hold a message; the server answers with at most 100,000 of them at a time."""
         verb = f"STREAM.INFO.{await self._stream(topic)}"
         found: list[str] = []
         while True:
-            body = {"subjects_filter": self._layout.prefix(topic) + "*", "offset": len(found)}
+            body = {"subjects_filter": self._layout.under(topic, under), "offset": len(found)}
             page = await self._connection.api(verb, body)
             subjects = page["state"].get("subjects") or {}
             found += subjects

@@ -6,9 +6,10 @@ log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                unti
 state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
 
-State streams are key-value buckets to the `nats kv` command. A work or log topic refuses a key it holds (one message a
-subject) and one it held in the last ten minutes (Nats-Msg-Id). Every worker binds the one durable consumer ``workers``:
-a work-queue stream takes no second one.
+State streams are key-value buckets to the `nats kv` command; the key a/b of a state is a.b in its subject, so that what
+is under a/ can be asked for and removed together. A work or log topic refuses a key it holds (one message a subject)
+and one it held in the last ten minutes (Nats-Msg-Id). Every worker binds the one durable consumer ``workers``: a
+work-queue stream takes no second one.
 """
 
 from __future__ import annotations
@@ -58,10 +59,15 @@ class Layout:
         return f"asyncrl.{self.run}.{topic.name}."
 
     def subject(self, topic: Topic[Any], key: str) -> str:
-        return self.prefix(topic) + token(key)
+        parts = key.split("/") if topic.kind == "state" else [key]
+        return self.prefix(topic) + ".".join(map(token, parts))
+
+    def under(self, topic: Topic[Any], under: str) -> str:
+        """The subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
+        return (self.subject(topic, under.removesuffix("/")) + "." if under else self.prefix(topic)) + ">"
 
     def key(self, topic: Topic[Any], subject: str) -> str:
-        return key_of(subject.removeprefix(self.prefix(topic)))
+        return "/".join(map(key_of, subject.removeprefix(self.prefix(topic)).split(".")))
 
     def _bucket(self, topic: Topic[Any]) -> str:
         return f"asyncrl-{self.run}-{topic.name if topic.seconds_to_live else 'state'}"

@@ -111,10 +111,12 @@ class MemoryBus:
 
         yield Each(take)
 
-    async def states(self, topic: Topic[M]) -> dict[str, M]:
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         await _let_others_run()
         found: dict[str, M] = {}
         for key, value in self._state(topic).present().items():
+            if not key.startswith(under):
+                continue
             content = opened(value.data, topic)
             if content.message is not None:
                 found[key] = content.message
@@ -124,7 +126,9 @@ class MemoryBus:
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         await _let_others_run()
-        self._state(topic).values.pop(key, None)
+        values = self._state(topic).values
+        for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
+            del values[gone]
 
     async def depth(self, topic: Topic[Any]) -> int:
         await _let_others_run()

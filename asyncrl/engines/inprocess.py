@@ -31,7 +31,7 @@ from asyncrl.engines.decoder import Answer, Decoder
 from asyncrl.engines.spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,19 @@ class _Request:
     answer: Answer
     future: asyncio.Future[Generation]
     passed_over: int = 0
+
+    def __len__(self) -> int:
+        return len(self.answer.logprobs)
+
+    def so_far(self, begin: int = 0) -> Generation:
+        """The decode thread may be appending: a token is there once its logprob is."""
+        answer, end = self.answer, len(self)
+        return Generation(
+            tokens=np.array(answer.tokens[begin:end], dtype=np.int32),
+            logprobs=np.array(answer.logprobs[begin:end], dtype=np.float32),
+            version_spans=answer.spans.spans(end, begin=begin),
+            finish_reason=answer.finish_reason,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -111,24 +124,29 @@ class InProcessEngine:
         self._thread = threading.Thread(target=self._decode, name="engine-decode", daemon=True)
         self._thread.start()
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         decoder = self._alive()
         check_sampling(sampling)
+        partial = Partial() if partial is None else partial
+        uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens)[partial.num_tokens :].tolist()
+        prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
             vocabulary_size=decoder.vocabulary_size,
             context_tokens=decoder.context_tokens,
         )
-        uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens).tolist()
         answer = Answer(
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32), sampling=sampling, uniforms=uniforms
         )
         request = _Request(answer, asyncio.get_running_loop().create_future())
+        partial.follow(request)
         self._orders.put(request)
         try:
             self._alive()  # a thread that ended meanwhile does not see the request
-            return await request.future
+            return partial.prefix.then(await request.future)
         finally:
             if not request.future.done() or request.future.cancelled():
                 request.future.cancel()
@@ -284,18 +302,9 @@ class InProcessEngine:
 
 
 def _result(request: _Request) -> Callable[[], None]:
-    answer = request.answer
-    if not answer.is_finite:
+    if not request.answer.is_finite:
         return _failure(request.future, EngineError("the model gave NaN logprobs: its weights are broken"))
-    return _success(
-        request.future,
-        Generation(
-            tokens=np.array(answer.tokens, dtype=np.int32),
-            logprobs=np.array(answer.logprobs, dtype=np.float32),
-            version_spans=answer.spans.spans(len(answer.tokens)),
-            finish_reason=answer.finish_reason,
-        ),
-    )
+    return _success(request.future, request.so_far())
 
 
 def _success(future: asyncio.Future[T], result: T) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from asyncrl.errors import PromptError
 from asyncrl.messages import Sampling, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial
 
 
 class NoEngine:
@@ -29,7 +29,9 @@ class NoEngine:
     async def start(self) -> None:
         pass
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         raise PromptError(
             'engine.kind = "none" generates nothing, and the rollout function asks it to; set engine.kind = "sglang" '
             'or "inprocess", or rollout.function = "given"'

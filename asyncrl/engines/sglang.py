@@ -33,7 +33,7 @@ from asyncrl.engines.sglang_weights import SGLangReceiver, WeightLoader
 from asyncrl.engines.spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling, WeightVersion
-from asyncrl.protocols import EngineStats, Generation, LoadReport
+from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,14 @@ class SGLangEngine:
         await self._wait_until_healthy()
         await self._ask_server()
 
-    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int) -> Generation:
+    async def generate(
+        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+    ) -> Generation:
         """``seed`` is not honoured: what SGLang samples depends on what else it batches."""
         self._session()
         check_sampling(sampling)
+        is_seen, partial = partial is not None, Partial() if partial is None else partial
+        prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
             max_new_tokens=sampling.max_new_tokens,
@@ -135,8 +139,9 @@ class SGLangEngine:
         )
         async with self._place():
             reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
-            await self._sample(reply, self._request(prompt_tokens, sampling, stream=not self._has_spans))
-        return reply.generation()
+            partial.follow(reply)
+            await self._sample(reply, self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans))
+        return partial.prefix.then(reply.generation())
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._session()
@@ -281,6 +286,7 @@ class SGLangEngine:
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "ignore_eos": sampling.ignore_eos,
+                **({"stream_interval": self._options.stream_interval} if stream and self._has_spans else {}),
             },
             "return_logprob": True,
             "stream": stream,
@@ -289,6 +295,7 @@ class SGLangEngine:
         }
 
     async def _sample(self, reply: Reply, request: Mapping[str, Any]) -> None:
+        late_tokens = self._late_tokens if self._has_spans else None
         try:
             async with self._post("/generate", request) as response:
                 if not request["stream"]:
@@ -299,7 +306,7 @@ class SGLangEngine:
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         before = len(reply)
-                        reply.take_chunk(json.loads(data))
+                        reply.take_chunk(json.loads(data), late_tokens=late_tokens)
                         self._tokens_generated += len(reply) - before
         except asyncio.CancelledError:
             # The server would notice the closed connection only seconds later.

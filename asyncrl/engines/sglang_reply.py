@@ -33,7 +33,7 @@ class Reply:
         self._logprobs: list[float] = []
         self._spans = SpanRecorder()
         self._spans.mark(0, sent_version)
-        self._stamp = sent_version
+        self._sent_version = self._stamp = sent_version
         self._first_version = first_version
         self._finish: Mapping[str, Any] | None = None
 
@@ -43,18 +43,35 @@ class Reply:
     def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
         """A whole reply with spans; ``late_tokens`` is 1 under the overlap scheduler, else 0."""
         self._take_tokens(body)
+        self._take_spans(body, late_tokens=late_tokens)
+
+    def _take_spans(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
         for span in body["meta_info"]["weight_versions"]:
             version = self._version(span["version"])
             if (span["start"], version) != (0, self._stamp):
                 self._spans.mark(span["start"] + late_tokens, version)
 
-    def take_chunk(self, body: Mapping[str, Any]) -> None:
-        """A streamed chunk, labelled with the version of the chunk before it."""
+    def take_chunk(self, body: Mapping[str, Any], *, late_tokens: int | None = None) -> None:
+        """A streamed chunk, labelled with the version of the chunk before it.
+
+        late_tokens  as in ``take_whole``, of a server that gives spans with the last chunk: those are exact
+        """
         before = len(self._tokens)
         self._take_tokens(body)
         if len(self._tokens) > before:
             self._spans.mark(before, self._stamp)
             self._stamp = self._version(str(body["meta_info"].get("weight_version", "")))
+        if late_tokens is not None and "weight_versions" in body["meta_info"]:
+            self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
+            self._take_spans(body, late_tokens=late_tokens)
+
+    def so_far(self, begin: int = 0) -> Generation:
+        return Generation(
+            tokens=np.array(self._tokens[begin:], dtype=np.int32),
+            logprobs=np.array(self._logprobs[begin:], dtype=np.float32),
+            version_spans=self._spans.spans(len(self._tokens), begin=begin),
+            finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
+        )
 
     def generation(self) -> Generation:
         """The answer. Raises EngineError when it did not end, failed, or has no logprobs."""
@@ -65,15 +82,10 @@ class Reply:
             raise EngineError(f"the server ended an answer with {self._finish}")
         if not self._tokens or int(self._finish.get("status_code") or 0) >= 400:
             raise EngineError(f"the server gave no answer: {self._finish.get('message') or reason}")
-        logprobs = np.array(self._logprobs, dtype=np.float32)
-        if not np.isfinite(logprobs).all():
+        generation = self.so_far()
+        if not np.isfinite(generation.logprobs).all():
             raise EngineError("the server gave NaN logprobs: its weights are broken")
-        return Generation(
-            tokens=np.array(self._tokens, dtype=np.int32),
-            logprobs=logprobs,
-            version_spans=self._spans.spans(len(self._tokens)),
-            finish_reason=reason,
-        )
+        return generation
 
     def _take_tokens(self, body: Mapping[str, Any]) -> None:
         if "error" in body:

@@ -22,11 +22,13 @@ class SpanRecorder:
         if not self.marks or self.marks[-1][1] != version:
             self.marks.append((start, version))
 
-    def spans(self, num_tokens: int) -> tuple[VersionSpan, ...]:
+    def spans(self, num_tokens: int, *, begin: int = 0) -> tuple[VersionSpan, ...]:
+        """Of tokens ``begin`` to ``num_tokens``, counted from ``begin``."""
+        marks = {max(0, start - begin): version for start, version in self.marks}  # of several at 0 the last
         return tuple(
             VersionSpan(start=start, run_epoch=version[0], policy_version=version[1])
-            for start, version in self.marks
-            if start < num_tokens
+            for start, version in marks.items()
+            if start < num_tokens - begin
         )
 
 

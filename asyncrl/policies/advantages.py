@@ -95,7 +95,7 @@ def gpg_alpha(
     """How many samples the batch has for each that carries a signal, >= 1.  [B], i64[B] -> number
 
     The paper (arXiv:2504.02546 eq. 7) divides by what has a gradient: ``groups_with_variance``, all groups over those
-    whose rewards differ. verl counts trajectories: all over those whose reward is not 0, the default here.
+    whose rewards differ, as the row does. verl counts trajectories: all over those whose reward is not 0, this default.
     A batch without any signal gives 1.
     """
     values, index = np.asarray(rewards, dtype=np.float64), np.asarray(group)

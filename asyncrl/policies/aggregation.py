@@ -12,7 +12,8 @@ sums are divided by:
 
 A trajectory of which nothing is left counts among the B in either case, as in verl, so one rejected answer does not
 raise the weight of another's. Where rejection is known only in the micro-batch, ``token_mean`` "after" is the gradient
-of "before" times (tokens of the batch / tokens kept in it), counted over all ranks before the optimizer's step.
+of "before" times (tokens of the batch / tokens kept in it), counted over all ranks before the optimizer's step;
+``seq_mean_token_mean`` "after" is known there, as no answer is cut; ``prompt_mean`` "after" would take a second pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The table of algorithms: advantage + loss + correction + aggregation + defaults + paper, one row each.
+"""What an algorithm is: advantage + loss + correction + aggregation + defaults + paper, put together from a row.
 
-``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged by name, options set.
-What the parts need of other models says which ones a run loads. Backends call ``objective`` and know nothing else.
-A new algorithm is one row here, or "package.module:ROW" in the run file. Which to choose: docs/algorithms.md.
+rows.py is the table. ``resolve`` turns the run file's [algorithm] into an ``Algorithm``: a row, parts of it exchanged
+by name, options set. What the parts need of other models says which ones a run loads. Backends call ``objective`` and
+know nothing else. A new algorithm is one row there, or "package.module:ROW" in the run file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ from asyncrl.policies.diagnostics import (
 )
 from asyncrl.policies.filters import overlong_penalty
 from asyncrl.policies.kl import Penalty
+from asyncrl.policies.losses.ratios import difference
+from asyncrl.policies.option_ranges import refuse_wrong_numbers
 from asyncrl.policies.part_options import set_option
+from asyncrl.policies.segments import segment_mean, spread
 
 Denominator = Literal["before", "after"]
 
@@ -123,7 +126,7 @@ class Algorithm:
     @property
     def trusts_behavior(self) -> bool:
         """Whether data of older weights would be trained as if this policy had sampled it."""
-        is_covered = self.loss.is_coupled or self.loss.is_supervised
+        is_covered = self.loss.is_around_behavior or self.loss.is_supervised
         return correction_chains.is_uncorrected(self.correction) and not is_covered
 
     @property
@@ -156,16 +159,17 @@ class Algorithm:
         values = {name: getattr(inputs, name) for name in LossInputs.__slots__}
         values |= dict(inputs.scores) | {"prox_logprobs": prox_logprobs}
         loss, clipped = self.loss(values)
-        log_ratio = prox_logprobs - inputs.behavior_logprobs
+        log_ratio = difference(prox_logprobs, inputs.behavior_logprobs)
         evidence = Evidence(
             log_ratio=log_ratio,
             sequence=inputs.sequence,
             num_sequences=inputs.num_sequences,
-            advantages=inputs.advantages,
+            advantages=self.loss.advantages_of(values),
             mean_weight=1.0,  # gradient_scale divides by it
         )
         weights = correction_chains.weights(self.correction, evidence)
-        objective = total(loss, weights * inputs.loss_weights)
+        loss_weights = self._loss_weights(inputs, weights)
+        objective = total(loss, weights * loss_weights)
         sums = token_sums(
             log_ratio=log_ratio,
             weights=weights,
@@ -185,21 +189,32 @@ class Algorithm:
         if inputs.scores:
             sums += divergence_sums(prox_logprobs, scores=inputs.scores)
         if self.entropy_coef:
-            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(inputs, weights))
+            objective = objective - self.entropy_coef * total(inputs.entropy, self._shares(loss_weights, weights))
         if self.kl is not None and self.kl.place == "loss":
             distance = self.kl(inputs.logprobs, inputs.scores["ref_logprobs"], inputs.behavior_logprobs)
-            objective = objective + total(distance, self._shares(inputs, weights))
+            objective = objective + total(distance, self._shares(loss_weights, weights))
         return objective, sums
 
-    def _shares(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
+    def _loss_weights(self, inputs: LossInputs, weights: torch.Tensor) -> torch.Tensor:
+        """With denominator "after" an answer's tokens share what it counts among those of them that are kept.
+
+        Answers are never cut, so the micro-batch knows; what a whole batch keeps, ``gradient_scale`` does.
+        """
+        if self.denominator == "before" or self.aggregation.divides_by != "sequence":
+            return inputs.loss_weights
+        kept = segment_mean((weights != 0).float(), inputs.sequence, num_sequences=inputs.num_sequences)
+        shares: torch.Tensor = inputs.loss_weights / spread(kept, inputs.sequence).clamp(min=1e-30)
+        return shares.where(weights != 0, 0.0)
+
+    def _shares(self, loss_weights: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """What a token counts in the means of entropy and KL, so that ``gradient_scale`` divides them as it should.
 
         The correction does not weigh them, but where it says what the mean is over: under self_norm a mean by its
         weights, with denominator "after" one over the tokens it keeps.
         """
         if correction_chains.norm_level(self.correction) is not None:
-            return inputs.loss_weights * weights
-        return inputs.loss_weights * (weights != 0) if self.denominator == "after" else inputs.loss_weights
+            return loss_weights * weights
+        return loss_weights * (weights != 0) if self.denominator == "after" else loss_weights
 
     def zero(self, device: torch.device) -> Sums:
         """The sums of no tokens."""
@@ -207,7 +222,8 @@ class Algorithm:
 
     def metrics(self, totals: Sums) -> Mapping[str, float]:
         """The batch's metrics from its totals."""
-        return metrics(totals)
+        made, scale = metrics(totals), self.gradient_scale(totals)
+        return made if scale is None else made | {"loss": made["loss"] * scale}
 
     def gradient_scale(self, totals: Sums) -> float | None:
         """What the summed gradients of the whole batch are multiplied by before the step; None where it is 1.
@@ -218,7 +234,7 @@ class Algorithm:
         level = correction_chains.norm_level(self.correction)
         if level is not None:
             return 1.0 / mean_weight(totals, level=level)
-        if self.denominator == "after":
+        if self.denominator == "after" and self.aggregation.divides_by == "batch":
             return totals["tokens"] / max(totals["tokens"] - totals["rejected"], 1.0)
         return None
 
@@ -232,142 +248,6 @@ class Algorithm:
             return 1.0
         effective = effective_samples(totals["sequence_ratio"], totals["sequence_ratio_squared"])
         return vcpo_learning_rate(1.0, ess_fraction=effective / totals["sequences"], rule=self.learning_rate_rule)
-
-
-ALGORITHMS: dict[str, Row] = {
-    row.name: row
-    for row in (
-        Row(
-            name="grpo",
-            paper="arXiv:2402.03300, token mean of arXiv:2503.14476",
-            advantage="grpo",
-            loss="ppo_clip",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="dapo",
-            paper="arXiv:2503.14476; filters and overlong_tokens of [algorithm] add the rest",
-            advantage="grpo",
-            loss="ppo_clip",
-            aggregation="token_mean",
-            correction="tis_token",
-            options={"clip_high": 0.28},
-        ),
-        Row(
-            name="dr_grpo",
-            paper="arXiv:2503.20783",
-            advantage="dr_grpo",
-            loss="ppo_clip",
-            aggregation="seq_mean_token_sum_norm",
-            correction="tis_token",
-        ),
-        Row(
-            name="gspo",
-            paper="arXiv:2507.18071",
-            advantage="grpo",
-            loss="gspo",
-            aggregation="seq_mean_token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="cispo",
-            paper="arXiv:2506.13585: the capped ratio to the behavior policy is the correction",
-            advantage="grpo",
-            loss="cispo",
-            aggregation="token_mean",
-            correction="none",
-        ),
-        Row(
-            name="rloo",
-            paper="arXiv:2402.14740",
-            advantage="rloo",
-            loss="reinforce",
-            aggregation="seq_mean_token_sum",
-            correction="tis_token",
-        ),
-        Row(
-            name="reinforce_pp",
-            paper="arXiv:2501.03262",
-            advantage="reinforce_pp",
-            loss="ppo_clip",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="reinforce_pp_baseline",
-            paper="arXiv:2501.03262, the variant with a baseline",
-            advantage="reinforce_pp_baseline",
-            loss="ppo_clip",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="gpg",
-            paper="arXiv:2504.02546",
-            advantage="gpg",
-            loss="reinforce",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="topr",
-            paper="arXiv:2503.14286",
-            advantage="reinforce",
-            loss="topr",
-            aggregation="seq_mean_token_sum",
-            correction="none",
-        ),
-        Row(
-            name="sapo",
-            paper="arXiv:2511.20347",
-            advantage="grpo",
-            loss="sapo",
-            aggregation="seq_mean_token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="m2po",
-            paper="arXiv:2510.01161",
-            advantage="grpo",
-            loss="m2po",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="ppo",
-            paper="arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
-            advantage="gae",
-            loss="ppo_clip",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="opd",
-            paper="on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
-            advantage="none",
-            loss="opd_reward",
-            aggregation="token_mean",
-            correction="tis_token",
-        ),
-        Row(
-            name="p3o",
-            paper="arXiv:2605.12380",
-            advantage="grpo",
-            loss="p3o",
-            aggregation="token_mean",
-            correction="none",
-        ),
-        Row(
-            name="sft",
-            paper="maximum likelihood of the responses, whatever their reward",
-            advantage="reinforce",
-            loss="sft",
-            aggregation="token_mean",
-            correction="none",
-        ),
-    )
-}
 
 
 def resolve(
@@ -389,14 +269,15 @@ def resolve(
     """
     parts: dict[str, Any] = {what: _pick(what, getattr(row, what)) for what in _TABLES}
     chain = list(correction_chains.chain(row.correction))
-    for key, value in row.options.items():
+    for key, value in parts["loss"].with_choices(row.options).items():
         set_option(parts, chain, key, value, name=row.name)
     given = {"advantage": advantage, "loss": loss, "aggregation": aggregation}
     parts |= {what: _pick(what, part) for what, part in given.items() if part}
     if correction:
         chain = list(correction_chains.chain(correction))
-    for key, value in (options or {}).items():
+    for key, value in parts["loss"].with_choices(options or {}).items():
         set_option(parts, chain, key, value, name=row.name)
+    refuse_wrong_numbers([*parts.values(), *chain])
     made = Algorithm(
         name=row.name,
         paper=row.paper,

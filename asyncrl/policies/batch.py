@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ class Histogram:
 
 Metric = float | Histogram
 
+Scalar = TypeVar("Scalar", bound=np.generic)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -40,7 +43,9 @@ class Batch:
     sampled: list[NDArray[np.bool_]]
     metrics: dict[str, Metric]
     num_tokens: int
-    """Response tokens that are trained."""
+    """Response tokens that are trained: those of an answer that is masked are not."""
+    max_staleness: int
+    """Of its oldest sampled token, in versions."""
 
 
 def build(
@@ -59,22 +64,24 @@ def build(
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     masks = [trajectory.response_mask for _, trajectory in trajectories]
+    trained = masks
+    if algorithm.masks_truncated:
+        trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     rewarded = Rewarded(
         rewards=algorithm.shaped(
             np.array([trajectory.reward for _, trajectory in trajectories], np.float64),
-            np.array([len(trajectory.tokens) for _, trajectory in trajectories]),
+            np.array([np.count_nonzero(mask) for mask in masks]),
         ),
         group=members,
         sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
+        is_trained=_sampled(trained, masks),
+        positions=np.concatenate([np.flatnonzero(mask) for mask in masks]),
         is_truncated=np.array([trajectory.finish_reason == "length" for _, trajectory in trajectories]),
     )
     advantages = np.zeros(len(rewarded.sequence), np.float32)
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(rewarded)
-    trained = masks
-    if algorithm.masks_truncated:
-        trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
     weights = algorithm.aggregation(trained, group=members)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     ages = [
@@ -89,11 +96,14 @@ def build(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
-    sampled = np.concatenate([age[t.response_mask] for (_, t), age in zip(trajectories, ages, strict=True)])
-    assert sampled.size == 0 or sampled.max() <= max_staleness, "buffer let a stale token through"
-    metrics = _staleness_metrics(sampled, max_staleness) | _sample_metrics(groups)
-    if age_weight is not None and sampled.size:
-        metrics["staleness/weight"] = float(age_weight(sampled).mean())
+    ages_sampled, ages_trained = _sampled(ages, masks), _sampled(ages, trained)
+    assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
+    metrics = _staleness_metrics(ages_trained, max_staleness) | _sample_metrics(groups)
+    if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
+        metrics["staleness/max"] = float(ages_sampled.max())
+    metrics["length/trained_tokens"] = float(ages_trained.size)
+    if age_weight is not None and ages_trained.size:
+        metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
     return Batch(
         documents=documents,
         rewarded=rewarded,
@@ -102,8 +112,14 @@ def build(
             for group, trajectory in trajectories
         ],
         metrics=metrics,
-        num_tokens=int(sampled.size),
+        num_tokens=int(ages_trained.size),
+        max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
     )
+
+
+def _sampled(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[Scalar]:
+    """What each trajectory's arrays hold where its mask is set, end to end.  [B][T], [B] bool[T] -> [M]"""
+    return np.concatenate([values[mask] for values, mask in zip(of_tokens, masks, strict=True)])
 
 
 def _document(

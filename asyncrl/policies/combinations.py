@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
+from asyncrl.policies import correction_chains
 from asyncrl.policies.catalogue import ADVANTAGES
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def refuse_wrong_combinations(made: Algorithm) -> None:
     ratios = [step.name for step in made.correction if step.kind == "weight" and step.name != "none"]
-    if made.loss.is_coupled and ratios:
+    if made.loss.is_around_behavior and ratios:
         raise ConfigError(
             f"algorithm: loss {made.loss.name} weights by pi / behavior itself; correction {ratios[0]} would count "
             'that ratio twice. Use correction = "none", or a loss around the learner such as ppo_clip'
@@ -22,10 +23,43 @@ def refuse_wrong_combinations(made: Algorithm) -> None:
     _refuse_what_teaches_nothing(made)
     if made.kl is not None:
         _refuse_wrong_penalty(made, made.kl)
-    if made.denominator == "after" and made.aggregation.name != "token_mean":
+    if made.denominator == "after":
+        _refuse_wrong_denominator(made)
+    _refuse_masks_that_see_nothing(made)
+    if 0 < made.loss.options.get("dual_clip", 0) <= 1:
         raise ConfigError(
-            f'algorithm: denominator = "after" goes with aggregation token_mean; {made.aggregation.name} divides by '
-            "trajectories or prompts, whose number rejection does not change"
+            "algorithm.options: dual_clip bounds what a bad token may cost at so many times its advantage: use more "
+            f"than 1, such as 3, or 0 for none, got {made.loss.options['dual_clip']}"
+        )
+
+
+def _refuse_wrong_denominator(made: Algorithm) -> None:
+    """Where ``denominator = "after"`` would change nothing, or the sum it divides by is not known in time."""
+    name = made.aggregation.name
+    if made.aggregation.divides_by == "prompt":
+        raise ConfigError(
+            f'algorithm: denominator = "after" with {name} needs what is kept of a prompt before the gradient of any '
+            "of its answers, and they lie in several micro-batches and ranks: it would take a second pass over the "
+            "batch; use token_mean or seq_mean_token_mean"
+        )
+    if not made.aggregation.divides_by:
+        raise ConfigError(
+            f'algorithm: denominator = "after" divides by the tokens that are kept, and {name} does not divide by '
+            "tokens; use token_mean or seq_mean_token_mean"
+        )
+    if correction_chains.norm_level(made.correction) is not None:
+        raise ConfigError(
+            'algorithm: self_norm divides by the mean weight, in which what is rejected is 0 already; denominator = "'
+            'after" on top would count rejection twice: use "before"'
+        )
+
+
+def _refuse_masks_that_see_nothing(made: Algorithm) -> None:
+    blind = [step.name for step in made.correction if "advantages" in step.needs]
+    if blind and "advantages" not in made.loss.takes:
+        raise ConfigError(
+            f"algorithm: correction {blind[0]} rejects by the sign of the advantage, and loss {made.loss.name} does "
+            "not look at advantages; use geo_mask or veto, or a loss such as ppo_clip"
         )
 
 

@@ -1,7 +1,7 @@
 """Corrections composed by name: "tis_token + geo_mask + veto" is the product of a weight and two masks.
 
-CORRECTIONS is the table. A run file names one row, several joined by " + ", or a list of names and of tables with
-options: ["tis_token", {name = "geo_mask", low = 0.9, high = 1.1}].
+CORRECTIONS is the table. A run file names one row, or several joined by " + ", and sets their options in
+[algorithm.options]; ``chain`` also takes a list: ["tis_token", {"name": "geo_mask", "low": 0.9, "high": 1.1}].
 """
 
 from __future__ import annotations
@@ -167,9 +167,28 @@ def norm_level(steps: Chain) -> str | None:
     return "sequence" if any(step.level == "sequence" for step in steps) else "token"
 
 
+LEFT_BEHIND = 0.1
+"""Ratio of a token that the policy has left behind: it samples it ten times less often than what sampled it."""
+
+
+def weight_left_behind(steps: Chain) -> float:
+    """What a token of ratio ``LEFT_BEHIND`` and negative advantage counts; 1 is as if it were fresh."""
+    token = torch.zeros(1, dtype=torch.int64)
+    ratio = torch.full((1,), LEFT_BEHIND)
+    evidence = Evidence(
+        log_ratio=ratio.log(), sequence=token, num_sequences=1, advantages=-torch.ones(1), mean_weight=1.0
+    )
+    return float(weights(steps, evidence))
+
+
 def is_uncorrected(steps: Chain) -> bool:
-    """Whether stale data would be trained as if it were fresh: no weight, and nothing rejected."""
-    return all(step.name in ("none", "self_norm") for step in steps)
+    """Whether stale data would be trained as if it were fresh, whatever the rows are called.
+
+    Judged by effect: tokens that the policy has left behind are what stale training goes on pushing. A weight takes
+    them down to about their ratio, and a mask that bounds the ratio rejects them; one that counts them over a half
+    (``veto`` at 1e-4, a ``k_stat`` of huge bounds) is none. A negative advantage, for ``opsm`` looks at no other.
+    """
+    return weight_left_behind(steps) > 0.5
 
 
 def _step(part: str | Mapping[str, Any]) -> Step:

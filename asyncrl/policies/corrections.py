@@ -17,10 +17,8 @@ import math
 
 import torch
 
+from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
 from asyncrl.policies.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
-
-LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +- this before exp: e^20 is larger than any cap and far from overflow."""
 
 _SUMMAND_LIMIT = 1e4
 """Token log ratios are clamped to +- this before they are summed: -inf + inf would be nan."""
@@ -31,7 +29,7 @@ _SUMMAND_LIMIT = 1e4
 
 def ratio(log_ratio: Array) -> torch.Tensor:
     """exp of the clamped log ratio, in float32 or better.  f32[M] -> f32[M] in [e^-20, e^20]"""
-    return as_floats(log_ratio).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return as_floats(log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sequence_ratio(log_ratio: Array, *, sequence: Array, num_sequences: int) -> torch.Tensor:
@@ -221,7 +219,7 @@ def k_stat(
     verl's rollout_rs (its k3 preset: mean, 0.01). For k1 verl takes bounds of a ratio, which then hold for 1 / ratio:
     its "0.5_5.0" is low = log 0.5, high = log 5 here and keeps ratios in [0.2, 2]. Raises KeyError for other names.
     """
-    clamped = as_floats(log_ratio).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    clamped = as_floats(log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values = {
         "k1": lambda: -clamped,
         "k2": lambda: clamped.square() / 2,

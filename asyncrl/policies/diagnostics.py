@@ -19,8 +19,8 @@ from typing import Final
 
 import torch
 
-from asyncrl.policies.corrections import LOG_RATIO_LIMIT, geometric_ratio, sequence_ratio
-from asyncrl.policies.losses.ratios import log_ratio
+from asyncrl.policies.corrections import geometric_ratio, ratio, sequence_ratio
+from asyncrl.policies.losses.ratios import MAX_LOG_RATIO, difference, log_ratio
 from asyncrl.policies.segments import Array, as_floats, segment_sum
 
 BUCKETS: Final = (0, 1, 2, 4, 8, 16)
@@ -128,9 +128,9 @@ def token_sums(
     if log_ratio.numel() == 0:
         return zero(log_ratio.device)
     log_ratio = log_ratio.double()
-    ratio, difference, k3 = _ratio(log_ratio), log_ratio.abs(), k3_of(log_ratio)
+    ratios, distance, k3 = ratio(log_ratio), log_ratio.abs(), k3_of(log_ratio)
     fresh, weights = is_fresh.double(), weights.double()
-    fresh_difference = difference.where(is_fresh.bool(), 0.0)  # not a product: inf x 0 is nan
+    fresh_difference = distance.where(is_fresh.bool(), 0.0)  # not a product: inf x 0 is nan
     sums = {
         "loss": loss,
         "tokens": torch.ones_like(log_ratio).sum(),
@@ -139,18 +139,18 @@ def token_sums(
         "weight_squared": weights.square().sum(),
         "clipped": clipped.double().sum(),
         "rejected": (weights == 0).double().sum(),
-        "k1": -log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).sum(),
+        "k1": -log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(),
         "k3": k3.sum(),
-        "difference": difference.sum(),
+        "difference": distance.sum(),
         "fresh_tokens": fresh.sum(),
         "fresh_difference": fresh_difference.sum(),
         "fresh_k3": (k3 * fresh).sum(),
     }
     maxima = {
-        "ratio": ratio.max(),
-        "difference": difference.max(),
+        "ratio": ratios.max(),
+        "difference": distance.max(),
         "fresh_difference": fresh_difference.max(),
-        "inverse_ratio": _ratio(-log_ratio).max(),
+        "inverse_ratio": ratio(-log_ratio).max(),
     }
     return _of(sums, maxima, log_ratio.device)
 
@@ -176,7 +176,7 @@ def sequence_sums(
     logprobs, behavior = as_floats(logprobs).detach().double(), as_floats(behavior_logprobs).double()
     if logprobs.numel() == 0:
         return zero(logprobs.device)
-    weights, log_ratio = as_floats(weights).double(), logprobs - behavior
+    weights, log_ratio = as_floats(weights).double(), difference(logprobs, behavior)
 
     def per_sequence(values: torch.Tensor) -> torch.Tensor:
         return segment_sum(values, sequence, num_sequences=num_sequences)
@@ -202,13 +202,13 @@ def sequence_sums(
         "sequence_weight": total(mean(weights)),
         "sequence_ratio": total(ratios),
         "sequence_ratio_squared": total(ratios.square()),
-        "ratio_squared": _ratio(log_ratio).square().sum(),
-        "ratio_error": _ratio(log_ratio.abs()).sum(),
+        "ratio_squared": ratio(log_ratio).square().sum(),
+        "ratio_error": ratio(log_ratio.abs()).sum(),
         "k3_reverse": k3_of(-log_ratio).sum(),
         "js": js_of(log_ratio).sum(),
-        "trainer_perplexity": total(_ratio(trainer_nll)),
-        "behavior_perplexity": total(_ratio(behavior_nll)),
-        "perplexity_ratio": total(_ratio(rise)),
+        "trainer_perplexity": total(ratio(trainer_nll)),
+        "behavior_perplexity": total(ratio(behavior_nll)),
+        "perplexity_ratio": total(ratio(rise)),
         "trainer_nll": total(trainer_nll),
         "behavior_nll": total(behavior_nll),
         "nll_difference": total(rise),
@@ -237,16 +237,12 @@ def version_sums(*, log_ratio: Array, weights: Array, clipped: Array, staleness:
     return _of(sums, {}, log_ratio.device)
 
 
-def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
 def k3_of(log_ratio: torch.Tensor) -> torch.Tensor:
     """ratio - 1 - log_ratio: of samples of the denominator's policy, KL(denominator || numerator), never negative.
 
     Source: joschu.net/blog/kl-approx.html. Negate the argument for the sum NeMo-RL calls policy_kl_error.
     """
-    return _ratio(log_ratio) - log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - 1.0
+    return ratio(log_ratio) - log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) - 1.0
 
 
 def js_of(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -254,7 +250,7 @@ def js_of(log_ratio: torch.Tensor) -> torch.Tensor:
 
     As NeMo-RL's js_divergence_error, which takes the samples for the mixture's: nearly right while the two are near.
     """
-    bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     mixture = torch.log1p(bounded.exp()) - math.log(2.0)  # over behavior
     return (k3_of(-mixture) + k3_of(bounded - mixture)) / 2
 
@@ -282,13 +278,15 @@ def importance_entropy(logprobs: Array, behavior_logprobs: Array) -> torch.Tenso
     NeMo-RL's approx_entropy. For where the vocabulary is not at hand; the backends' own entropy is exact.
     """
     logprobs = as_floats(logprobs).detach()
-    return -_ratio(logprobs - as_floats(behavior_logprobs)) * logprobs
+    return -ratio(logprobs - as_floats(behavior_logprobs)) * logprobs
 
 
 def metrics(totals: Sums) -> dict[str, float]:
     """The batch's metrics from its totals; of sequences and versions those that were summed.
 
-    offpolicy/ess             effective sample size of the token weights, as a fraction of the tokens, in (0, 1]
+    offpolicy/ess             effective sample size of the correction's token weights, as a fraction of the tokens, in
+                              (0, 1]; 1 without one, also where the loss weights by the ratio itself: sequence_ess and
+                              chi2_token tell of the ratios
     offpolicy/k1, k3          estimates of KL(behavior || trainer) per token, nats
     mismatch/*                |trainer - behavior| logprob; fresh_*: of tokens the learner's own version sampled
     kl, teacher_kl            k3 to the reference and to the teacher per token, where there is one

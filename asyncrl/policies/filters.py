@@ -32,15 +32,6 @@ def dynamic_sampling(group: TrajectoryGroup) -> bool:
     return has_spread([trajectory.reward for trajectory in group.trajectories])
 
 
-def is_solvable(rewards: ArrayLike, *, low: float = 0.0, high: float = 1.0) -> bool:
-    """Whether the mean reward lies strictly between two bounds: neither hopeless nor mastered.  [G] -> bool
-
-    With 0 and 1 and rewards of 0 or 1 this is DAPO's own wording of dynamic sampling (arXiv:2503.14476 eq. 11).
-    """
-    values = np.asarray(rewards, np.float64)
-    return len(values) > 0 and bool(low < values.mean() < high)
-
-
 def overlong_penalty(
     lengths: ArrayLike,
     *,

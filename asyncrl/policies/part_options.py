@@ -13,10 +13,10 @@ from asyncrl.policies.correction_chains import Step
 
 def set_option(parts: dict[str, Any], chain: list[Step], key: str, value: Any, *, name: str) -> None:
     """``part.option``: the part is advantage, loss, aggregation, correction, or the name of one of the corrections."""
-    prefix, _, option = key.rpartition(".")
+    prefix, dot, option = key.rpartition(".")
     steps = {step.name: step for step in chain}
     owners = [place for place, found in (parts | steps).items() if option in found.options]
-    if prefix:
+    if dot:
         owners = [place for place in owners if place == prefix or (prefix == "correction" and place in steps)]
     if not owners:
         known = ", ".join(sorted({option for found in (parts | steps).values() for option in found.options}))

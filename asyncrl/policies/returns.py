@@ -61,26 +61,35 @@ def reinforce_pp(
     eps: float = 1e-8,
     observations: Observations = "carry",
     positions: ArrayLike | None = None,
+    trained: ArrayLike | None = None,
 ) -> Floats:
-    """REINFORCE++: returns-to-go of ``token_rewards``, whitened over the tokens given, the whole batch's.
+    """REINFORCE++: returns-to-go of ``token_rewards``, whitened over the ``trained`` tokens of the whole batch.
 
     [S], i64[M] -> f64[M]. Source: arXiv:2501.03262. As verl; OpenRLHF whitens with the biased variance.
     """
     per_token = token_rewards(rewards, sequence, kl=kl, kl_coef=kl_coef)
     returns = reinforce(per_token, sequence, gamma=gamma, observations=observations, positions=positions)
-    return whiten(returns, eps=eps)
+    return whiten(returns, eps=eps, trained=trained)
 
 
-def reinforce_pp_baseline(rewards: ArrayLike, group: ArrayLike, sequence: ArrayLike, *, eps: float = 1e-8) -> Floats:
-    """Reward minus its group's mean on every token, whitened over the whole batch's tokens.
+def reinforce_pp_baseline(
+    rewards: ArrayLike,
+    group: ArrayLike,
+    sequence: ArrayLike,
+    *,
+    eps: float = 1e-8,
+    trained: ArrayLike | None = None,
+) -> Floats:
+    """Reward minus its group's mean on every token, whitened over the ``trained`` tokens of the whole batch.
 
     Rewards of the batch [S], their prompt group i64[S], sequence i64[M] -> f64[M]. No standard deviation per group.
+    The group's mean is over all its members, also those of which no token is trained.
     Source: arXiv:2501.03262, the variant with a baseline; as verl.
     """
     values = np.asarray(rewards, np.float64)
     _, member = np.unique(np.asarray(group), return_inverse=True)
     means = np.bincount(member, weights=values) / np.bincount(member)
-    return whiten((values - means[member])[np.asarray(sequence, np.int64)], eps=eps)
+    return whiten((values - means[member])[np.asarray(sequence, np.int64)], eps=eps, trained=trained)
 
 
 def gae(
@@ -124,22 +133,26 @@ def whiten(
     values: ArrayLike,
     *,
     totals: ArrayLike | None = None,
+    trained: ArrayLike | None = None,
     std: Literal["unbiased", "biased"] = "unbiased",
     eps: float = 1e-8,
     keep_mean: bool = False,
 ) -> Floats:
-    """(values - mean) / sqrt(variance + eps) over all trainable tokens of the batch.  [M] -> f64[M]
+    """(values - mean) / sqrt(variance + eps) over all trained tokens of the batch.  [M] -> f64[M]
 
-    ``totals`` is the sum of ``moments`` over all parts of the batch, where ``values`` is only one. A batch of one token
-    or of equal ones gives zeros. verl takes the unbiased variance and eps 1e-8 inside the root, OpenRLHF the biased.
+    ``trained`` bool[M] says which tokens make mean and variance, all of them by default; the others are moved and
+    scaled alike. ``totals`` is the sum of ``moments`` over all parts of the batch, where ``values`` is only one. A
+    batch of one token or of equal ones gives zeros. verl takes the unbiased variance and eps 1e-8 inside the root,
+    OpenRLHF the biased.
     """
     numbers = np.asarray(values, np.float64)
-    count, total, squares = np.asarray(moments(numbers) if totals is None else totals, np.float64)
+    counted = numbers if trained is None else numbers[np.asarray(trained, np.bool_)]
+    count, total, squares = np.asarray(moments(counted) if totals is None else totals, np.float64)
     if count == 0:
         return numbers
     mean = total / count
     # Of the deviations where they are at hand: the difference of squares loses digits to a large mean.
-    spread = np.square(numbers - mean).sum() if totals is None else max(squares - count * mean**2, 0.0)
+    spread = np.square(counted - mean).sum() if totals is None else max(squares - count * mean**2, 0.0)
     variance = spread / max(count - 1 if std == "unbiased" else count, 1)
     whitened: Floats = (numbers - mean) / np.sqrt(variance + eps)
     return whitened + mean if keep_mean else whitened

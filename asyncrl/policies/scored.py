@@ -2,7 +2,7 @@
 
 A batch is packed ahead; what depends on the present weights (a critic's values, the policy's logprobs) comes in here,
 at the step. Scores arrive as the backend gives them, f32[N] per micro-batch and share; advantages are made of the whole
-batch, whose response tokens lie end to end in the order of its documents. Test: tests/test_scored.py.
+batch, whose response tokens lie end to end in the order of its documents. Test: tests/test_training_step.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from asyncrl.policies.algorithms import Algorithm
 from asyncrl.policies.batch import Batch
 from asyncrl.policies.diagnostics import effective_samples
 from asyncrl.policies.losses import m2po_mask
+from asyncrl.policies.losses.ratios import ratio
 from asyncrl.policies.packing import MicroBatch
 
 Shares = Sequence[Sequence[MicroBatch]]
@@ -57,7 +58,7 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
 def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
     """Effective samples of the token ratios over all trained tokens of the batch, over their number, in (0, 1]."""
     ratios = [
-        np.exp((prox - document.behavior_logprobs)[document.response_mask].astype(np.float64).clip(-20, 20))
+        ratio(*(of[document.response_mask].astype(np.float64) for of in (prox, document.behavior_logprobs))).numpy()
         for prox, document in zip(prox_logprobs, batch.documents, strict=True)
     ]
     every = np.concatenate(ratios)

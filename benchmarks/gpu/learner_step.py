@@ -19,8 +19,9 @@ import torch
 from asyncrl.backends import flops, huggingface, kernels
 from asyncrl.backends.megatron import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.policies.algorithms import ALGORITHMS, resolve
+from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.rows import ALGORITHMS
 
 PEAKS: Final = (790e12, 989e12)
 LEARNING_RATE: Final = 1e-6

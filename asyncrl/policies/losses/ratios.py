@@ -15,10 +15,16 @@ MIN_LOGPROB: Final = -1e4
 """A token that the policy rules out altogether (-inf) costs this much and pulls no gradient."""
 
 
+def difference(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:
+    """logprobs - anchor logprobs, 0 where both are the same infinity; a nan stays one. Gradient in the first only."""
+    policy, anchor = as_floats(logprobs), as_floats(anchor_logprobs).detach()
+    is_same = policy.isinf() & (policy == anchor)
+    return (policy - anchor).masked_fill(is_same, 0.0)
+
+
 def log_ratio(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:
-    """logprobs - anchor logprobs, clamped to +-20; 0 where both are the same infinity. Gradient in the first only."""
-    difference = as_floats(logprobs) - as_floats(anchor_logprobs).detach()
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).nan_to_num(nan=0.0)
+    """``difference`` clamped to +-20. Gradient in the first only."""
+    return difference(logprobs, anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def ratio(logprobs: Array, anchor_logprobs: Array) -> torch.Tensor:

@@ -92,7 +92,8 @@ def gspo(
     capped at ``max_log_ratio``, as in verl.
 
     Source: GSPO, arXiv:2507.18071 eq. 5 and 15; its clip range is small as the ratio is a mean. Meant with the
-    aggregation ``seq_mean_token_mean`` (the paper, verl); AReaL takes the token mean.
+    aggregation ``seq_mean_token_mean`` (the paper, verl); AReaL takes the token mean. With one optimizer step per batch
+    the ratio to the proximal policy is 1 and nothing is clipped; around the behavior logprobs it is.
     """
     mean = segment_mean(log_ratio(logprobs, prox_logprobs).detach(), sequence, num_sequences=num_sequences)
     exponent = spread(mean, sequence) + log_ratio(logprobs, logprobs)
@@ -174,7 +175,7 @@ def dppo(
 
     f32[M] x 3 -> loss f32[M], clipped bool[M] (masked). Far is a divergence of the two-outcome distribution {this
     token, any other} over ``delta_high`` upwards (A > 0) or ``delta_low`` downwards: total variation |pi - mu|, or
-    KL(mu || pi) in nats (give 0.05 then). A rare token may change its ratio a lot and is not masked for it.
+    KL(mu || pi) in nats (0.05 in a run file then). A rare token may change its ratio a lot and is not masked for it.
 
     Source: DPPO, arXiv:2602.04879; the cap of 20 is verl's, whose value (not gradient) differs from the paper's -A r.
     SkyRL has no cap.

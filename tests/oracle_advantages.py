@@ -1,4 +1,4 @@
-"""Oracle vectors of advantages, filters, KL, aggregation, distillation and values: to calls and back."""
+"""Oracle vectors of advantages, returns, filters, KL, aggregation, distillation and values: to calls and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from asyncrl.policies import advantages, distillation, filters, kl, returns, values
+from asyncrl.policies.catalogue import ADVANTAGES, Rewarded
 from asyncrl.policies.losses.ratios import ratio
-from tests import oracle_adapters_losses
-from tests.oracle_dense import STD, Dense, Inputs, Outputs, Params, renamed
+from tests.oracle_dense import Adapter, Dense, Inputs, NotOffered, Outputs, Params, one_of, renamed
+
+STD = {0: "biased", 1: "unbiased"}
 
 # -- advantages --------------------------------------------------------------------------------------------------------
 
@@ -27,7 +29,7 @@ def per_group(inputs: Inputs, function: Callable[..., Any], *more: str) -> list[
 
 
 def grpo_std(params: Params, inputs: Inputs) -> Outputs:
-    options = renamed(params, eps="eps") | {"std": STD[params.get("ddof", 1)]}
+    options = renamed(params, eps="eps") | {"std": one_of(STD, params.get("ddof", 1))}
     return {"advantages": per_group(inputs, lambda rewards: advantages.grpo(rewards, **options))}
 
 
@@ -36,7 +38,7 @@ def grpo_mean(params: Params, inputs: Inputs) -> Outputs:
 
 
 def grpo_batch_std(params: Params, inputs: Inputs) -> Outputs:
-    spread = advantages.reward_std(inputs["rewards"], std=STD[params.get("ddof", 1)])
+    spread = advantages.reward_std(inputs["rewards"], std=one_of(STD, params.get("ddof", 1)))
     eps = params.get("eps", 1e-6)
     result = per_group(inputs, lambda rewards: advantages.grpo(rewards, batch_std=spread, eps=eps))
     return {"advantages": result, f"advantages_eps{eps:.0e}".replace("e-0", "e"): result}
@@ -81,9 +83,14 @@ def reinforce_pp(params: Params, inputs: Inputs) -> Outputs:
     )
     gamma = params.get("gamma", 1.0)
     rewards = returns.token_rewards(inputs["scores"], dense.sequence, **penalty)
-    whitened = returns.reinforce_pp(
-        inputs["scores"], dense.sequence, gamma=gamma, eps=params.get("eps", 1e-8), **penalty
+    require_eps(params)
+    batch = Rewarded(
+        rewards=np.asarray(inputs["scores"], np.float64),
+        group=np.arange(dense.num_sequences),
+        sequence=dense.sequence.numpy(),
+        kl=params["kl_coef"] * dense.flat("kl").numpy() if "kl" in inputs else None,
     )
+    whitened = by_row("reinforce_pp", batch, gamma=gamma)
     return {
         "token_rewards": dense.back(rewards),
         "returns": dense.back(returns.reinforce(rewards, dense.sequence, gamma=gamma)),
@@ -117,7 +124,30 @@ def gae(params: Params, inputs: Inputs) -> Outputs:
         lam=params.get("lam", 1.0),
         bootstrap=inputs.get("bootstrap"),
     )
-    whitened = returns.whiten(advantage, eps=params["eps"]) if "eps" in params else advantage
+    return {
+        "advantages": dense.back(advantage),
+        "advantages_masked": dense.back(advantage),
+        "returns": dense.back(target),
+        "returns_masked": dense.back(target),
+    }
+
+
+def gae_whiten(params: Params, inputs: Inputs) -> Outputs:
+    """Through the row, which whitens."""
+    dense = Dense(inputs, like="rewards")
+    require_eps(params)
+    is_cut = "bootstrap" in inputs
+    batch = Rewarded(
+        rewards=np.zeros(dense.num_sequences),
+        group=np.arange(dense.num_sequences),
+        sequence=dense.sequence.numpy(),
+        is_truncated=np.full(dense.num_sequences, is_cut),
+        kl=-dense.flat("rewards").numpy(),  # what tokens get beside their answer's reward, taken off
+        values=dense.flat("values").numpy(),
+        final_values=np.asarray(inputs["bootstrap"] if is_cut else np.zeros(dense.num_sequences), np.float64),
+    )
+    options = renamed(params, gamma="gamma", lam="lam") | {"truncated": "bootstrap" if is_cut else "end"}
+    whitened, target = by_row("gae", batch, **options)
     return {
         "advantages": dense.back(whitened),
         "advantages_masked": dense.back(whitened),
@@ -126,23 +156,28 @@ def gae(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-def gae_whiten(params: Params, inputs: Inputs) -> Outputs:
-    return gae({"eps": 1e-8} | dict(params.items()), inputs)
+def by_row(name: str, batch: Rewarded, **options: Any) -> Any:
+    """What the row makes of the batch, before it becomes float32."""
+    row = ADVANTAGES[name]
+    return row.function(*(getattr(batch, need) for need in row.needs), **{**row.options, **options})
+
+
+def require_eps(params: Params) -> None:
+    """The rows of the table whiten with one eps."""
+    if params.get("eps", 1e-8) != 1e-8:
+        raise NotOffered("eps")
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
 
 
-def dapo_overlong(params: Params, inputs: Inputs) -> Outputs:
-    """Whether there is a floor, as in the paper, or none, as in verl, is said by the vector's name only."""
-    penalty = filters.overlong_penalty(
-        inputs["lengths"],
-        max_tokens=params["L_max"],
-        cache_tokens=params["L_cache"],
-        factor=params.get("factor", 1.0),
-        has_floor="uncapped" not in params["id"],
-    )
-    return {"penalty": penalty}
+def dapo_overlong(params: Params, inputs: Inputs) -> list[Outputs]:
+    """Beyond L_max with a floor, as in the paper, or without, as in verl: no parameter says which."""
+    options = {"max_tokens": params["L_max"], "cache_tokens": params["L_cache"], "factor": params.get("factor", 1.0)}
+    return [
+        {"penalty": filters.overlong_penalty(inputs["lengths"], has_floor=has_floor, **options)}
+        for has_floor in (True, False)
+    ]
 
 
 def dapo_filter(params: Params, inputs: Inputs) -> Outputs:
@@ -298,7 +333,7 @@ def value_huber(params: Params, inputs: Inputs) -> Outputs:
     return {"loss": loss}
 
 
-FORMULAS: dict[str, Callable[[Params, Inputs], Outputs]] = {
+FORMULAS: dict[str, Adapter] = {
     "dapo_filter": dapo_filter,
     "dapo_overlong": dapo_overlong,
     "distill": distill,
@@ -327,5 +362,4 @@ FORMULAS: dict[str, Callable[[Params, Inputs], Outputs]] = {
     "rloo": rloo,
     "value_clip": value_clip,
     "value_huber": value_huber,
-    **oracle_adapters_losses.FORMULAS,
 }

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import math
 
 import torch
 
-from asyncrl.policies import corrections, diagnostics, kl, losses
+from asyncrl.policies import correction_chains, corrections, diagnostics, kl, losses
+from asyncrl.policies.catalogue import LOSSES
+from asyncrl.policies.correction_chains import Evidence, chain
 from asyncrl.policies.losses.ratios import ratio
-from tests.oracle_dense import CLIP, Dense, Inputs, Outputs, Params, renamed
+from tests.oracle_dense import Adapter, Dense, Inputs, Outputs, Params, renamed
+
+CLIP = {"clip_low": "eps_low", "clip_high": "eps_high"}
 
 
-def ppo_clip(params: Params, inputs: Inputs) -> Outputs:
+def ppo_clip(params: Params, inputs: Inputs, **defaults: float) -> Outputs:
     dense = Dense(inputs, like="lp_theta")
     logprobs, anchor = dense.live("lp_theta"), dense.flat("lp_old", "lp_prox")
-    options = renamed(params, **CLIP, dual_clip="c")
+    options = defaults | renamed(params, **CLIP, dual_clip="c")
     loss, clipped = losses.ppo_clip(logprobs, anchor, dense.flat("adv", "advantages"), **options)
     mean = dense.total(loss)
     return {
@@ -30,7 +33,7 @@ def ppo_clip(params: Params, inputs: Inputs) -> Outputs:
 
 
 def ppo_dual_clip(params: Params, inputs: Inputs) -> Outputs:
-    return ppo_clip({"c": 3.0} | dict(params.items()), inputs)
+    return ppo_clip(params, inputs, dual_clip=3.0)
 
 
 def gspo(params: Params, inputs: Inputs) -> Outputs:
@@ -66,11 +69,15 @@ def cispo(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-def topr(params: Params, inputs: Inputs) -> Outputs:
-    """Per token; per trajectory where the vector says so."""
+def topr(params: Params, inputs: Inputs) -> list[Outputs]:
+    """Per token or per trajectory; either where the vector does not say."""
+    levels = [params["level"]] if "level" in params else ["token", "sequence"]
+    return [_topr(level, inputs) for level in levels]
+
+
+def _topr(level: str, inputs: Inputs) -> Outputs:
     dense = Dense(inputs, like="lp_theta")
     logprobs, anchor, advantage = dense.live("lp_theta"), dense.flat("lp_mu"), dense.flat("advantages")
-    level = params.get("level", "sequence" if "sequence" in params["id"] else "token")
     good = dense.flat("scores") > 0 if "scores" in inputs else advantage > 0
     options = dense.segments | {"level": level, "is_positive": good}
     loss, _ = losses.topr(logprobs, anchor, advantage, **options)
@@ -126,14 +133,22 @@ def aspo(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-def dppo(params: Params, inputs: Inputs) -> Outputs:
+def dppo(params: Params, inputs: Inputs) -> list[Outputs]:
+    """Of total variation or of KL; either where the vector does not say."""
+    divergences = [params["divergence"]] if "divergence" in params else ["tv", "kl"]
+    return [_dppo(divergence, params, inputs) for divergence in divergences]
+
+
+def _dppo(divergence: str, params: Params, inputs: Inputs) -> Outputs:
     dense = Dense(inputs, like="lp_theta")
     logprobs = dense.live("lp_theta")
     options = renamed(params, delta_low="delta", delta_high="delta")
     options |= renamed(params, delta_low="delta_low", delta_high="delta_high", ratio_cap="ratio_cap")
-    if "kl" in params["id"]:
-        options = {"delta_low": 0.05, "delta_high": 0.05} | options | {"divergence": "kl"}
-    loss, masked = losses.dppo(logprobs, dense.flat("lp_mu"), dense.flat("advantages"), **options)
+    if divergence == "kl":  # the paper's default of it
+        options = {"delta_low": 0.05, "delta_high": 0.05} | options
+    loss, masked = losses.dppo(
+        logprobs, dense.flat("lp_mu"), dense.flat("advantages"), divergence=divergence, **options
+    )
     return {
         "keep": dense.back((~masked).double()),
         "loss_token_verl": dense.back(loss),
@@ -173,35 +188,39 @@ def p3o(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-def decoupled_ppo(params: Params, inputs: Inputs) -> Outputs:
-    """Which correction gives the weights is said by the vector's name only."""
+def decoupled_ppo(params: Params, inputs: Inputs) -> list[Outputs]:
+    """What users get: the row's clip times the correction. No parameter says which correction: any of WEIGHTS."""
     dense = Dense(inputs, like="lp_theta")
-    logprobs, prox = dense.live("lp_theta"), dense.flat("lp_prox")
-    weights = _decoupled_weights(params, prox - dense.flat("lp_mu"), dense)
-    loss, _ = losses.decoupled_ppo(logprobs, prox, dense.flat("advantages"), weights=weights, **renamed(params, **CLIP))
-    mean = dense.total(loss)
+    logprobs, prox, advantage = dense.live("lp_theta"), dense.flat("lp_prox"), dense.flat("advantages")
+    clip = {**LOSSES["ppo_clip"].options, **renamed(params, **CLIP)}
+    loss, _ = LOSSES["ppo_clip"].function(logprobs, prox, advantage, **clip)
+    evidence = Evidence(log_ratio=prox - dense.flat("lp_mu"), advantages=advantage, **dense.segments)
+    if "alpha" in params:
+        specs = [{"name": "icepop", **renamed(params, low="alpha", high="beta")}]
+    elif "C" in params:
+        specs = [{"name": name, "cap": params["C"]} for name in ("tis_token", "tis_sequence")]
+    else:
+        specs = WEIGHTS
+    return [_weighted(loss, correction_chains.weights(chain([spec]), evidence), logprobs, dense) for spec in specs]
+
+
+WEIGHTS = [
+    {"name": "tis_token", "cap": math.inf},  # the paper
+    {"name": "icepop"},
+    *({"name": name, "cap": cap} for name in ("tis_token", "tis_sequence") for cap in (2.0, 5.0)),  # verl, AReaL
+]
+
+
+def _weighted(loss: torch.Tensor, weights: torch.Tensor, logprobs: torch.Tensor, dense: Dense) -> Outputs:
+    weighted = loss * weights
+    mean = dense.total(weighted)
     return {
         "w": dense.back(weights),
-        "loss_token": dense.back(loss),
+        "loss_token": dense.back(weighted),
         "token_mean": mean,
-        "seq_mean_token_mean": dense.total(loss, "seq_mean_token_mean"),
+        "seq_mean_token_mean": dense.total(weighted, "seq_mean_token_mean"),
         "grad_token_mean": dense.gradient(mean, logprobs),
     }
-
-
-def _decoupled_weights(params: Params, log_ratio: torch.Tensor, dense: Dense) -> torch.Tensor:
-    name = params["id"]
-    cap = re.search(r"_C(\d+)", name)
-    options = {"cap": float(cap[1])} if cap else renamed(params, cap="C")
-    if "seq_tis" in name:
-        return corrections.tis_sequence(log_ratio, **dense.segments, **options)
-    if "tis" in name:
-        return corrections.tis_token(log_ratio, **options)
-    if "icepop" in name:
-        return corrections.icepop(log_ratio, **renamed(params, low="alpha", high="beta"))
-    if "identity" in name or "paper" in name:
-        return corrections.tis_token(log_ratio, cap=float("inf"))
-    raise NotImplementedError(f"which weights {name} means")
 
 
 def coupled_ppo(params: Params, inputs: Inputs) -> Outputs:
@@ -228,7 +247,7 @@ def sft(params: Params, inputs: Inputs) -> Outputs:
     }
 
 
-FORMULAS: dict[str, Callable[[Params, Inputs], Outputs]] = {
+FORMULAS: dict[str, Adapter] = {
     "aipo": aipo,
     "aspo": aspo,
     "cispo": cispo,

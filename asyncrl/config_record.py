@@ -1,0 +1,48 @@
+"""A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
+
+Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
+needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from asyncrl.config import RunConfig
+from asyncrl.tables import build
+
+_SECTIONS: Final = (
+    *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
+    *("staleness", "checkpoint", "bus"),
+)
+_WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
+_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds")
+
+
+def as_table(run: RunConfig) -> dict[str, Any]:
+    """What JSON can carry, of ``_SECTIONS``."""
+    table: dict[str, Any] = {}
+    for name in _SECTIONS:
+        if (section := getattr(run, name)) is not None:
+            table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
+    for name in _WITH_PATH:
+        if table.get(name, {}).get("path"):
+            table[name]["path"] = str(Path(table[name]["path"]).absolute())
+    table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
+    table["bus"]["url"] = _without_user(table["bus"]["url"])
+    return table
+
+
+def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
+    """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
+    return build(RunConfig, table, where)
+
+
+def _without_user(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

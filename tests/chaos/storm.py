@@ -1,0 +1,333 @@
+"""A storm: one run of real processes on a real nats-server, killed again and again, finished and audited.
+
+    start `asyncrl run` -> [wait for the victim's moment -> SIGKILL -> wait until all is as before] x kills
+        -> drain -> resume for a few steps to the end -> `asyncrl audit`
+
+"As before" means that the learner has trained another step, and that a killed worker has published another group.
+`asyncrl run` starts its children again by itself; when it was the victim, or when it has ended because one of its
+children used up its restarts, the storm starts it with --resume. The model is the tiny net of the staleness benchmark,
+so that a life of a process takes seconds; learner, buffer, checkpoints, prompt source, workers, followers, launcher and
+bus are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from asyncrl import app, config
+from asyncrl.errors import AsyncRLError
+from asyncrl.launch import NEVER_AGAIN
+from asyncrl.protocols import Bus
+from asyncrl.topics import PROGRESS, TRAJECTORIES
+from benchmarks import tiny_files
+from benchmarks.staleness_task import Policy
+from tests.chaos.victims import Kind, deal, processes_below
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+RECOVERY_SECONDS: Final = 90.0
+"""Whoever is not back after this is lost: the storm fails and says who."""
+_LOOK_SECONDS: Final = 0.02
+_MOMENT_SECONDS: Final = 15.0
+"""A moment that does not come by then is any time."""
+_AFTERMATH_SECONDS: Final = 0.3
+"""What the dead still had on its way has arrived."""
+_LAST_STEPS: Final = 3
+
+RUN_FILE: Final = """
+[run]
+name = "storm"
+directory = "{folder}/runs"
+steps = 1000000
+seed = {seed}
+
+[model]
+path = "{folder}/model"
+
+[data]
+path = "{folder}/prompts.jsonl"
+
+[bus]
+ack_seconds = 3.0
+
+[rollout]
+workers = 3
+group_size = 4
+max_new_tokens = 6
+max_running = 32
+
+[engine]
+kind = "benchmarks.tiny_engine:TinyEngine"
+device = "cpu"
+options = {{ step_seconds = 0.05 }}
+
+[reward]
+kind = "benchmarks.tiny_reward:TinyReward"
+
+[learner]
+backend = "benchmarks.tiny_backend:TinyBackend"
+device = "cpu"
+threads = 1
+groups_per_batch = 8
+micro_batch_tokens = 512
+learning_rate = 1e-3
+options = {{ step_seconds = 0.1 }}
+
+[checkpoint]
+every_steps = 3
+
+[metrics]
+console = false
+mismatch_alarm = 0.0
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """seconds: from the kill until all was as before."""
+
+    kind: Kind
+    victims: tuple[str, ...]
+    seconds: float
+    step: int
+
+
+@dataclass(slots=True)
+class _Seen:
+    """By an observer of the bus.
+
+    step       (run epoch, steps done) of the newest progress;  first  at which step each run epoch began
+    published  groups by worker
+    """
+
+    step: tuple[int, int] = (-1, -1)
+    first: dict[int, int] = field(default_factory=dict)
+    published: dict[str, int] = field(default_factory=dict)
+
+    def has_trained_since(self, run_epoch: int) -> bool:
+        """Whether a later life of the learner has done a step."""
+        return self.step[0] > run_epoch and self.step[1] > self.first[self.step[0]]
+
+
+class Storm:
+    """One seed. ``folder`` gets the model, the data and the run."""
+
+    def __init__(self, folder: Path, *, seed: int, say: Callable[[str], None] = print) -> None:
+        self._folder = folder.absolute()
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._kinds = deal(seed)
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._seen = _Seen()
+        self._output = (self._folder / "output.txt").open("ab")
+        self._is_finishing = False
+        self.kills: list[Kill] = []
+        self.runs = 0
+        """How often `asyncrl run` was started."""
+        tiny_files.write(self._folder, Policy.new(torch.Generator().manual_seed(seed)))
+        # `asyncrl check` looks for a Hugging Face model; the engine and the backend read only the tensors.
+        looks = {"architectures": ["LlamaForCausalLM"], "vocab_size": 16}
+        (self._folder / "model" / "config.json").write_text(json.dumps(looks))
+        self._run_file = self._folder / "run.toml"
+        self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed))
+        self._config = config.load(self._run_file)
+
+    @property
+    def run_directory(self) -> Path:
+        return self._folder / "runs" / "storm"
+
+    async def blow(self, count: int) -> dict[str, Any]:
+        """Kill ``count`` times, finish the run; its audit. Raises AssertionError when somebody does not come back."""
+        try:
+            async with self._observed():
+                await self._until(lambda: self._seen.step[1] >= 1, "the first step")
+                while len(self.kills) < count:
+                    await self._kill(next(self._kinds))
+                await self._finish()
+        finally:
+            self._end()
+        return self._audit()
+
+    # -- one kill ------------------------------------------------------------------------------------------------------
+
+    async def _kill(self, kind: Kind) -> None:
+        names = self._victims(kind)
+        await self._moment(kind, names)
+        before, began = self._seen.step, time.monotonic()
+        self._shoot(names)
+        await asyncio.sleep(_AFTERMATH_SECONDS)
+        published = dict(self._seen.published)
+
+        def is_as_before() -> bool:
+            if kind.role in ("learner", "run"):
+                return self._seen.has_trained_since(before[0])
+            has_published = kind.role == "nats-server" or all(
+                self._seen.published.get(name, 0) > published.get(name, 0) for name in names
+            )
+            return has_published and self._seen.step > before
+
+        await self._until(is_as_before, f"{', '.join(names)} killed ({kind})")
+        kill = Kill(kind=kind, victims=tuple(names), seconds=time.monotonic() - began, step=self._seen.step[1])
+        self.kills.append(kill)
+        self._say(f"{len(self.kills):5d}  {kind!s:38s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
+
+    def _shoot(self, names: Sequence[str]) -> None:
+        pids = self._pids()
+        for name in names:
+            if name in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[name], signal.SIGKILL)
+
+    def _victims(self, kind: Kind) -> list[str]:
+        if kind.role == "rollout-worker":
+            return self._random.sample(["w0", "w1", "w2"], kind.count)
+        return [kind.role]
+
+    async def _moment(self, kind: Kind, names: list[str]) -> None:
+        """Wait for the kind's moment."""
+        if kind.moment == "after a step":
+            step = self._seen.step
+            await self._soon(lambda: self._seen.step > step)
+        elif kind.moment == "writing a checkpoint":
+            checkpoints = self.run_directory / "checkpoints"
+            await asyncio.to_thread(_wait_for, checkpoints, ".*.partial", seconds=_MOMENT_SECONDS)
+            await asyncio.sleep(self._random.uniform(0.0, 0.01))
+        elif kind.moment == "after its publish":
+            count = self._seen.published.get(names[0], 0)
+            await self._soon(lambda: self._seen.published.get(names[0], 0) > count)
+        elif kind.moment == "starting":
+            pid = self._pids().get("learner")
+            self._shoot(["learner"])
+            await self._soon(lambda: self._pids().get("learner") not in (None, pid))
+            await asyncio.sleep(self._random.uniform(0.0, 2.5))
+        else:
+            await asyncio.sleep(self._random.uniform(0.0, 1.5))
+
+    async def _soon(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _MOMENT_SECONDS
+        while not is_so() and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def _pids(self) -> dict[str, int]:
+        if self._process is None or self._process.poll() is not None:
+            return {}
+        return {"run": self._process.pid} | processes_below(self._process.pid)
+
+    def _start(self, *extra: str) -> None:
+        (self.run_directory / app.BUS_FILE).unlink(missing_ok=True)  # the address of a life that is over
+        resume = ["--resume"] if (self.run_directory / "checkpoints").exists() else []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl", "run", str(self._run_file), *resume, *extra],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,
+        )
+        self.runs += 1
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+    async def _finish(self) -> None:
+        """Drain, and go on for a few steps to a regular end."""
+        assert self._process is not None
+        self._is_finishing = True
+        self._process.send_signal(signal.SIGINT)
+        await asyncio.to_thread(self._process.wait, 60.0)
+        newest = max((self.run_directory / "checkpoints").glob("step-*"), key=lambda folder: folder.stat().st_mtime)
+        steps = json.loads((newest / "learner.json").read_text())["step"] + _LAST_STEPS
+        self._start("--set", f"run.steps={steps}")
+        code = await asyncio.to_thread(self._process.wait, RECOVERY_SECONDS)
+        assert code == 0, f"the run that was to finish ended with exit code {code}; see {self._output.name}"
+
+    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Raises AssertionError after RECOVERY_SECONDS."""
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline, f"not back after {RECOVERY_SECONDS:.0f} s: {what}"
+            code = self._process.poll() if self._process else None
+            assert code not in NEVER_AGAIN, f"asyncrl run ended with exit code {code}; see {self._output.name}"
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _audit(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "asyncrl", "audit", str(self.run_directory), "--json"]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found | {"exit_code": done.returncode}
+
+    # -- what can be seen from outside ---------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _observed(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._observe(), name="observer")
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _observe(self) -> None:
+        """Start `asyncrl run`, again with --resume when it is gone, and watch the bus of each of its lives."""
+        while not self._is_finishing:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            try:
+                bus = await app.connect(self._config, token="")
+            except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
+                await asyncio.sleep(0.1)
+                continue
+            tasks = [asyncio.create_task(watch) for watch in (self._steps(bus), self._groups(bus), self._life())]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
+                    await bus.close()
+
+    async def _steps(self, bus: Bus) -> None:
+        async with bus.watch(PROGRESS) as states:
+            async for progress in states:
+                self._seen.first.setdefault(progress.run_epoch, progress.step)
+                self._seen.step = max(self._seen.step, (progress.run_epoch, progress.step))
+
+    async def _groups(self, bus: Bus) -> None:
+        async with bus.read(TRAJECTORIES, after=await bus.last_sequence(TRAJECTORIES)) as records:
+            async for record in records:
+                worker = record.message.worker if record.message is not None else ""
+                self._seen.published[worker] = self._seen.published.get(worker, 0) + 1
+
+    async def _life(self) -> None:
+        process = self._process
+        while process is not None and process.poll() is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _wait_for(folder: Path, pattern: str, *, seconds: float) -> None:
+    """Until something of that name is there."""
+    deadline = time.monotonic() + seconds
+    while not any(folder.glob(pattern)) and time.monotonic() < deadline:
+        time.sleep(0.0005)

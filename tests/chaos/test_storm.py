@@ -1,0 +1,38 @@
+"""What a run promises when anything it is made of may be killed at any instant."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.__main__ import table
+from tests.chaos.storm import Kill, Storm
+from tests.chaos.victims import KINDS, deal
+
+KILLS = 20
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, seed=1)
+    audit = asyncio.run(storm.blow(KILLS))
+    assert {kill.kind for kill in storm.kills} == set(KINDS)
+    assert (audit["lost"], audit["duplicated"], audit["staleness_violations"]) == (0, 0, 0), audit
+    assert audit["exit_code"] == 0
+    assert audit["trained"] > 0
+
+
+def test_every_kind_of_kill_comes_equally_often_and_a_seed_gives_the_same_storm() -> None:
+    dealt = list(itertools.islice(deal(7), 5 * len(KINDS)))
+    assert all(dealt.count(kind) == 5 for kind in KINDS)
+    assert dealt == list(itertools.islice(deal(7), 5 * len(KINDS)))
+    assert dealt != list(itertools.islice(deal(8), 5 * len(KINDS)))
+
+
+def test_the_table_has_a_row_for_each_kind_with_the_times_until_all_was_as_before() -> None:
+    kills = [Kill(kind=KINDS[0], victims=("learner",), seconds=float(i), step=i) for i in range(1, 21)]
+    (row,) = table(kills)
+    assert (row["kills"], row["p50"], row["p95"], row["worst"]) == (20, 10.0, 19.0, 20.0)
