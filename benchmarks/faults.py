@@ -452,9 +452,11 @@ def _drained(worker: subprocess.Popen[bytes]) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for one line a fault")
+    parser.add_argument("--only", choices=["own", "joined"], help="one of the two runs")
     options = parser.parse_args()
     rows = []
-    for scenario in (of_own_processes, of_joined_workers):
+    scenarios = {"own": of_own_processes, "joined": of_joined_workers}
+    for scenario in [scenarios[options.only]] if options.only else scenarios.values():
         with tempfile.TemporaryDirectory() as name:
             prepare(Path(name))
             for row in scenario(Path(name)):

@@ -92,3 +92,22 @@ def test_a_process_that_keeps_dying_is_started_three_times_more(stage: Stage) ->
 def test_what_no_restart_heals_is_not_tried_again(stage: Stage, code: int) -> None:
     assert stage.run(f"exit {code}", placement=ON_THE_CPU) == code
     assert stage.starts == ["learner"]
+
+
+def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.run('[ "$3" = rollout-worker ] || exit 130', placement=ON_THE_CPU) == 130
+    assert stage.starts == ["learner"]
+    assert "go on with --resume" in capsys.readouterr().err
+
+
+def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
+    budget = launch._Budget(restarts=2)
+    assert [budget.pause(1.0) for _ in range(3)] == [1.0, 2.0, None]
+    assert [budget.pause(launch.HEALTHY_SECONDS), budget.pause(1.0), budget.pause(1.0)] == [1.0, 2.0, None]
+
+
+def test_a_back_off_has_an_end() -> None:
+    budget = launch._Budget(restarts=100)
+    pauses = [budget.pause(1.0) for _ in range(100)]
+    assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert max(pause or 0.0 for pause in pauses) == 30.0

@@ -40,10 +40,11 @@ def test_who_does_not_beat_any_more_gets_older_only_while_we_listen() -> None:
     assert heard.present()["w0"].seconds == 0
 
 
-def test_who_takes_its_entry_away_left_in_order() -> None:
+@pytest.mark.parametrize("looks", [({"w0": 1}, {"w0": 2}), ({}, {"w0": 1})])
+def test_who_takes_its_entry_away_left_in_order(looks: tuple[dict[str, int], ...]) -> None:
     heard = sightings()
-    for number in (1, 2):
-        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    for look in looks:
+        heard.hear({name: beat(name, number) for name, number in look.items()}, seconds=1)
     heard.hear({}, seconds=1)
     assert heard.present() == {}
 

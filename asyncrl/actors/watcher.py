@@ -57,7 +57,8 @@ class Sightings:
         self._host = host
         self._process = process
         self._seen: dict[str, Seen] = {}
-        self._lively: set[str] = set()  # heard to beat: of the others it is not known how old their only beat was
+        self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
+        self._has_listened = False
         self._own: dict[str, int] = {}
         self._ended: set[int] = set()
 
@@ -70,6 +71,7 @@ class Sightings:
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
+        self._has_listened = True
         for one in own.values():
             if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
                 self._seen[one.name] = self._starting(one)
@@ -96,12 +98,12 @@ class Sightings:
 
     def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
         before = self._seen.get(name)
-        if before is not None:
-            if beat is not None and _life(beat) == _life(before.beat):
-                return replace(before, seconds=before.seconds + seconds)
+        if before is not None and beat is not None and _life(beat) == _life(before.beat):
+            return replace(before, seconds=before.seconds + seconds)
+        if self._has_listened:
             self._lively.add(name)
-            if beat is None:  # its entry has expired
-                return replace(before, seconds=max(before.seconds + seconds, ACTORS.seconds_to_live))
+        if before is not None and beat is None:  # its entry has expired
+            return replace(before, seconds=max(before.seconds + seconds, ACTORS.seconds_to_live))
         assert beat is not None
         return Seen(beat=beat)
 

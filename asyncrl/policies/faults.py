@@ -318,4 +318,4 @@ def clocks(seen: Observation) -> Iterable[Finding]:
 
 
 def in_words(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"
