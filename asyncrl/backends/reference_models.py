@@ -19,6 +19,7 @@ from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
 from asyncrl.errors import ConfigError
+from asyncrl.loading import LOADING
 from asyncrl.policies import diagnostics
 from asyncrl.policies.algorithms import LossInputs
 from asyncrl.policies.objective import Objective, ValueInputs
@@ -38,7 +39,8 @@ class LoadedModel:
         self._device = device
         try:
             self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
-            causal: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype).to(device)
+            with LOADING:
+                causal: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype).to(device)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
         causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding

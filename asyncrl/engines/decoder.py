@@ -20,6 +20,7 @@ from asyncrl.engines.checks import Shapes
 from asyncrl.engines.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
+from asyncrl.loading import LOADING
 from asyncrl.messages import Sampling
 
 
@@ -186,9 +187,10 @@ def _read_model(path: Path, *, dtype: str) -> Any:
     """Raises ConfigError."""
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
-        )
+        with LOADING:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
