@@ -24,8 +24,9 @@ from typing import TypeVar
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
-from asyncrl.actors.examiner import Examiner, buried
+from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.group_filters import GroupFilters
+from asyncrl.actors.intake import Intake, Standing
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
@@ -33,15 +34,13 @@ from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
 from asyncrl.history import History
-from asyncrl.messages import Event, Progress, TrajectoryGroup
-from asyncrl.policies import batch as batches
+from asyncrl.messages import Progress
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.faults import FIRST_SECONDS, WORKER
-from asyncrl.policies.ledger import Ledger
 from asyncrl.policies.skipped import SkippedSteps
-from asyncrl.protocols import Backend, Bus, Record, WeightChannel
-from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, group_id_of
+from asyncrl.protocols import Backend, Bus, WeightChannel
+from asyncrl.topics import PROGRESS, TRAJECTORIES
 
 T = TypeVar("T")
 
@@ -87,7 +86,6 @@ class Learner(Actor):
         examiner: Examiner | None = None,
     ) -> None:
         super().__init__(name, bus)
-        self._filters = filters
         self._settings = settings
         self._restore_from = restore_from
         self._buffer = buffer
@@ -98,20 +96,25 @@ class Learner(Actor):
         self._weights = WeightPublisher(bus, channel, waits=self.waits)
         self._reporter = reporter
         self._history = history
-        self.run_epoch, self.step, self.policy_version = state.run_epoch, state.step, state.policy_version
-        self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
-        self._filtered = state.groups_filtered
+        self._standing = Standing.of(state)
         self._batches_taken = state.step
-        self._in_training: set[int] = set()
-        self._buried_in_a_row = 0
         self._lost_before_step = (state.groups_dropped, state.groups_filtered)
         self._skipped = SkippedSteps(settings.max_skipped_steps)
         self._examiner = examiner or Examiner(bus)
+        self._intake = Intake(
+            self,
+            standing=self._standing,
+            buffer=buffer,
+            prompts=prompts,
+            feed=feed,
+            history=history,
+            filters=filters,
+            examiner=self._examiner,
+            max_buried_in_a_row=settings.max_buried_in_a_row,
+            report_progress=self._report_progress,
+        )
         self._reporting: asyncio.Task[None] | None = None
-        self._cursor = buffer.consumed.watermark - 1
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
-        self._generated_lengths: list[int] = []
-        self._dropped_lengths: list[int] = []
         self._last_end = time.monotonic()
         self._export_seconds = 0.0
         self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
@@ -126,12 +129,12 @@ class Learner(Actor):
         self._last_end = time.monotonic()
 
     async def run(self) -> None:
-        await self._check_log()
+        await self._intake.check_log()
         await self._examiner.start()
         async with asyncio.TaskGroup() as group:
-            reader = group.create_task(self._read(), name=f"{self.name}.read")
+            reader = group.create_task(self._intake.read(), name=f"{self.name}.read")
             exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
-            burial = group.create_task(self._bury_unanswerable(), name=f"{self.name}.burial")
+            burial = group.create_task(self._intake.bury_unanswerable(), name=f"{self.name}.burial")
             if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
@@ -153,15 +156,27 @@ class Learner(Actor):
         self._feed.drain()
 
     @property
+    def run_epoch(self) -> int:
+        return self._standing.run_epoch
+
+    @property
+    def step(self) -> int:
+        return self._standing.step
+
+    @property
+    def policy_version(self) -> int:
+        return self._standing.policy_version
+
+    @property
     def version(self) -> tuple[int, int]:
         return (self.run_epoch, self.policy_version)
 
     def numbers(self) -> dict[str, float]:
         dropped, filtered = self._lost_before_step
         return {
-            "learner/buried_in_a_row": self._buried_in_a_row,
-            "learner/dropped_since_step": self._dropped - dropped,
-            "learner/filtered_since_step": self._filtered - filtered,
+            "learner/buried_in_a_row": self._intake.buried_in_a_row,
+            "learner/dropped_since_step": self._standing.dropped - dropped,
+            "learner/filtered_since_step": self._standing.filtered - filtered,
             "learner/window": (self._feed.settings.max_staleness + 1) * self._feed.settings.groups_per_batch,
         }
 
@@ -173,91 +188,7 @@ class Learner(Actor):
     @property
     def counts(self) -> str:
         """What became of the groups, for a person."""
-        filtered = f", {self._filtered} filtered" if self._filtered else ""
-        return (
-            f"{self._trained} groups trained, {self._dropped} dropped (stale), {self._buried} buried (failed){filtered}"
-        )
-
-    # -- log -> buffer -------------------------------------------------------------------------------------------------
-
-    async def _check_log(self) -> None:
-        """A bus made anew counts from 1 again: the checkpoint's cursor means another log. Group ids still hold."""
-        if await self.bus.last_sequence(TRAJECTORIES) < self._cursor:
-            self.log.warning("the trajectory log is shorter than the checkpoint's cursor: a new bus; reading it whole")
-            self._buffer.consumed = Ledger(watermark=1)
-            self._cursor = 0
-
-    async def _read(self) -> None:
-        await self._prompts.reconciled.wait()
-        async with self.bus.read(TRAJECTORIES, after=self._cursor) as records:
-            async for record in records:
-                await self._add(record)
-
-    async def _add(self, record: Record[TrajectoryGroup]) -> None:
-        self._cursor = record.sequence
-        vetted = self._examiner.vetted(
-            record,
-            is_published=self._prompts.is_published,
-            run_epoch=self.run_epoch,
-            policy_version=self.policy_version,
-            forks=self._buffer.forks,
-        )
-        group = vetted.group
-        became = self._buffer.add(record.sequence, group, now=time.monotonic())
-        self._feed.wake()
-        if became == "held" and group is not None:
-            self._generated_lengths += [len(trajectory.tokens) for trajectory in group.trajectories]
-            self._buried_in_a_row, self.problem = 0, ""
-            if group.cancelled:
-                await self._event("cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled)
-            if group.worker in self._examiner.quarantined:
-                await self._drop_quarantined()
-            else:
-                await self._filter(group)
-        elif became == "buried" and group is not None:
-            await self._bury(group, is_said=bool(vetted.problem))
-        elif became == "refused":
-            if (group_id := group_id_of(record.key)) is not None:
-                self._prompts.taken.add(group_id)
-            if vetted.is_news:
-                await self._event("refused", sequence=record.sequence, problem=vetted.problem)
-
-    async def _bury(self, group: TrajectoryGroup, *, is_said: bool) -> None:
-        """Count a group that could not be made. ``is_said``: the log has the reason. Raises HopelessError."""
-        self._buried += 1
-        self._buried_in_a_row += 1
-        self._history.lost("buried", [group.group_id], step=self.step)
-        self.problem = group.error
-        if not is_said:
-            self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
-        await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
-        if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
-            raise HopelessError(
-                f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
-            )
-        if reason := self._examiner.too_often(group.worker):
-            await self._quarantine(group.worker, reason)
-        await self._report_progress()
-
-    async def _bury_unanswerable(self) -> None:
-        """consumes: groups whose place in the log was taken before they were asked for    woken by: prompt source"""
-        while True:
-            group_id = await self._prompts.unanswerable.get()
-            self._buffer.groups.add(group_id)
-            group = buried(group_id, "", "its place in the trajectory log was taken before it was published")
-            await self._bury(group, is_said=False)
-            self._feed.wake()
-
-    async def _filter(self, group: TrajectoryGroup) -> None:
-        """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""
-        if self._filters is None or self._filters.keep(group):
-            return
-        self._buffer.dispose(self._buffer.held[group.group_id])
-        self._filtered += 1
-        self._history.lost("filtered", [group.group_id], step=self.step)
-        self._feed.filtered += 1
-        await self._event("filtered", group_id=group.group_id, rewards=[t.reward for t in group.trajectories])
-        await self._report_progress()
+        return str(self._standing)
 
     async def _note_exhaustion(self) -> None:
         await self._prompts.exhausted.wait()
@@ -266,11 +197,11 @@ class Learner(Actor):
     # -- buffer -> step ------------------------------------------------------------------------------------------------
 
     async def _train(self, group: asyncio.TaskGroup) -> None:
-        """consumes: the buffer    waits for: a full batch    woken by: ``_add``, the end of the data, drain"""
+        """consumes: the buffer    waits for: a full batch    woken by: the intake, the end of the data, drain"""
         while not self.done and not self.draining.is_set():
             started = time.monotonic()
             with self.waiting("trajectories", on=WORKER):
-                taken = await self._feed.take(self.policy_version, drop=self._drop)
+                taken = await self._feed.take(self.policy_version, drop=self._intake.drop)
             if taken is None:
                 return
             self._batches_taken += 1
@@ -296,47 +227,15 @@ class Learner(Actor):
             )
             found = await self._in_backend(judge, what="answers to be scored again")
             for worker, reason in found.items():
-                await self._quarantine(worker, reason)
+                await self._intake.quarantine(worker, reason)
         return any(held.group.worker in self._examiner.quarantined for held in taken)
-
-    async def _quarantine(self, worker: str, reason: str) -> None:
-        self.log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
-        await self._event("quarantined", worker=worker, reason=reason)
-        await self._examiner.quarantine(worker, reason, run_epoch=self.run_epoch)
-        await self._drop_quarantined()
-
-    async def _drop_quarantined(self) -> None:
-        """What quarantined workers made and is not trained yet, but for the batch in training."""
-        held = [one for one in self._buffer.held.values() if one.group.worker in self._examiner.quarantined]
-        held = [one for one in held if one.group.group_id not in self._in_training]
-        for one in held:
-            self._buffer.dispose(one)
-        if held:
-            await self._drop(held, reason="quarantined")
-            self._feed.wake()
-
-    async def _drop(self, stale: Sequence[Held], *, reason: str = "stale") -> None:
-        """These groups were too old to train, or are a quarantined worker's."""
-        self._history.lost("dropped", [held.group.group_id for held in stale], step=self.step)
-        for held in stale:
-            self._dropped += 1
-            lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
-            self._dropped_lengths += lengths
-            await self._event(
-                "dropped",
-                group_id=held.group.group_id,
-                reason=reason,
-                staleness=self.policy_version - held.oldest,
-                lengths=lengths,
-            )
-        await self._report_progress()
 
     async def _train_on(
         self, taken: Sequence[Held], prepared: Prepared, *, wait_seconds: float, group: asyncio.TaskGroup
     ) -> None:
         """One step on ``taken``, and all that follows from it. The next batch is prepared while it runs."""
         started = time.monotonic()
-        self._in_training = {held.group.group_id for held in taken}
+        self._intake.in_training = {held.group.group_id for held in taken}
         ahead = group.create_task(self._feed.prepare_ahead(self.policy_version + 1, training=taken, owner=group))
         try:
             result = await self._in_backend(
@@ -355,13 +254,13 @@ class Learner(Actor):
         finally:
             ahead.cancel()
         ended = time.monotonic()
-        self._in_training = set()
+        self._intake.in_training = set()
         for held in taken:
             self._buffer.dispose(held)
-        self._trained += len(taken)
-        self._lost_before_step = (self._dropped, self._filtered)
-        self.step += 1
-        self.policy_version += 1
+        self._standing.trained += len(taken)
+        self._lost_before_step = (self._standing.dropped, self._standing.filtered)
+        self._standing.step += 1
+        self._standing.policy_version += 1
         self._history.trained(
             [held.group.group_id for held in taken], step=self.step, max_staleness=prepared.batch.max_staleness
         )
@@ -374,7 +273,7 @@ class Learner(Actor):
         }
         await self._publish_weights(group)
         if changed := self._feed.adapt(result.metrics):
-            await self._event("bound", step=self.step, **changed)
+            await self._intake.event("bound", step=self.step, **changed)
         await self._report_progress()
         elapsed = max(time.monotonic() - self._last_end, 1e-9)
         self._last_end = time.monotonic()
@@ -393,7 +292,8 @@ class Learner(Actor):
         if not (text := self._skipped.note(self.step, metrics)):
             return
         self.log.error("%s", text)
-        await self._event("skipped", step=self.step, group_ids=[held.group.group_id for held in taken], problem=text)
+        groups = [held.group.group_id for held in taken]
+        await self._intake.event("skipped", step=self.step, group_ids=groups, problem=text)
         if self._skipped.are_too_many:
             if self._reporting is not None:
                 await self._reporting
@@ -420,10 +320,10 @@ class Learner(Actor):
                 step=self.step,
                 policy_version=self.policy_version,
                 batches_taken=self._batches_taken,
-                groups_trained=self._trained,
-                groups_dropped=self._dropped,
-                groups_buried=self._buried,
-                groups_filtered=self._filtered,
+                groups_trained=self._standing.trained,
+                groups_dropped=self._standing.dropped,
+                groups_buried=self._standing.buried,
+                groups_filtered=self._standing.filtered,
                 bound=self._feed.bound.bound,
                 finished=finished,
             ),
@@ -447,10 +347,10 @@ class Learner(Actor):
             groups=self._buffer.groups.as_json(),
             consumed=self._buffer.consumed.as_json(),
             prompts=self._prompts.state(),
-            groups_trained=self._trained,
-            groups_dropped=self._dropped,
-            groups_buried=self._buried,
-            groups_filtered=self._filtered,
+            groups_trained=self._standing.trained,
+            groups_dropped=self._standing.dropped,
+            groups_buried=self._standing.buried,
+            groups_filtered=self._standing.filtered,
             groups_per_batch=self._feed.settings.groups_per_batch,
             forks=dict(self._buffer.forks),
             bound=self._feed.bound.state(),
@@ -480,41 +380,25 @@ class Learner(Actor):
         if self._reporting is not None:
             await self._reporting
         self._reporting = group.create_task(
-            self._reporter.report(self.step, metrics, policy_version=self.policy_version, cursor=self._cursor)
+            self._reporter.report(self.step, metrics, policy_version=self.policy_version, cursor=self._intake.cursor)
         )
 
     def _own_metrics(self) -> dict[str, Metric]:
-        held = self._buffer.held.values()
         metrics: dict[str, Metric] = {
+            **self._intake.take_metrics(),
             "learner/run_epoch": float(self.run_epoch),
             "staleness/bound": float(self._feed.bound.bound),
-            "staleness/dropped_groups": float(self._dropped),
-            "staleness/buried_groups": float(self._buried),
-            "staleness/filtered_groups": float(self._filtered),
-            "buffer/groups": float(len(held)),
-            "buffer/tokens": float(self._buffer.num_tokens),
-            "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),
             **{f"mismatch/{worker}/mean": mean for worker, mean in self._examiner.mismatch.items()},
             "rollout/quarantined": float(len(self._examiner.quarantined)),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
             "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
-            "length/generated": batches.histogram(self._generated_lengths),
-            "length/dropped": batches.histogram(self._dropped_lengths),
         }
         if self._checkpoint_seconds is not None:
             metrics["learner/checkpoint_seconds"] = self._checkpoint_seconds
         self._checkpoint_seconds = None
-        self._generated_lengths, self._dropped_lengths = [], []
         return metrics
-
-    async def _event(self, kind: str, **data: object) -> None:
-        """For whoever asks later why a group was not trained."""
-        event = Event(kind=kind, actor=self.name, time=time.time(), data=data)
-        subject = next((data[name] for name in ("group_id", "sequence", "step", "worker") if name in data), "")
-        key = f"{self.run_epoch}-{kind}-{subject}"
-        await self.bus.publish(EVENTS, event, key=key)
 
     async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         with self.waiting(what, on=on, first=FIRST_SECONDS):
