@@ -23,6 +23,7 @@ from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
 if TYPE_CHECKING:
     from asyncrl.actors.base import Actor
+    from asyncrl.actors.examiner import Examiner
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
     from asyncrl.policies.algorithms import Algorithm
@@ -206,16 +207,22 @@ def require_gpu(section: str) -> None:
 # -- bus ---------------------------------------------------------------------------------------------------------------
 
 
-async def connect(run: RunConfig, *, token: str) -> Bus:
-    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder."""
+async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
+    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
+
+    role  of bus/access.py; only the learner's makes the run's streams
+    """
+    from asyncrl.bus.access import without_secrets
+
     url, token = bus_address(run, token=token)
-    bus = await _connect(run, url, token=token, makes_topics=True)
+    bus = await _connect(run, url, token=token, role=role)
     if bus.max_message_bytes < run.largest_message_bytes:
         limit = bus.max_message_bytes
         await bus.close()
         raise ConfigError(
-            f"bus.url {url}: the server takes messages of {limit:,} bytes, a trajectory group may have "
-            f"{run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or max_new_tokens"
+            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a trajectory group "
+            f"may have {run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or "
+            "max_new_tokens"
         )
     return bus
 
@@ -223,7 +230,7 @@ async def connect(run: RunConfig, *, token: str) -> Bus:
 async def observe(run: RunConfig, *, token: str) -> Bus:
     """The run's bus for somebody who only looks: nothing is made or changed there. Raises ConfigError."""
     url, token = bus_address(run, token=token)
-    return await _connect(run, url, token=token, makes_topics=False)
+    return await _connect(run, url, token=token, role="observer")
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
@@ -241,18 +248,25 @@ def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
     return table["url"], table["token"]
 
 
-async def _connect(run: RunConfig, url: str, *, token: str, makes_topics: bool) -> Bus:
+async def _connect(run: RunConfig, url: str, *, token: str, role: str) -> Bus:
+    from asyncrl.bus.access import Access
     from asyncrl.bus.jetstream import JetStreamBus
 
     return await JetStreamBus.connect(
         url,
         run=run.run.name,
-        token=token,
+        access=Access(
+            role=role,
+            token="" if run.bus.credentials else token,
+            credentials=run.bus.credentials,
+            tls_ca=run.bus.tls_ca,
+            tls_certificate=run.bus.tls_certificate,
+            tls_key=run.bus.tls_key,
+        ),
         max_prompts=run.window,
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
         storage=run.bus.store,
-        makes_topics=makes_topics,
     )
 
 
@@ -309,6 +323,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         state=state.prompts,
         groups=buffer.groups,
         policy_version=state.policy_version,
+        run_epoch=state.run_epoch,
     )
     feed = BatchFeed(
         BatchSettings(
@@ -342,6 +357,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             checkpoint_keep=run.checkpoint.keep,
             keep_log=run.checkpoint.keep_log,
             max_buried_in_a_row=max(32, 2 * run.window),
+            max_skipped_steps=run.learner.max_skipped_steps,
         ),
         state=state,
         restore_from=restore_from,
@@ -354,9 +370,28 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         reporter=Reporter(bus, sinks, mismatch_alarm=run.metrics.mismatch_alarm, has_behavior=has_behavior),
         history=history,
         filters=GroupFilters(filters(run), max_in_a_row=max(1000, 20 * run.window)),
+        examiner=examiner(run, bus=bus),
     )
     senders = [WeightSender("weights", bus, sender=weights.sender)] if weights.sender is not None else []
     return learner, [prompts, *senders]
+
+
+def examiner(run: RunConfig, *, bus: Bus) -> Examiner:
+    from asyncrl.actors.examiner import Examiner
+    from asyncrl.data.model_folder import check_model
+    from asyncrl.policies.rescoring import Rescoring
+    from asyncrl.policies.vetting import Vetting
+
+    model = check_model(Path(run.model.path))
+    are_sampled = run.rollout.function != "given"
+    return Examiner(
+        bus,
+        vetting=Vetting(vocabulary_size=model.vocab_size, context_tokens=model.context_tokens, are_sampled=are_sampled),
+        rescoring=Rescoring(
+            bound=run.learner.quarantine_mismatch if are_sampled else 0.0, every=run.learner.rescore_every
+        ),
+        shares=run.learner.data_parallel,
+    )
 
 
 def _starting_point(run: RunConfig, *, resume: bool, last_epoch: int) -> tuple[LearnerState, Path | None]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
+from asyncrl.bus.access import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
@@ -176,7 +177,11 @@ def describe(run: RunConfig) -> str:
         lines.append(f"[{section.name}]")
         for key in dataclasses.fields(table):
             value = getattr(table, key.name)
-            shown = "***" if key.name == "token" and value else _toml(value)
+            shown = (
+                "***"
+                if key.name == "token" and value
+                else _toml(without_secrets(value) if key.name == "url" else value)
+            )
             lines.append(f"{key.name} = {shown}")
         lines.append("")
     lines += [

@@ -51,6 +51,14 @@ class Bus:
     """nats://HOST:PORT of a running server; empty starts one for this run."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
+    credentials: str = ""
+    """File with USER:PASSWORD, an NKEY seed, or a .creds file; {role} in it is learner, rollout-worker or observer.
+    `bin/nats-config` writes such files."""
+    tls_ca: str = ""
+    """PEM file of who signed the server's certificate; with it, or with tls:// in the url, the bus speaks TLS."""
+    tls_certificate: str = ""
+    """Our own certificate, for a server that asks for one; {role} as above."""
+    tls_key: str = ""
     port: int = 0
     """Port of the server started for this run; 0 takes a free one."""
     store: Literal["file", "memory"] = "file"
@@ -66,8 +74,12 @@ class Bus:
         _positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
         _require(
             not self.url or self.url.startswith(("nats://", "tls://")),
-            f"url must start with nats:// or tls://, got {self.url!r}",
+            f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
+        _require(
+            bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
+        )
+        _require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,17 +194,25 @@ class Learner:
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    max_skipped_steps: int = 10
+    """So many steps in a row whose loss or gradient was not finite end the run; 0 goes on for ever."""
+    quarantine_mismatch: float = 0.5
+    """A worker whose answers, scored again, are further than this off the trainer's logprobs (mean of the absolute
+    difference in nats per token, once more for each version an answer is old) is quarantined: named, told, and none of
+    its groups trained. 0 is off. bfloat16 makes 0.02, a wrong temperature 0.3 and more, other weights whole nats."""
+    rescore_every: int = 10
+    """Steps between two such looks: two answers of each worker, a forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """See the Options class beside the backend."""
 
     def __post_init__(self) -> None:
         _positive(self, "ranks", "tensor_parallel", "groups_per_batch", "micro_batch_tokens")
-        _positive(self, "learning_rate", "max_grad_norm", "eps")
+        _positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
         _require(
             self.ranks % self.tensor_parallel == 0,
             f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
         )
-        for name in ("threads", "warmup_steps", "weight_decay"):
+        for name in ("threads", "warmup_steps", "weight_decay", "max_skipped_steps", "quarantine_mismatch"):
             _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
 from asyncrl.app import bus_address, observe
-from asyncrl.bus.connection import without_secrets
+from asyncrl.bus.access import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import NoSuchRun
 from asyncrl.policies.diagnosis import diagnose

@@ -36,6 +36,8 @@ ANY_EPOCH: Final = 2**31 - 1
 _POSITIVE_LOGPROB: Final = 1e-3
 """Largest logprob above 0 that rounding in an engine can explain (bf16 softmax); above it the sampler lies."""
 
+_MAX_GROUP: Final = 2**16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -53,7 +55,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        _require(self.temperature > 0, f"temperature must be > 0, got {self.temperature}")
+        _require(0 < self.temperature < math.inf, f"temperature must be > 0, got {self.temperature}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,10 @@ class PromptGroup:
         _array(self, "prompt_tokens", np.int32)
         _array(self, "response_tokens", np.int32)
         _require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
-        _require(self.group_size >= 1, f"group_size must be >= 1, got {self.group_size}")
+        _require(
+            1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
+        )
+        _counts(self, "group_id", "epoch", "min_policy_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -96,6 +103,9 @@ class VersionSpan:
     start: int
     run_epoch: int
     policy_version: int
+
+    def __post_init__(self) -> None:
+        _counts(self, "start", "run_epoch", "policy_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +167,7 @@ class TrajectoryGroup:
 
     def __post_init__(self) -> None:
         _array(self, "prompt_tokens", np.int32)
-        _require(self.cancelled >= 0, f"cancelled must be >= 0, got {self.cancelled}")
+        _counts(self, "group_id", "epoch", "cancelled")
         _require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
 
 
@@ -224,6 +234,10 @@ class WeightVersion:
     num_bytes: int = 0
     num_engines: int = 0
 
+    def __post_init__(self) -> None:
+        _counts(self, "run_epoch", "policy_version", "num_bytes", "num_engines")
+        _require("\0" not in self.uri, "uri is no path")
+
     @property
     def order(self) -> tuple[int, int]:
         """Newer weights compare greater: a new run epoch supersedes whatever an older one published."""
@@ -257,6 +271,10 @@ class BucketLayout:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    def __post_init__(self) -> None:
+        _require(len(self.names) == len(self.dtypes) == len(self.shapes), "names, dtypes and shapes differ in number")
+        _require(all(length >= 0 for shape in self.shapes for length in shape), "a shape has a negative length")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOffer:
@@ -273,6 +291,10 @@ class TransferOffer:
     policy_version: int = 0
     buckets: tuple[BucketLayout, ...] = ()
     problem: str = ""
+
+    def __post_init__(self) -> None:
+        _counts(self, "run_epoch", "policy_version")
+        _require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
 
     @property
     def order(self) -> tuple[int, int]:
@@ -300,6 +322,10 @@ class Progress:
     groups_filtered: int = 0
     bound: int | None = None
     finished: bool = False
+
+    def __post_init__(self) -> None:
+        _counts(self, "run_epoch", "step", "policy_version", "batches_taken", "groups_trained")
+        _counts(self, "groups_dropped", "groups_buried", "groups_filtered")
 
     @property
     def groups_lost(self) -> int:
@@ -370,6 +396,23 @@ class Event:
     actor: str
     time: float
     data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """The learner trains nothing of this worker any more.  Topic ``quarantine``, keyed by worker: learner -> it."""
+
+    worker: str
+    run_epoch: int
+    reason: str
+
+
+def _counts(message: Any, *names: str) -> None:
+    """The fields are whole numbers that other numbers can be added to without surprise: 0 <= n < 2^53."""
+    for name in names:
+        value = getattr(message, name)
+        if not 0 <= value < 2**53:
+            raise MessageError(f"{name} must be >= 0 and < 2^53, got {value}")
 
 
 def _require(condition: bool, problem: str) -> None:

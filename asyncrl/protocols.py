@@ -27,6 +27,7 @@ from asyncrl.messages import (
     TransferRequest,
     WeightVersion,
 )
+from asyncrl.refusals import Refusals
 from asyncrl.topics import Service, Topic
 
 if TYPE_CHECKING:
@@ -165,6 +166,11 @@ class Bus(Protocol):
 
     @property
     def max_message_bytes(self) -> int: ...
+
+    @property
+    def refusals(self) -> Refusals:
+        """What this process would not take. The bus notes states, questions and answers; actors what they read."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -67,7 +67,7 @@ def run_worker(run: RunConfig, *, name: str, token: str) -> int:
 
 
 async def _worker(run: RunConfig, *, name: str, token: str) -> int:
-    bus = await connect(run, token=token)
+    bus = await connect(run, token=token, role="rollout-worker")
     try:
         worker, follower = await build_worker(run, bus=bus, name=name)
         await supervise(worker, follower, Heart(worker, follower))

@@ -69,4 +69,5 @@ _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
     if not condition:
-        raise ConfigError(f"{where}: {key} must be {expected}, got {value!r}")
+        shown = "***" if key == "token" else repr(value)
+        raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")

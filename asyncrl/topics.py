@@ -8,6 +8,7 @@ state   the last value per key; a watcher gets the present value first, then eve
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from asyncrl.messages import (
     Heartbeat,
     Progress,
     PromptGroup,
+    Quarantine,
     TrajectoryGroup,
     TransferOffer,
     TransferRequest,
@@ -56,7 +58,13 @@ PROGRESS = Topic("progress", "state", Progress)
 ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
 SEGMENTS = Topic("segments", "state", GroupSegment, seconds_to_live=6 * 3600.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
+QUARANTINE = Topic("quarantine", "state", Quarantine)
 
-ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS)
+ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS, QUARANTINE)
 
 TRANSFERS = Service("transfers", TransferRequest, TransferOffer)
+
+
+def group_id_of(key: str) -> int | None:
+    """The group that a key of ``prompts`` or ``trajectories`` names; None for a key that no group has."""
+    return int(key) if re.fullmatch("0|[1-9][0-9]{0,15}", key) else None

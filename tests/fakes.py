@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
@@ -234,6 +235,8 @@ class Loop:
     bound: AdaptiveBound | None = None
     order: str = "oldest_first"
     age_weight: AgeWeight | None = None
+    max_skipped_steps: int = 0
+    examiner: Examiner | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -263,6 +266,7 @@ class Loop:
             state=state.prompts,
             groups=self.buffer.groups,
             policy_version=state.policy_version,
+            run_epoch=state.run_epoch,
         )
         feed = BatchFeed(
             BatchSettings(
@@ -291,6 +295,7 @@ class Loop:
                 checkpoint_keep=2,
                 keep_log=False,
                 max_buried_in_a_row=self.max_buried_in_a_row,
+                max_skipped_steps=self.max_skipped_steps,
             ),
             state=state,
             restore_from=restore_from,
@@ -303,6 +308,7 @@ class Loop:
             reporter=Reporter(self.bus, [self.recorder]),
             history=self._history(state),
             filters=GroupFilters(self.filters, max_in_a_row=self.max_filtered_in_a_row),
+            examiner=self.examiner,
         )
         return self.learner
 

@@ -22,6 +22,7 @@ from asyncrl.messages import (
     Heartbeat,
     Progress,
     PromptGroup,
+    Quarantine,
     Sampling,
     Trajectory,
     TrajectoryGroup,
@@ -80,6 +81,7 @@ SAMPLES: dict[type, Any] = {
                 ),
             ),
         ),
+        Quarantine(worker="w2", run_epoch=1, reason="0.9 nats off"),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
     )
 }

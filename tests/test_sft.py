@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from asyncrl import check, codec, config
+from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.rollout_worker import given
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
@@ -23,6 +24,7 @@ from asyncrl.engines.none import NoEngine
 from asyncrl.errors import ConfigError, PromptError
 from asyncrl.messages import ANY_EPOCH, PromptGroup, Sampling, VersionSpan, WeightVersion
 from asyncrl.policies.staleness import effective_version, per_token
+from asyncrl.policies.vetting import Vetting
 from asyncrl.rewards.load import load_reward
 from tests import fakes
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -237,7 +239,8 @@ async def test_a_learner_that_falls_back_drops_no_answer(tmp_path: Path, bus_los
     """It dies in step 8 with a checkpoint at 4: the answers of batches up to 10 are published in a lost history."""
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     settings: dict[str, Any] = {"steps": 16, "group_size": 1, "checkpoint_every": 4, "order": "in_order"}
-    first = fakes.Loop(bus, tmp_path, **settings)
+    not_sampled = Vetting(are_sampled=False)
+    first = fakes.Loop(bus, tmp_path, **settings, examiner=Examiner(bus, vetting=not_sampled))
 
     def die(step: int) -> None:
         if step == 7:
@@ -251,7 +254,7 @@ async def test_a_learner_that_falls_back_drops_no_answer(tmp_path: Path, bus_los
         worker.cancel()
         bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         worker = asyncio.create_task(fakes.run_worker(given_worker(bus)))
-    second = fakes.Loop(bus, tmp_path, **settings)
+    second = fakes.Loop(bus, tmp_path, **settings, examiner=Examiner(bus, vetting=not_sampled))
     await second.run_learner(resume=True)
     await worker
     rows = second.recorder.rows

@@ -7,7 +7,7 @@ Invariants (tests/test_actors.py, tests/test_learning.py):
   L2 nothing blocks the event loop: steps, exports and saves run in the backend's thread, files and hashing in another.
   L3 a group leaves the window as trained, dropped or buried, and progress says so: a window of dead groups cannot
      stop the run in silence.
-  L4 the log is trimmed only behind a durable checkpoint.
+  L4 the log is trimmed only behind a durable checkpoint, and not while steps are skipped.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from asyncrl import checkpoint
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
+from asyncrl.actors.examiner import Examiner, buried
 from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
@@ -40,8 +39,9 @@ from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.ledger import Ledger
+from asyncrl.policies.skipped import SkippedSteps
 from asyncrl.protocols import Backend, Bus, Record, WeightChannel
-from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES
+from asyncrl.topics import EVENTS, PROGRESS, TRAJECTORIES, group_id_of
 
 T = TypeVar("T")
 
@@ -59,6 +59,7 @@ class LearnerSettings:
     checkpoint_keep: int
     keep_log: bool
     max_buried_in_a_row: int
+    max_skipped_steps: int = 0
 
 
 class Learner(Actor):
@@ -83,6 +84,7 @@ class Learner(Actor):
         reporter: Reporter,
         history: History,
         filters: GroupFilters | None = None,
+        examiner: Examiner | None = None,
     ) -> None:
         super().__init__(name, bus)
         self._filters = filters
@@ -100,8 +102,11 @@ class Learner(Actor):
         self._trained, self._dropped, self._buried = state.groups_trained, state.groups_dropped, state.groups_buried
         self._filtered = state.groups_filtered
         self._batches_taken = state.step
+        self._in_training: set[int] = set()
         self._buried_in_a_row = 0
         self._lost_before_step = (state.groups_dropped, state.groups_filtered)
+        self._skipped = SkippedSteps(settings.max_skipped_steps)
+        self._examiner = examiner or Examiner(bus)
         self._reporting: asyncio.Task[None] | None = None
         self._cursor = buffer.consumed.watermark - 1
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
@@ -123,9 +128,11 @@ class Learner(Actor):
 
     async def run(self) -> None:
         await self._check_log()
+        await self._examiner.start()
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read(), name=f"{self.name}.read")
             exhaustion = group.create_task(self._note_exhaustion(), name=f"{self.name}.exhaustion")
+            burial = group.create_task(self._bury_unanswerable(), name=f"{self.name}.burial")
             if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
@@ -133,6 +140,7 @@ class Learner(Actor):
             await self._finish()
             reader.cancel()
             exhaustion.cancel()
+            burial.cancel()
 
     async def stop(self) -> None:
         await self._in_backend(self._backend.close, what="its backend to close")
@@ -181,20 +189,21 @@ class Learner(Actor):
             self._cursor = 0
 
     async def _read(self) -> None:
+        await self._prompts.reconciled.wait()
         async with self.bus.read(TRAJECTORIES, after=self._cursor) as records:
             async for record in records:
                 await self._add(record)
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         self._cursor = record.sequence
-        group = record.message
-        if group is None and record.key.isdecimal():  # its group must leave the window all the same
-            group = TrajectoryGroup(
-                group_id=int(record.key),
-                prompt_tokens=np.zeros(0, np.int32),
-                trajectories=(),
-                error=f"does not decode: {record.problem}",
-            )
+        vetted = self._examiner.vetted(
+            record,
+            is_published=self._prompts.is_published,
+            run_epoch=self.run_epoch,
+            policy_version=self.policy_version,
+            forks=self._buffer.forks,
+        )
+        group = vetted.group
         became = self._buffer.add(record.sequence, group, now=time.monotonic())
         self._feed.wake()
         if became == "held" and group is not None:
@@ -202,22 +211,43 @@ class Learner(Actor):
             self._buried_in_a_row, self.problem = 0, ""
             if group.cancelled:
                 await self._event("cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled)
-            await self._filter(group)
+            if group.worker in self._examiner.quarantined:
+                await self._drop_quarantined()
+            else:
+                await self._filter(group)
         elif became == "buried" and group is not None:
-            self._buried += 1
-            self._buried_in_a_row += 1
-            self._history.lost("buried", [group.group_id], step=self.step)
-            self.problem = group.error
-            self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
-            await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
-            if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
-                raise HopelessError(
-                    f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
-                )
-            await self._report_progress()
+            await self._bury(group, is_said=bool(vetted.problem))
         elif became == "refused":
-            self.log.error("log entry %d is no trajectory group: %s", record.sequence, record.problem)
-            await self._event("refused", sequence=record.sequence, problem=record.problem)
+            if (group_id := group_id_of(record.key)) is not None:
+                self._prompts.taken.add(group_id)
+            if vetted.is_news:
+                await self._event("refused", sequence=record.sequence, problem=vetted.problem)
+
+    async def _bury(self, group: TrajectoryGroup, *, is_said: bool) -> None:
+        """Count a group that could not be made. ``is_said``: the log has the reason. Raises HopelessError."""
+        self._buried += 1
+        self._buried_in_a_row += 1
+        self._history.lost("buried", [group.group_id], step=self.step)
+        self.problem = group.error
+        if not is_said:
+            self.log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
+        await self._event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
+        if self._buried_in_a_row >= self._settings.max_buried_in_a_row:
+            raise HopelessError(
+                f"the last {self._buried_in_a_row} groups were all buried; the newest because: {group.error}"
+            )
+        if reason := self._examiner.too_often(group.worker):
+            await self._quarantine(group.worker, reason)
+        await self._report_progress()
+
+    async def _bury_unanswerable(self) -> None:
+        """consumes: groups whose place in the log was taken before they were asked for    woken by: prompt source"""
+        while True:
+            group_id = await self._prompts.unanswerable.get()
+            self._buffer.groups.add(group_id)
+            group = buried(group_id, "", "its place in the trajectory log was taken before it was published")
+            await self._bury(group, is_said=False)
+            self._feed.wake()
 
     async def _filter(self, group: TrajectoryGroup) -> None:
         """Release a group that a filter finds nothing to learn from, so that another is generated in its place."""
@@ -248,10 +278,46 @@ class Learner(Actor):
             if self._settings.mode == "one_step_off":  # taking a batch is what admits the next one
                 await self._report_progress()
             prepared = await self._feed.prepare(taken, policy_version=self.policy_version, owner=group)
+            if await self._examine(taken, prepared):
+                self._batches_taken -= 1  # it is not trained: take another
+                continue
             await self._train_on(taken, prepared, wait_seconds=time.monotonic() - started, group=group)
 
-    async def _drop(self, stale: Sequence[Held]) -> None:
-        """These groups were too old to train."""
+    async def _examine(self, taken: Sequence[Held], prepared: Prepared) -> bool:
+        """Whether the batch holds answers of a worker that was found out just now; they are dropped."""
+        documents = prepared.batch.documents
+        chosen = self._examiner.chosen(documents, [held.group for held in taken], step=self.step)
+        if chosen:
+            judge = functools.partial(
+                self._examiner.judged,
+                chosen,
+                documents,
+                backend=self._backend,
+                max_tokens=self._feed.settings.micro_batch_tokens,
+            )
+            found = await self._in_backend(judge, what="answers to be scored again")
+            for worker, reason in found.items():
+                await self._quarantine(worker, reason)
+        return any(held.group.worker in self._examiner.quarantined for held in taken)
+
+    async def _quarantine(self, worker: str, reason: str) -> None:
+        self.log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
+        await self._event("quarantined", worker=worker, reason=reason)
+        await self._examiner.quarantine(worker, reason, run_epoch=self.run_epoch)
+        await self._drop_quarantined()
+
+    async def _drop_quarantined(self) -> None:
+        """What quarantined workers made and is not trained yet, but for the batch in training."""
+        held = [one for one in self._buffer.held.values() if one.group.worker in self._examiner.quarantined]
+        held = [one for one in held if one.group.group_id not in self._in_training]
+        for one in held:
+            self._buffer.dispose(one)
+        if held:
+            await self._drop(held, reason="quarantined")
+            self._feed.wake()
+
+    async def _drop(self, stale: Sequence[Held], *, reason: str = "stale") -> None:
+        """These groups were too old to train, or are a quarantined worker's."""
         self._history.lost("dropped", [held.group.group_id for held in stale], step=self.step)
         for held in stale:
             self._dropped += 1
@@ -260,7 +326,7 @@ class Learner(Actor):
             await self._event(
                 "dropped",
                 group_id=held.group.group_id,
-                reason="stale",
+                reason=reason,
                 staleness=self.policy_version - held.oldest,
                 lengths=lengths,
             )
@@ -271,6 +337,7 @@ class Learner(Actor):
     ) -> None:
         """One step on ``taken``, and all that follows from it. The next batch is prepared while it runs."""
         started = time.monotonic()
+        self._in_training = {held.group.group_id for held in taken}
         ahead = group.create_task(self._feed.prepare_ahead(self.policy_version + 1, training=taken, owner=group))
         try:
             result = await self._in_backend(
@@ -289,6 +356,7 @@ class Learner(Actor):
         finally:
             ahead.cancel()
         ended = time.monotonic()
+        self._in_training = set()
         for held in taken:
             self._buffer.dispose(held)
         self._trained += len(taken)
@@ -316,9 +384,24 @@ class Learner(Actor):
             "learner/tokens_per_second": prepared.batch.num_tokens / elapsed,
         }
         await self._report(dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics(), group)
+        await self._note_skipped(taken, result.metrics)
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and not self.done:
             await self._checkpoint()
+
+    async def _note_skipped(self, taken: Sequence[Held], metrics: Mapping[str, float]) -> None:
+        """Say that a step changed no weights. Raises HopelessError when too many in a row did not."""
+        if not (text := self._skipped.note(self.step, metrics)):
+            return
+        self.log.error("%s", text)
+        await self._event("skipped", step=self.step, group_ids=[held.group.group_id for held in taken], problem=text)
+        if self._skipped.are_too_many:
+            if self._reporting is not None:
+                await self._reporting
+            raise HopelessError(
+                f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
+                "high, a model that was broken to begin with, rewards far out"
+            )
 
     # -- step -> weights, progress, checkpoint -------------------------------------------------------------------------
 
@@ -391,7 +474,7 @@ class Learner(Actor):
         )
         self._checkpointed = state.step
         self.log.info("checkpoint %s", folder)
-        if not self._settings.keep_log:
+        if not self._settings.keep_log and not self._skipped.in_a_row:
             await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
         self._checkpoint_seconds = time.monotonic() - started
 
@@ -416,6 +499,8 @@ class Learner(Actor):
             "buffer/groups": float(len(held)),
             "buffer/tokens": float(self._buffer.num_tokens),
             "buffer/oldest_seconds": max((time.monotonic() - h.arrived for h in held), default=0.0),
+            **{f"mismatch/{worker}/mean": mean for worker, mean in self._examiner.mismatch.items()},
+            "rollout/quarantined": float(len(self._examiner.quarantined)),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
             "learner/export_seconds": self._export_seconds,
@@ -432,7 +517,8 @@ class Learner(Actor):
     async def _event(self, kind: str, **data: object) -> None:
         """For whoever asks later why a group was not trained."""
         event = Event(kind=kind, actor=self.name, time=time.time(), data=data)
-        key = f"{self.run_epoch}-{kind}-{data.get('group_id', data.get('sequence', data.get('step', '')))}"
+        subject = next((data[name] for name in ("group_id", "sequence", "step", "worker") if name in data), "")
+        key = f"{self.run_epoch}-{kind}-{subject}"
         await self.bus.publish(EVENTS, event, key=key)
 
     async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:

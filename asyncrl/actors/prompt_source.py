@@ -22,7 +22,7 @@ from asyncrl.policies.admission import Admission
 from asyncrl.policies.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.ledger import Ledger
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES, group_id_of
 
 FULL_QUEUE_SECONDS = 0.5
 
@@ -73,6 +73,7 @@ class PromptSource(Actor):
         state: PromptState,
         groups: Ledger,
         policy_version: int = 0,
+        run_epoch: int = 0,
     ) -> None:
         """``policy_version``: that the learner starts with."""
         super().__init__(name, bus)
@@ -84,10 +85,22 @@ class PromptSource(Actor):
         self._groups = groups  # the learner's ledger of groups disposed of; read only here
         self._next, self._position, self.overlong = state.next_group_id, state.position, state.overlong
         self._outstanding = dict(state.outstanding)
+        self._run_epoch = run_epoch
         self.oldest_start: dict[int, int] = {}
         """group id -> oldest policy version that may sample it, of outstanding groups published by this process."""
         self.exhausted = asyncio.Event()
         """Set when the data has ended: no group will be published any more."""
+        self.reconciled = asyncio.Event()
+        """Set when it is known which groups were ever published; ``is_published`` waits for that."""
+
+        self.taken: set[int] = set()
+        """Groups not asked for yet whose place in the log somebody has taken: no answer of theirs can be stored."""
+        self.unanswerable: asyncio.Queue[int] = asyncio.Queue()
+        """Those of them whose turn has come; the learner buries them."""
+
+    def is_published(self, group_id: int) -> bool:
+        """Whether this run ever asked for the group."""
+        return 0 <= group_id < self._next
 
     def state(self) -> PromptState:
         """For the checkpoint: consistent with the ledger at this instant."""
@@ -104,7 +117,12 @@ class PromptSource(Actor):
         await self._reconcile()
         async with self.bus.watch(PROGRESS) as states:
             while True:
-                await self._fill(await self._next_progress(states))
+                progress = await self._next_progress(states)
+                if progress.run_epoch == self._run_epoch:
+                    await self._fill(progress)
+                elif progress.run_epoch > self._run_epoch:  # an older one was there before our learner spoke
+                    problem = f"of run epoch {progress.run_epoch}, and this is {self._run_epoch}"
+                    self.bus.refusals.note(PROGRESS.name, problem, kind="epoch")
 
     async def _next_progress(self, states: AsyncIterator[Progress]) -> Progress:
         what, on = ("more data", "data") if self.exhausted.is_set() else (ROOM_IN_WINDOW, LEARNER)
@@ -114,19 +132,38 @@ class PromptSource(Actor):
     async def _reconcile(self) -> None:
         """Publish again what the bus lost, and go on behind what it has: it may be ahead of our checkpoint."""
         on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
-        on_bus |= await self.bus.keys(TRAJECTORIES)
-        present = {int(key) for key in on_bus}
+        in_log = await self.bus.keys(TRAJECTORIES)
+        present = self._group_ids(on_bus | in_log)
+        strange = {group_id for key in in_log if (group_id := group_id_of(key)) is not None} - present
+        self.taken |= {group_id for group_id in strange if group_id >= self._next}
+        missing: list[_Numbered] = []
         for group_id in sorted(self._outstanding.keys() - present):
             if group_id not in self._groups:
                 row = await asyncio.to_thread(self._rows.at, self._outstanding[group_id])
                 assert row is not None, "the data changed since the checkpoint"
-                await self._publish(_Numbered(group_id, row), min_policy_version=0)
+                missing.append(_Numbered(group_id, row))
         while self._next <= max(present, default=-1):
             numbered = await asyncio.to_thread(self._read)
             if numbered is None:
                 break
             if numbered.group_id not in present and numbered.group_id not in self._groups:
-                await self._publish(numbered, min_policy_version=0)
+                missing.append(numbered)
+        self.reconciled.set()
+        for numbered in missing:
+            await self._publish(numbered, min_policy_version=0)
+
+    def _group_ids(self, keys: set[str]) -> set[int]:
+        """The groups among ``keys``. They are a window wide: one far beyond all others was put there by another."""
+        ids: set[int] = set()
+        last = self._next - 1
+        for key in sorted(keys, key=lambda key: (len(key), key)):
+            group_id = group_id_of(key)
+            if group_id is None or group_id > last + self._admission.most:
+                self.bus.refusals.note(PROMPTS.name, f"key {key!r}: no group of this run", kind="key")
+                continue
+            last = max(last, group_id)
+            ids.add(group_id)
+        return ids
 
     async def _fill(self, progress: Progress) -> None:
         """Publish up to the window."""
@@ -138,9 +175,13 @@ class PromptSource(Actor):
             steps_done=progress.step,
             bound=progress.bound,
         )
+        count = min(count, self._admission.most)  # whatever a learner claims to have done
         rows = await asyncio.to_thread(self._read_many, count)
         async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
             for numbered in rows:
+                if numbered.group_id in self.taken:
+                    self.unanswerable.put_nowait(numbered.group_id)
+                    continue
                 self.oldest_start[numbered.group_id] = progress.policy_version
                 group.create_task(self._publish(numbered, min_policy_version=progress.policy_version))
         if len(rows) < count:

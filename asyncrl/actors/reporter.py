@@ -12,6 +12,7 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
 
 WORKER_ROLE = "rollout-worker"
+REFUSED = "bus/refused"
 
 
 class Reporter:
@@ -36,6 +37,7 @@ class Reporter:
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
         row |= self._alarm.look(row)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
+        row[REFUSED] = self._bus.refusals.total + sum(beat.numbers.get(REFUSED, 0.0) for beat in workers)
         for sink in self._sinks:
             sink.write(step, row)
 

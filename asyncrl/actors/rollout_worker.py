@@ -5,6 +5,7 @@ Invariants (tests/test_actors.py):
      harmless. It never loses one.
   W2 every prompt group becomes exactly one trained, dropped or buried group: what cannot be made is published as
      buried, so that its place in the window comes free.
+  W4 a group on its last attempt has the worker to itself: what kills workers takes no other group with it.
   W3 draining takes no new prompt and finishes what is held.
 What it has of unfinished groups lies on the bus too: see salvage.py.
 """
@@ -38,7 +39,7 @@ from asyncrl.errors import (
 from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
-from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.topics import PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
 FULL_LOG_SECONDS = 1.0
@@ -101,8 +102,15 @@ class RolloutWorker(Actor):
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
-            await asyncio.wait((work, finished), return_when=asyncio.FIRST_COMPLETED)
-            work.cancel()
+            quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
+            await asyncio.wait((work, finished, quarantined), return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()  # what it holds goes back to the bus
+            if quarantined.done() and not finished.done():
+                drained = group.create_task(self.draining.wait())
+                with self.waiting(f"the end of the run: quarantined by the learner, {quarantined.result()}"):
+                    await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
+                drained.cancel()
+            quarantined.cancel()
             finished.cancel()
             salvage.cancel()
 
@@ -110,25 +118,44 @@ class RolloutWorker(Actor):
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
             async for delivery in self.until_drained(deliveries, what="prompts", on=PROMPT_SOURCE):
                 places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
-                group.create_task(self._process(delivery, places), name=f"{self.name}.group-{delivery.key}")
+                alone = 1 < delivery.attempt == self._max_attempts
+                processing = group.create_task(
+                    self._process(delivery, places, alone=alone), name=f"{self.name}.group-{delivery.key}"
+                )
                 with self.waiting("room for another group"):
-                    await self._room.free()
+                    await (asyncio.wait((processing,)) if alone else self._room.free())
+
+    async def _until_quarantined(self) -> str:
+        """Until the learner says that it trains nothing of this worker; why."""
+        async with self.bus.watch(QUARANTINE, key=self.name) as verdicts:
+            verdict = await anext(verdicts)
+        self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
+        return verdict.reason
 
     async def _until_finished(self) -> None:
+        run_epoch = 0
         async with self.bus.watch(PROGRESS) as states:
             async for progress in states:
+                if progress.run_epoch < run_epoch:
+                    problem = f"of run epoch {progress.run_epoch}, and {run_epoch} was there already"
+                    self.bus.refusals.note(PROGRESS.name, problem, kind="epoch")
+                    continue
+                run_epoch = progress.run_epoch
                 if self._stragglers is not None:
                     self._stragglers.learner_is_at(progress.policy_version)
                 if progress.finished:
                     self.log.info("the run is finished")
                     return
 
-    async def _process(self, delivery: Delivery[PromptGroup], places: Places) -> None:
-        """One prompt group from delivery to ack."""
+    async def _process(self, delivery: Delivery[PromptGroup], places: Places, *, alone: bool = False) -> None:
+        """One prompt group from delivery to ack. ``alone``: it waits until nothing else runs here."""
         keep = asyncio.create_task(self._keep(delivery))  # cancelled below, on every way out
         try:
+            if alone:
+                await self._room.only(places)
             result = await self._make(delivery, places)
-            await self._publish(result)
+            if result is not None:
+                await self._publish(result)
             await delivery.ack()
             await self._salvage.forget(delivery.key)
         except EngineDied:
@@ -150,10 +177,15 @@ class RolloutWorker(Actor):
             except BusError as error:  # the worst that follows is a second copy, which the ledger drops
                 self.log.warning("group %s: could not renew the loan: %s", delivery.key, error)
 
-    async def _make(self, delivery: Delivery[PromptGroup], places: Places) -> TrajectoryGroup:
-        prompt = delivery.message
-        if prompt is None:
-            return _buried(int(delivery.key), self.name, f"the prompt does not decode: {delivery.problem}")
+    async def _make(self, delivery: Delivery[PromptGroup], places: Places) -> TrajectoryGroup | None:
+        """None: it is no group that anybody waits for."""
+        prompt, group_id = delivery.message, group_id_of(delivery.key)
+        if prompt is None or prompt.group_id != group_id:
+            problem = f"the prompt does not decode: {delivery.problem}"
+            if prompt is not None:
+                problem = f"the prompt under key {delivery.key!r} is group {prompt.group_id}"
+            self.bus.refusals.note(PROMPTS.name, problem, kind="malformed" if prompt is None else "key")
+            return None if group_id is None else _buried(group_id, self.name, problem)
         gave_up = f"gave up after {self._max_attempts} attempts"
         if delivery.attempt > self._max_attempts:
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
@@ -293,6 +325,7 @@ class RolloutWorker(Actor):
             "weights/pause_seconds": self._follower.last_load.pause_seconds,
             "weights/load_seconds": self._follower.last_load.load_seconds,
             "weights/loads": self._follower.loads,
+            "bus/refused": self.bus.refusals.total,
         }
 
 
@@ -312,6 +345,12 @@ class Room:
     def leave(self, count: int) -> None:
         self._running -= count
         self._changed.set()
+
+    async def only(self, places: Places) -> None:
+        """Until no samples are in progress but these."""
+        while self._running > places.taken:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def free(self) -> None:
         """Until fewer samples are in progress than may be; a group then taken may be over by all but one of its own."""

@@ -17,15 +17,17 @@ import contextlib
 import itertools
 import json
 import logging
+import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
 
+from asyncrl.bus.access import without_secrets
 from asyncrl.errors import BusError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ _NOBODY_SECONDS: Final = 10.0
 """How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
 _LEAVE_SECONDS: Final = 5.0
 _OLDEST: Final = (2, 10)
+_FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _PASSING: Final = (
     TimeoutError,
     OSError,
@@ -73,6 +76,10 @@ class Refused(BusError):
         super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
 
 
+class Forbidden(BusError):
+    """The server does not let our role do this."""
+
+
 class Unanswered(BusError):
     """The server is there and does not answer this, or has been restarted since it could have."""
 
@@ -100,19 +107,22 @@ class Connection:
         self._nobody_seconds = 0.0
         self._said = ""
         self._inbox = ""
+        self._no_answers = ""  # why none can come
         self._numbers = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._asked: dict[str, str] = {}  # number -> subject, in lower case
         self._listeners: set[Callable[[], None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
 
-    async def open(self, url: str, *, token: str, seconds: float) -> None:
-        """Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
+    async def open(self, url: str, *, options: Mapping[str, Any], inbox: str, seconds: float) -> None:
+        """``options``: access.Access's. Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
         try:
             async with asyncio.timeout(seconds):
                 await guarded(
                     self._client.connect(
                         url,
-                        token=token or None,
+                        **options,
+                        inbox_prefix=inbox,
                         name="asyncrl",
                         error_cb=self._on_error,
                         disconnected_cb=self._on_disconnect,
@@ -129,8 +139,14 @@ class Connection:
                 f"bus.url {self.name}: nobody answers ({self._said or 'no route'}); "
                 f"start `nats-server -js` there or leave bus.url empty"
             ) from None
-        except (nats.errors.Error, ValueError) as error:
-            raise error if isinstance(error, ConfigError) else ConfigError(f"bus.url {self.name}: {error}") from None
+        except ConfigError:
+            raise
+        except nats.errors.Error as error:
+            raise ConfigError(f"bus.url {self.name}: {error}") from None
+        except ValueError:  # its text may quote a password
+            raise ConfigError(f"bus.url {self.name}: is no address; write nats://HOST:PORT") from None
+        except ssl.SSLError as error:
+            raise ConfigError(f"bus.url {self.name}: TLS: {error.reason or error}; see bus.tls_ca") from None
         finally:
             self._is_starting = False
         self._online.set()
@@ -141,6 +157,8 @@ class Connection:
             raise ConfigError(f"bus.url {self.name}: nats-server {version} is too old; asyncrl needs 2.10")
         try:
             await self.api("INFO")
+        except Forbidden as error:
+            raise ConfigError(str(error)) from None
         except BusError as error:
             raise ConfigError(
                 f"bus.url {self.name}: JetStream is off there ({error}); start the server as `nats-server -js`"
@@ -230,8 +248,11 @@ class Connection:
         self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = _ANSWER_SECONDS
     ) -> Any:
         """The answer, or None when there is none: too late, or the connection went."""
+        if self._no_answers:
+            raise Forbidden(self._no_answers)
         number = str(next(self._numbers))
         future = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._asked[number] = subject.lower()
         try:
             reply = f"{self._inbox}.{number}"
             await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
@@ -242,7 +263,7 @@ class Connection:
         except nats.errors.Error as error:  # too large for a server that was changed, say: no repetition helps
             raise BusError(f"bus {self.name}: {subject}: {error}") from error
         finally:
-            del self._answers[number]
+            del self._answers[number], self._asked[number]
 
     # -- listening ------------------------------------------------------------------------------------------------
 
@@ -288,12 +309,25 @@ class Connection:
         text = str(error) or type(error).__name__
         if self._is_starting and "authorization" in text.lower():
             raise ConfigError(
-                f"bus.url {self.name}: the server refuses the token; set bus.token or ASYNCRL_BUS_TOKEN to its own"
+                f"bus.url {self.name}: the server refuses the token or password; set bus.token, ASYNCRL_BUS_TOKEN or "
+                "bus.credentials to its own"
             )
+        if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
+            self._forbid(*forbidden.groups(), text=text)
         if text != self._said and not self._is_starting:
             is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # "connection lost" said it
             logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)
         self._said = text
+
+    def _forbid(self, what: str, subject: str, *, text: str) -> None:
+        """Who asked there hears it at once: no answer will come. nats-py gives the subject in lower case."""
+        problem = f"bus {self.name}: {text}; bus.credentials or bus.token are of a role or run that may not do this"
+        is_inbox = what == "subscription" and subject == f"{self._inbox}.*".lower()
+        if is_inbox:
+            self._no_answers = problem
+        for number, asked in self._asked.items():
+            if (is_inbox or (what == "publish" and asked == subject)) and not self._answers[number].done():
+                self._answers[number].set_exception(Forbidden(problem))
 
     async def _on_disconnect(self) -> None:
         self._online.clear()
@@ -318,9 +352,3 @@ class Connection:
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
             listener()
-
-
-def without_secrets(url: str) -> str:
-    """The url without user, password or token."""
-    parts = urlsplit(url)
-    return url.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1)

@@ -20,16 +20,18 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from asyncrl.bus.access import Access
 from asyncrl.bus.connection import Connection, Refused, Unanswered
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
-from asyncrl.bus.service import Asked, Line
-from asyncrl.codec import decode, encode
+from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError, NoSuchRun
 from asyncrl.protocols import Delivery, Record
+from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 6
 _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
+_NO_STREAM: Final = 10059
+_LONG_PAUSE: Final = 1.6
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
@@ -49,9 +53,10 @@ _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, stora
 class JetStreamBus:
     """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
-    def __init__(self, connection: Connection, layout: Layout, *, makes_topics: bool = True) -> None:
-        self._connection, self._layout, self._makes_topics = connection, layout, makes_topics
+    def __init__(self, connection: Connection, layout: Layout, *, role: str = "learner") -> None:
+        self._connection, self._layout, self._role = connection, layout, role
         self._made: set[str] = set()
+        self.refusals = Refusals()
 
     @classmethod
     async def connect(
@@ -59,26 +64,28 @@ class JetStreamBus:
         url: str,
         *,
         run: str,
-        token: str,
+        token: str = "",
+        access: Access | None = None,
         max_prompts: int,
         max_log_bytes: int,
         ack_seconds: float,
         storage: Literal["file", "memory"],
         connect_seconds: float = 10.0,
-        makes_topics: bool = True,
     ) -> JetStreamBus:
-        """The bus of one run on a server, its topics made if they are not there. Raises ConfigError.
+        """The bus of one run on a server. Raises ConfigError.
 
-        makes_topics  False for who only looks: topics must be there, and their sizes stay what they are
+        access: who we are there; ``token`` is short for one that has nothing else. The learner's role makes the topics
+        that are not there; workers wait until it has; observers change nothing, and find the run or do not.
         """
+        access = access or Access(token=token)
         connection = Connection(url)
         layout = Layout(
             run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
         )
-        bus = cls(connection, layout, makes_topics=makes_topics)
+        bus = cls(connection, layout, role=access.role)
         try:
-            await connection.open(url, token=token, seconds=connect_seconds)
-            for topic in ALL:
+            await connection.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            for topic in (*ALL, Lease.TOPIC):
                 await bus._stream(topic)
         except BaseException:
             await connection.close()
@@ -224,7 +231,7 @@ class JetStreamBus:
             return None
         content = opened(data, topic)
         if content.message is None:
-            logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
+            self.refusals.note(topic.name, f"state {key!r}: {content.problem}")
         return content.message
 
     async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: dict[str, str]) -> None:
@@ -238,11 +245,11 @@ class JetStreamBus:
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
         data = await self._connection.ask(self._layout.service(service), encode(question), seconds=seconds)
-        return None if data is None else decode(data, service.answer_type)
+        return None if data is None else answer_of(data, service, self.refusals)
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
-        line = Line(service)
+        line = Line(service, self.refusals)
 
         async def on_message(message: Any) -> None:
             async def send(data: bytes) -> None:
@@ -251,6 +258,7 @@ class JetStreamBus:
             line.add(message.data, send)
 
         subscription = await self._connection.subscribe(self._layout.service(service), on_message)
+        await self._connection.api("INFO")  # its answer comes behind our subscription: who asks now finds us
         try:
             yield Each(line.take)
         finally:
@@ -295,8 +303,8 @@ class JetStreamBus:
         name = self._layout.stream(topic)
         if name in self._made:
             return name
-        if not self._makes_topics:
-            await self._require(name)
+        if self._role != "learner":
+            await (self._require(name) if self._role == "observer" else self._until_made(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
@@ -333,6 +341,24 @@ class JetStreamBus:
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
                 f"{', '.join(runs) or '(there is none)'}"
             ) from None
+        self._made.add(name)
+
+    async def _until_made(self, name: str) -> None:
+        """waits for: the learner, which makes the run's streams"""
+        pause = 0.05
+        while True:
+            try:
+                await self._connection.api(f"STREAM.INFO.{name}")
+                break
+            except Refused as refused:
+                if refused.code != _NO_STREAM:
+                    raise
+            if pause == _LONG_PAUSE:
+                logger.warning(
+                    "bus %s: no stream %s yet; waiting for the learner to make it", self._connection.name, name
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONG_PAUSE + 0.1)
         self._made.add(name)
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.handover import Each, encoded, opened
-from asyncrl.bus.service import Asked, Line
+from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.bus.stores import Item, Log, States, Work
-from asyncrl.codec import decode, encode
+from asyncrl.codec import encode
 from asyncrl.protocols import Delivery, Record
+from asyncrl.refusals import Refusals
 from asyncrl.topics import Service, Topic
-
-logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -34,6 +32,7 @@ class MemoryBus:
         self._max_log_bytes = max_log_bytes
         self._ack_seconds = ack_seconds
         self._max_message_bytes = max_message_bytes
+        self.refusals = Refusals()
         self._works: dict[str, Work] = {}
         self._logs: dict[str, Log] = {}
         self._states: dict[str, States] = {}
@@ -107,7 +106,7 @@ class MemoryBus:
                 content = opened(value.data, topic)
                 if content.message is not None:
                     return content.message
-                logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
+                self.refusals.note(topic.name, f"state {key!r}: {content.problem}")
 
         yield Each(take)
 
@@ -121,7 +120,7 @@ class MemoryBus:
             if content.message is not None:
                 found[key] = content.message
             else:
-                logger.warning("%s %s: skipped a state: %s", topic.name, key, content.problem)
+                self.refusals.note(topic.name, f"state {key!r}: {content.problem}")
         return found
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
@@ -156,13 +155,13 @@ class MemoryBus:
         line.add(encode(question), send)
         try:
             async with asyncio.timeout(seconds):
-                return decode(await answered, service.answer_type)
+                return answer_of(await answered, service, self.refusals)
         except TimeoutError:
             return None
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
-        line = self._lines[service.name] = Line(service)
+        line = self._lines[service.name] = Line(service, self.refusals)
         try:
             yield Each(line.take)
         finally:

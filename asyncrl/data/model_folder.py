@@ -25,6 +25,7 @@ class ModelFolder:
     path: Path
     architecture: str
     vocab_size: int
+    context_tokens: int
     weight_files: tuple[Path, ...]
     weight_bytes: int
 
@@ -48,6 +49,7 @@ def check_model(path: Path) -> ModelFolder:
         path=path,
         architecture=architecture,
         vocab_size=vocab_size,
+        context_tokens=int(config.get("max_position_embeddings") or 2**31),
         weight_files=weight_files,
         weight_bytes=sum(file.stat().st_size for file in weight_files),
     )

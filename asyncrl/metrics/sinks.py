@@ -83,7 +83,7 @@ def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
         from asyncrl.metrics.wandb import WandB
 
         settings = json.loads(json.dumps(dataclasses.asdict(run), default=str))
-        settings["bus"]["token"] = "***" if settings["bus"]["token"] else ""
+        settings["bus"] = {key: value for key, value in settings["bus"].items() if key not in ("token", "url")}
         made.append(
             WandB(
                 project=run.metrics.wandb_project,

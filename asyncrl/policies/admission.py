@@ -30,6 +30,11 @@ class Admission:
     max_staleness: int
     total_groups: int
 
+    @property
+    def most(self) -> int:
+        """Groups that are never all outstanding: the window and a batch more."""
+        return self.groups_per_batch * (self.max_staleness + 2)
+
     def may_publish(
         self, *, published: int, lost: int, batches_taken: int, steps_done: int, bound: int | None = None
     ) -> int:

@@ -1,0 +1,398 @@
+"""A real nats-server with the configuration that bin/nats-config writes: each role does its work and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from asyncrl.actors.examiner import Examiner
+from asyncrl.bus.access import ROLES, Access
+from asyncrl.bus.connection import Connection, Forbidden
+from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.permissions import WORKER_KEEPS, WORKER_READS, WORKER_WRITES
+from asyncrl.bus.server import find_binary
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.topics import ACTORS, ALL, EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
+from tests.bus_fixtures import group, heartbeat, progress, prompt
+from tests.conftest import BUS_SIZES
+from tests.fakes import Engine, Loop, run_worker, worker
+
+pytestmark = pytest.mark.timeout(90)
+
+RUNS = ("mine", "other")
+ROOT = Path(__file__).parent.parent
+
+
+def started(config: Path, ports: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A nats-server and its url."""
+    ports.mkdir()
+    process = subprocess.Popen(
+        [find_binary(), "--config", config, "--ports_file_dir", ports, "--log", ports / "log"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (found := list(ports.glob("*.ports"))) or not found[0].read_text().endswith("}"):
+        assert process.poll() is None, (ports / "log").read_text()
+        time.sleep(0.01)
+    return process, json.loads(found[0].read_text())["nats"][0]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
+
+
+class Server:
+    """A nats-server on what ``bin/nats-config`` wrote."""
+
+    def __init__(self, directory: Path, *extra: str) -> None:
+        self.directory = directory
+        command = [sys.executable, "-m", "asyncrl.bus.permissions", *RUNS, "--directory", str(directory)]
+        made = subprocess.run(
+            [*command, "--listen", "127.0.0.1:-1", *extra], capture_output=True, text=True, check=True
+        )
+        self.said = made.stdout
+        self.process, url = started(directory / "nats-server.conf", directory / "ports")
+        self.port = urlsplit(url).port
+
+    def access(self, role: str, *, run: str = "mine", **more: str) -> Access:
+        return Access(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
+
+    def close(self) -> None:
+        end(self.process)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("nats") / "server")
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    server: Server, role: str, *, run: str = "mine", as_run: str = "", **more: Any
+) -> AsyncIterator[Any]:
+    """The bus of ``as_run`` (or ``run``) for a role of ``run``."""
+    bus = await JetStreamBus.connect(
+        f"nats://127.0.0.1:{server.port}",
+        run=as_run or run,
+        access=server.access(role, run=run, **more),
+        storage="file",
+        **BUS_SIZES,
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@pytest.fixture
+async def buses(server: Server) -> AsyncIterator[dict[str, Any]]:
+    """One connection of each role."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield {role: await stack.enter_async_context(connected(server, role)) for role in ROLES}
+
+
+async def forbidden(call: Any) -> None:
+    with pytest.raises(Forbidden, match="of a role or run that may not"):
+        await asyncio.wait_for(call, 5)
+
+
+def test_every_topic_is_somebodys() -> None:
+    learners_alone = {PROMPTS}
+    assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *learners_alone} == set(ALL)
+
+
+def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server) -> None:
+    for run in RUNS:
+        for role in ROLES:
+            file = server.directory / run / role
+            user, _, password = file.read_text().strip().partition(":")
+            assert user == f"{run}-{role}"
+            assert len(password) >= 32
+            assert password not in server.said
+            assert file.stat().st_mode & 0o777 == 0o600
+    assert (server.directory / "nats-server.conf").stat().st_mode & 0o777 == 0o600
+
+
+def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl.bus.permissions", "--directory", str(tmp_path)]
+    subprocess.run([*command, "a"], check=True, capture_output=True)
+    before = (tmp_path / "a" / "learner").read_text()
+    subprocess.run([*command, "a", "b"], check=True, capture_output=True)
+    assert (tmp_path / "a" / "learner").read_text() == before
+    assert {"a", "b"} == set(json.loads((tmp_path / "nats-server.conf").read_text())["accounts"])
+
+
+async def test_a_whole_run_works_with_each_process_in_its_role(server: Server, tmp_path: Path) -> None:
+    async with (
+        connected(server, "learner", run="other") as ours,
+        connected(server, "rollout-worker", run="other") as its,
+    ):
+        loop = Loop(ours, tmp_path, steps=4, checkpoint_every=2, examiner=Examiner(ours))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_worker(worker(its, Engine())))
+            tasks.create_task(loop.run_learner())
+        assert loop.backend.steps == 4
+        assert loop.recorder.rows[-1]["rollout/workers"] == 1
+
+
+async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
+    learner, rollout = buses["learner"], buses["rollout-worker"]
+    await learner.publish(PROMPTS, prompt(0), key="0")
+    await learner.publish(PROMPTS, prompt(1), key="1")
+    async with rollout.consume(PROMPTS) as deliveries:
+        first, second = await anext(deliveries), await anext(deliveries)
+        await first.keep()
+        await rollout.publish(TRAJECTORIES, group(0), key="0")
+        await first.ack()
+        await second.retry()
+        again = await anext(deliveries)
+        assert again.attempt == 2
+        await again._delete()  # what an ack becomes when the server forgot the loan
+    assert await learner.depth(PROMPTS) == 0
+    await rollout.put(ACTORS, heartbeat("w0"), key="w0")
+    await rollout.forget(ACTORS, key="w0")
+    for topic, message, key in (
+        (WEIGHTS, WeightVersion(run_epoch=0, policy_version=1), ""),
+        (PROGRESS, progress(1), ""),
+        (QUARANTINE, Quarantine(worker="w0", run_epoch=0, reason="why"), "w0"),
+    ):
+        await learner.put(topic, message, key=key)
+        async with rollout.watch(topic, key=key) as states:
+            assert await anext(states) == message
+        assert (await rollout.states(topic))[key] == message
+    async with rollout.lease("load-0", holder="w0"):
+        pass
+
+
+async def test_workers_take_turns_on_a_lease(server: Server) -> None:
+    async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
+        async with one.lease("load-1", holder="a"):
+            waiting = asyncio.create_task(two.lease("load-1", holder="b").__aenter__())
+            await asyncio.wait((waiting,), timeout=0.3)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 3)  # told, not only after the five seconds it lives
+
+
+async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> None:
+    learner, rollout = buses["learner"], buses["rollout-worker"]
+    async with learner.serve(TRANSFERS) as questions:
+        asking = asyncio.create_task(
+            rollout.ask(TRANSFERS, TransferRequest(engine="w0", group="g", num_ranks=1), seconds=5)
+        )
+        asked = await anext(questions)
+        await asked.answer(TransferOffer(problem="none yet"))
+        assert (await asking).problem == "none yet"
+
+
+async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any]) -> None:
+    rollout = buses["rollout-worker"]
+    await forbidden(rollout.put(WEIGHTS, WeightVersion(run_epoch=9, policy_version=9)))
+    await forbidden(rollout.put(PROGRESS, progress(9)))
+    await forbidden(rollout.put(QUARANTINE, Quarantine(worker="w1", run_epoch=0, reason="x"), key="w1"))
+    await forbidden(rollout.publish(PROMPTS, prompt(7), key="7"))
+    await forbidden(rollout.trim(TRAJECTORIES, through=1))
+    for verb in (
+        "STREAM.DELETE.asyncrl-mine-trajectories",
+        "STREAM.UPDATE.asyncrl-mine-trajectories",
+        "STREAM.CREATE.asyncrl-mine-trajectories",
+        "STREAM.PURGE.KV_asyncrl-mine-state",
+        "CONSUMER.DELETE.asyncrl-mine-prompts.workers",
+        "CONSUMER.CREATE.asyncrl-mine-prompts.another",
+        "STREAM.LIST",
+    ):
+        await forbidden(rollout._connection.api(verb, {"name": "x"}))
+
+
+async def test_a_worker_cannot_read_what_others_made(buses: dict[str, Any]) -> None:
+    rollout = buses["rollout-worker"]
+
+    async def read(topic: Any) -> None:
+        async with rollout.read(topic) as records:
+            await anext(records)
+
+    await forbidden(read(TRAJECTORIES))
+    await forbidden(read(EVENTS))
+    await forbidden(
+        rollout._connection.request("$JS.API.DIRECT.GET.asyncrl-mine-trajectories.asyncrl.mine.trajectories.0")
+    )
+
+
+async def test_nobody_hears_what_is_sent_to_another_role(server: Server) -> None:
+    async with connected(server, "rollout-worker") as rollout:
+        heard: list[Any] = []
+
+        async def listen(message: Any) -> None:
+            heard.append(message)
+
+        for subject in (">", "_INBOX.>", "_INBOX.mine.learner.>", "asyncrl.mine.trajectories.*", "asyncrl-ask.mine.*"):
+            await rollout._connection.subscribe(subject, listen)
+        async with connected(server, "learner") as learner:
+            await learner.put(PROGRESS, progress(3))
+            await learner.states(PROGRESS)
+            await rollout.states(PROGRESS)
+        assert heard == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_no_role_sees_another_run(server: Server, role: str) -> None:
+    """Streams of that name do not exist in this account, and a learner makes its own, which the others never see."""
+    async with connected(server, "learner", run="other") as other:
+        await other.put(PROGRESS, progress(5))
+        if role == "learner":
+            async with connected(server, role, as_run="other") as stranger:
+                assert await stranger.states(PROGRESS) == {}
+                await stranger.put(PROGRESS, progress(99))
+        else:
+            with pytest.raises(ConfigError, match="of a role or run that may not"):
+                async with asyncio.timeout(5), connected(server, role, as_run="other"):
+                    pass
+        assert (await other.states(PROGRESS))[""].step == 5
+
+
+async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> None:
+    learner, observer = buses["learner"], buses["observer"]
+    await learner.publish(TRAJECTORIES, group(30), key="30")
+    await learner.put(PROGRESS, progress(2))
+    async with observer.read(TRAJECTORIES, after=await learner.last_sequence(TRAJECTORIES) - 1) as records:
+        assert (await anext(records)).key == "30"
+    assert (await observer.states(PROGRESS))[""].step == 2
+    assert "30" in await observer.keys(TRAJECTORIES)
+    await observer.depth(PROMPTS)
+    await forbidden(observer.publish(TRAJECTORIES, group(31), key="31"))
+    await forbidden(observer.put(ACTORS, heartbeat("w0"), key="w0"))
+
+    async def take() -> None:
+        async with observer.consume(PROMPTS) as deliveries:
+            await anext(deliveries)
+
+    await forbidden(take())
+
+
+async def test_a_worker_that_comes_first_waits_for_the_learner(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server")
+    try:
+        entering = connected(server, "rollout-worker")
+        coming = asyncio.create_task(entering.__aenter__())
+        await asyncio.wait((coming,), timeout=0.5)
+        assert not coming.done()
+        async with connected(server, "learner"):
+            bus = await asyncio.wait_for(coming, 10)
+            assert await bus.states(PROGRESS) == {}
+            await entering.__aexit__(None, None, None)
+    finally:
+        server.close()
+
+
+async def test_a_wrong_password_is_one_line_without_it(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("mine-learner:not-the-password")
+    access = Access(credentials=str(tmp_path / "wrong"))
+    with pytest.raises(ConfigError, match="refuses the token or password") as error:
+        await JetStreamBus.connect(
+            f"nats://127.0.0.1:{server.port}", run="mine", access=access, storage="file", **BUS_SIZES
+        )
+    assert "not-the-password" not in str(error.value)
+
+
+# -- NKEYs and TLS -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nkey_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Its url, and the file with the seed of the one user it knows."""
+    nkeys = pytest.importorskip("nkeys")
+    seed = _encoded_seed(bytes(range(32)))
+    (tmp_path / "seed").write_bytes(seed)
+    config = {
+        "listen": "127.0.0.1:-1",
+        "jetstream": {"store_dir": str(tmp_path / "store")},
+        "authorization": {"users": [{"nkey": nkeys.from_seed(bytearray(seed)).public_key.decode()}]},
+    }
+    (tmp_path / "nats.conf").write_text(json.dumps(config))
+    process, url = started(tmp_path / "nats.conf", tmp_path / "ports")
+    yield url, tmp_path / "seed"
+    end(process)
+
+
+async def test_an_nkey_seed_opens_the_bus(nkey_server: tuple[str, Path]) -> None:
+    url, seed = nkey_server
+    access = Access(credentials=str(seed))
+    bus = await JetStreamBus.connect(url, run="mine", access=access, storage="file", **BUS_SIZES)
+    await bus.put(PROGRESS, progress(1))
+    await bus.close()
+
+
+def _encoded_seed(raw: bytes) -> bytes:
+    """A user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
+    data = bytes([(18 << 3) | ((20 << 3) >> 5), ((20 << 3) & 31) << 3]) + raw
+    return base64.b32encode(data + binascii.crc_hqx(data, 0).to_bytes(2, "little")).rstrip(b"=")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(
+        [*command.split(), "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True
+    )
+    return folder / "cert.pem", folder / "key.pem"
+
+
+async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_not(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = map(str, certificate)
+    server = Server(
+        tmp_path / "server", "--tls-certificate", cert, "--tls-key", key, "--tls-client-ca", cert
+    )  # the client shows the same one
+    try:
+        async with connected(server, "learner", tls_ca=cert, tls_certificate=cert, tls_key=key) as bus:
+            await bus.put(PROGRESS, progress(1))
+        with pytest.raises(ConfigError, match="bus.url nats://127.0.0.1"):
+            async with asyncio.timeout(20), connected(server, "learner"):
+                pass
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "No such file"), ("hunter2", "must hold one line"), ("a:b\nc:d", "must hold one line"), (":x", "one line")],
+)
+def test_a_credentials_file_that_is_none_is_named_and_not_quoted(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "rollout-worker"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as error:
+        Access(role="rollout-worker", credentials=f"{tmp_path}/{{role}}").options()
+    assert "bus.credentials" in str(error.value)
+    assert "hunter2" not in str(error.value)
+
+
+async def test_an_address_that_is_none_is_not_quoted_with_its_password() -> None:
+    connection = Connection("nats://user:hunter2#x@127.0.0.1:1")
+    with pytest.raises(ConfigError) as error:
+        await connection.open("nats://user:hunter2#x@127.0.0.1:1", options={}, inbox="_INBOX.x.learner", seconds=2)
+    assert "hunter2" not in str(error.value)
+    await connection.close()
