@@ -310,8 +310,9 @@ async def test_a_resumed_learner_publishes_again_what_the_bus_lost(tmp_path: Pat
     assert len(second.buffer.groups) == 10
 
 
-async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop, bus_factory: Any) -> None:
-    loop.steps = 50
+@pytest.mark.parametrize("every", [0, 1])
+async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop, bus_factory: Any, every: int) -> None:
+    loop.steps, loop.checkpoint_every = 50, every  # 1: the step it is drained at has its checkpoint already
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
 
     def drain(step: int) -> None:

@@ -117,6 +117,7 @@ class Learner(Actor):
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._last_end = time.monotonic()
         self._export_seconds = 0.0
+        self._checkpointed = -1  # the step of this life's last checkpoint
         self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -339,6 +340,9 @@ class Learner(Actor):
             await self._report_progress(finished=True)
 
     async def _checkpoint(self) -> None:
+        """Write one, unless this step has its own: what arrived since is read from the log again."""
+        if self._checkpointed == self.step:
+            return
         started = time.monotonic()
         state = LearnerState(
             run_epoch=self.run_epoch,
@@ -368,6 +372,7 @@ class Learner(Actor):
             what="a checkpoint to be written",
             on="disk",
         )
+        self._checkpointed = state.step
         self.log.info("checkpoint %s", folder)
         if not self._settings.keep_log and not self._skipped.in_a_row:
             await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
