@@ -16,7 +16,7 @@ KILLS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a kill and what follows take about six seconds, on a busy machine twenty
+@pytest.mark.timeout(2400)  # a kill and what follows take about six seconds, on a busy machine twenty
 def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path) -> None:
     storm = Storm(tmp_path, seed=1)
     audit = asyncio.run(storm.blow(KILLS))
