@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
+from asyncrl.actors.examiner import Examiner
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.buffer import Buffer
 from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.policies.staleness import age_weight
+from asyncrl.policies.vetting import Vetting
 from asyncrl.protocols import Bus
 from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES
 from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
@@ -186,13 +188,15 @@ async def test_a_batch_is_the_first_groups_of_the_order_the_run_file_names(
     order: str, second: list[int], bus_factory: Any, tmp_path: Path
 ) -> None:
     """While step 1 trains groups 0 and 1, two old groups and two of the next version arrive."""
-    loop = Loop(await bus_factory(), tmp_path, order=order, rows=Rows(1000))
+    bus = await bus_factory()
+    forward_looking = Examiner(bus, vetting=Vetting(are_sampled=False))  # version 1 is not there while step 1 runs
+    loop = Loop(bus, tmp_path, order=order, rows=Rows(1000), examiner=forward_looking)
     reached, go = threading.Event(), threading.Event()
 
     def pause(step: int) -> None:
         if step == 0:
             reached.set()
-            go.wait()
+            go.wait(60)
 
     loop.backend.before_step = pause
     task = asyncio.create_task(loop.run_learner())
