@@ -50,6 +50,10 @@ class BusError(AsyncRLError):
     """The bus refused a request or cannot be reached."""
 
 
+class Forbidden(BusError):
+    """The server does not let our role do this."""
+
+
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
 

@@ -19,13 +19,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from asyncrl.actors.examiner import Examiner
+from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.access import ROLES, Access
-from asyncrl.bus.connection import Connection, Forbidden
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.permissions import WORKER_KEEPS, WORKER_READS, WORKER_WRITES
 from asyncrl.bus.server import find_binary
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.policies.diagnosis import diagnose
 from asyncrl.topics import ACTORS, ALL, EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
 from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.conftest import BUS_SIZES
@@ -396,3 +398,16 @@ async def test_an_address_that_is_none_is_not_quoted_with_its_password() -> None
         await connection.open("nats://user:hunter2#x@127.0.0.1:1", options={}, inbox="_INBOX.x.learner", seconds=2)
     assert "hunter2" not in str(error.value)
     await connection.close()
+
+
+async def test_a_watcher_that_may_not_write_does_not_take_the_bus_for_full(server: Server) -> None:
+    async with connected(server, "learner"):
+
+        async def connect() -> JetStreamBus:
+            return await stack.enter_async_context(connected(server, "observer"))
+
+        async with contextlib.AsyncExitStack() as stack:
+            watcher = Watcher(connect)
+            seen = [await watcher.look() for _ in range(2)]
+            assert watcher.error is None
+            assert not [finding for finding in diagnose(seen[-1]) if finding.fault == "bus storage"]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, Forbidden
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import (
@@ -203,6 +203,8 @@ class Watcher:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
+        except Forbidden:  # an observer's role: whether the bus stores is for others to find out
+            self._stored, self.error = time.monotonic(), None
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
         else:

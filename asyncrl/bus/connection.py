@@ -28,7 +28,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.bus.access import without_secrets
-from asyncrl.errors import BusError, ConfigError
+from asyncrl.errors import BusError, ConfigError, Forbidden
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +74,6 @@ class Refused(BusError):
         self.code = int(error.get("err_code", 0))
         self.description = str(error.get("description", ""))
         super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
-
-
-class Forbidden(BusError):
-    """The server does not let our role do this."""
 
 
 class Unanswered(BusError):
