@@ -1,7 +1,7 @@
 """What a run on the task of staleness_task.py needs on disk: a model folder and the prompts.
 
-Digits are text outside and tokens inside: prompt "35", answer "302571". The folder has no config.json, for no
-Hugging Face model is in it.
+Digits are text outside and tokens inside: prompt "35", answer "302571". No Hugging Face model is in the folder; its
+config.json has what asyncrl itself looks for.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ WEIGHTS_FILE: Final = "model.safetensors"
 def write(folder: Path, policy: Policy) -> None:
     """The model to ``folder``/model, all prompts with the right answers to ``folder``/prompts.jsonl."""
     make_tokenizer("".join(map(str, range(SIZE)))).save_pretrained(folder / "model")
+    looks = {"architectures": ["LlamaForCausalLM"], "vocab_size": FIRST_DIGIT + SIZE}
+    (folder / "model" / "config.json").write_text(json.dumps(looks))
     safetensors.torch.save_file(policy.named_parameters, folder / "model" / WEIGHTS_FILE)
     prompts = staleness_task.all_prompts()
     rows = zip(prompts.tolist(), staleness_task.right_answers(prompts).tolist(), strict=True)

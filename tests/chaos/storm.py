@@ -139,9 +139,6 @@ class Storm:
         self.runs = 0
         """How often `asyncrl run` was started."""
         tiny_files.write(self._folder, Policy.new(torch.Generator().manual_seed(seed)))
-        # `asyncrl check` looks for a Hugging Face model; the engine and the backend read only the tensors.
-        looks = {"architectures": ["LlamaForCausalLM"], "vocab_size": 16}
-        (self._folder / "model" / "config.json").write_text(json.dumps(looks))
         self._run_file = self._folder / "run.toml"
         self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed))
         self._config = config.load(self._run_file)
