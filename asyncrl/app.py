@@ -17,7 +17,7 @@ from asyncrl import auxiliary, checkpoint, plugins, tables
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
 from asyncrl.config_record import as_table
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages import Sampling
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
@@ -234,14 +234,14 @@ async def observe(run: RunConfig, *, token: str) -> Bus:
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
-    """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises ConfigError."""
+    """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
     if run.bus.url:
         return run.bus.url, token
     address = run.run_directory / BUS_FILE
     try:
         table = json.loads(address.read_text())
     except FileNotFoundError:
-        raise ConfigError(
+        raise NoSuchRun(
             f"bus.url is empty and no `asyncrl run` is up in {run.run_directory}; start that first, or give the "
             "address of a nats-server with --set bus.url=nats://HOST:PORT"
         ) from None

@@ -37,7 +37,7 @@ class ConfigError(AsyncRLError, ValueError):
 
 
 class NoSuchRun(ConfigError):
-    """The bus answers, and has no run of this name."""
+    """There is no run of this name: the bus answers and has none, or none is up in the run's folder."""
 
 
 class HopelessError(AsyncRLError):

@@ -144,7 +144,8 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
-    bus = await app.connect(
+    """The run's bus for who only reads: nothing is made or changed there."""
+    bus = await app.observe(
         dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token
     )
     try:

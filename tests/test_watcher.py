@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl import config, doctor
 from asyncrl.actors import watcher as watching
 from asyncrl.actors.watcher import Lasting, Launched, Sightings, Watcher, process_state
-from asyncrl.errors import BusError
+from asyncrl.errors import BusError, NoSuchRun
 from asyncrl.messages import Heartbeat
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import LEARNER, WORKER, Finding
@@ -198,3 +200,12 @@ async def test_nobody_is_accused_by_a_watcher_that_was_frozen_itself(clock: Cloc
 async def _ready(bus: Any) -> Any:
     await asyncio.sleep(0)
     return bus
+
+
+async def test_doctor_does_not_take_a_run_that_ended_for_a_bus_that_died(tmp_path: Path) -> None:
+    """`asyncrl run` removes its address when it ends; somebody may be listening just then."""
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "over"\ndirectory = "{tmp_path}"\n[model]\npath = ""\n[data]\npath = ""\n'
+    )
+    with pytest.raises(NoSuchRun, match="no `asyncrl run` is up"):
+        await doctor._listen(config.load(tmp_path / "run.toml"), token="")
