@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from asyncrl.actors.examiner import Examiner
     from asyncrl.actors.learner import Learner
     from asyncrl.data.prompts import PromptDataset
+    from asyncrl.launchers.port import Launcher
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.filters import GroupFilter
 
@@ -39,6 +40,7 @@ BACKENDS = {
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
 CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollout_worker:{name}" for name in ("single_turn", "given")}
 
@@ -180,6 +182,20 @@ def engine(run: RunConfig, *, name: str) -> Engine:
         version=(0, 0),
         options=options(kind, run.engine.options, "engine.options"),
         **extra,
+    )
+    return made
+
+
+def launcher_class(run: RunConfig) -> Any:
+    return plugins.load(run.launcher.kind, where="launcher.kind", table=LAUNCHERS)
+
+
+def launcher(run: RunConfig) -> Launcher:
+    kind = launcher_class(run)
+    made: Launcher = kind(
+        run_name=run.run.name,
+        log_directory=run.run_directory / "logs",
+        options=options(kind, run.launcher.options, "launcher.options"),
     )
     return made
 

@@ -54,6 +54,7 @@ def check(run: RunConfig) -> None:
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
+    app.options(app.launcher_class(run), run.launcher.options, "launcher.options")
     _check_filters(run)
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
@@ -153,15 +154,20 @@ def placement(run: RunConfig) -> Placement:
     """
     import torch
 
-    has_gpu = run.engine.device != "cpu" and run.engine.kind != "none"
     return place(
         torch.cuda.device_count() if torch.cuda.is_available() else 0,
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
-        gpus_per_worker=int(run.engine.options.get("tensor_parallel", 1)) if has_gpu else 0,
+        gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )
+
+
+def gpus_per_worker(run: RunConfig) -> int:
+    """GPUs that one rollout worker takes where there are any; 0: its engine computes on the CPU."""
+    has_gpu = run.engine.device != "cpu" and run.engine.kind != "none"
+    return int(run.engine.options.get("tensor_parallel", 1)) if has_gpu else 0
 
 
 def describe(run: RunConfig) -> str:

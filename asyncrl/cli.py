@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import logging
 import os
 import sys
@@ -113,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     check = verb("check", "Print what a run file means and refuse what cannot work.")
     for sub in (run, learner, worker, check):
         run_file(sub)
+    run.add_argument(
+        "--launcher",
+        default="",
+        metavar="KIND",
+        help="who starts the processes: local, ray, or package.module:Class (launcher.kind of the run file)",
+    )
     for sub in (run, learner):
         sub.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     worker.add_argument("--name", default="", help="unique in the run (default: host and process id)")
@@ -154,6 +161,8 @@ def _run(options: argparse.Namespace) -> int:
     from asyncrl import launch
     from asyncrl.check import check
 
+    if options.launcher:
+        options.overrides.append(f"launcher.kind={json.dumps(options.launcher)}")
     config = _load(options)
     check(config)
     return launch.run(

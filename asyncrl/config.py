@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_launcher import LauncherSection
 from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference, Teacher
@@ -318,6 +319,7 @@ class RunConfig:
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    launcher: LauncherSection = field(default_factory=LauncherSection)
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)

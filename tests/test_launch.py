@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import config, launch
+from asyncrl import children, config, launch
 from asyncrl.config import RunConfig
 from asyncrl.placement import Placement
 
@@ -26,7 +26,7 @@ class Stage:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._monkeypatch = folder, monkeypatch
         self._log = folder / "starts"
-        monkeypatch.setattr(launch, "BACK_OFF_SECONDS", 0.0)
+        monkeypatch.setattr(children, "BACK_OFF_SECONDS", 0.0)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(self, body: str, *, placement: Placement) -> int:
@@ -101,13 +101,13 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
 
 
 def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
-    budget = launch._Budget(restarts=2)
+    budget = children.Budget(restarts=2)
     assert [budget.pause(1.0) for _ in range(3)] == [1.0, 2.0, None]
-    assert [budget.pause(launch.HEALTHY_SECONDS), budget.pause(1.0), budget.pause(1.0)] == [1.0, 2.0, None]
+    assert [budget.pause(children.HEALTHY_SECONDS), budget.pause(1.0), budget.pause(1.0)] == [1.0, 2.0, None]
 
 
 def test_a_back_off_has_an_end() -> None:
-    budget = launch._Budget(restarts=100)
+    budget = children.Budget(restarts=100)
     pauses = [budget.pause(1.0) for _ in range(100)]
     assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     assert max(pause or 0.0 for pause in pauses) == 30.0

@@ -30,7 +30,7 @@ import torch
 
 from asyncrl import app, config
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch import NEVER_AGAIN
+from asyncrl.fleet import NEVER_AGAIN
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, TRAJECTORIES
 from benchmarks import tiny_files

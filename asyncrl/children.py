@@ -1,0 +1,107 @@
+"""One process of a run over all its lives: what it is started with, how often it may be, and how it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from asyncrl.actors.watcher import Launched
+from asyncrl.errors import AsyncRLError
+from asyncrl.launchers.port import LaunchedProcess, Launcher, ProcessSpec
+
+BACK_OFF_SECONDS = 1.0
+LONGEST_BACK_OFF_SECONDS = 30.0
+HEALTHY_SECONDS = 600.0
+"""A process that lived so long has all its restarts again."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """How often a process may be started again, and how long to wait before."""
+
+    restarts: int
+    used: int = 0
+
+    def pause(self, lived_seconds: float) -> float | None:
+        """Seconds to wait for the next start; None when there is none."""
+        if lived_seconds >= HEALTHY_SECONDS:
+            self.used = 0
+        if self.used >= self.restarts:
+            return None
+        self.used += 1
+        return float(min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS))
+
+    def __str__(self) -> str:
+        return f"restart {self.used} of {self.restarts}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a life ended.  code: as ``LaunchedProcess.ended`` gives it;  reason: for a person"""
+
+    code: int
+    reason: str
+    lived_seconds: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Child:
+    """One name in the run, and the process that has it now."""
+
+    spec: ProcessSpec
+    budget: Budget
+    restart_arguments: tuple[str, ...] = ()
+    resumed: bool = False
+    is_kept: bool = False
+    is_leaving: bool = False
+    """Asked to drain for good: its end is no failure, and it is not started again."""
+    fault: str = ""
+    """What we killed it for."""
+    process: LaunchedProcess | None = None
+    since: float = 0.0
+    """Monotonic time of the last start or end."""
+    _asked: int = field(default=0, repr=False)
+    """A signal that came while no process was there to take it."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def launched(self) -> list[Launched]:
+        """What the watcher should know of it."""
+        if not self.is_kept:
+            return []
+        pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
+        seconds = time.monotonic() - self.since
+        return [Launched(name=self.name, role=self.spec.role, pid=pid, host=host, seconds=seconds)]
+
+    async def live(self, launcher: Launcher, *, started: Callable[[], None] = lambda: None) -> End:
+        """One life of it, to its end. What keeps it from starting is the end of a life too."""
+        began, self.since = time.monotonic(), time.monotonic()
+        self.fault = ""
+        extra = self.restart_arguments if self.resumed or self.budget.used else ()
+        try:
+            self.process = await launcher.start(replace(self.spec, arguments=(*self.spec.arguments, *extra)))
+            started()
+            if self._asked:
+                self.process.signal(self._asked)
+            code = await self.process.ended()
+            reason = f"{self.name} ended with {_reason(code)}" + (f" ({self.fault})" if self.fault else "")
+        except AsyncRLError as error:
+            code, reason = error.exit_code, f"{self.name} does not start: {error}"
+        finally:
+            self.process, self.since = None, time.monotonic()
+        return End(code=code, reason=reason, lived_seconds=self.since - began)
+
+    def signal(self, number: int) -> None:
+        """To its process; to the next one when it is about to be started."""
+        if self.process is not None:
+            self.process.signal(number)
+        else:
+            self._asked = number
+
+
+def _reason(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

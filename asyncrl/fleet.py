@@ -1,0 +1,198 @@
+"""The processes of one run, over any launcher: started, watched, restarted and ended.
+
+A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
+cannot come back ends the run with its exit code. Exit codes 2 (configuration) and 3 (a full disk, nothing but buried
+groups) are never tried again. A watcher (actors/watcher.py) says what stands still; what is ours and does not heal is
+killed, which makes it a process that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+from asyncrl.actors.supervisor import STUCK_EXIT_CODE
+from asyncrl.actors.watcher import Lasting, Launched, Watcher
+from asyncrl.bus.server import EmbeddedServer
+from asyncrl.children import Budget, Child, End
+from asyncrl.config import Run
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError
+from asyncrl.launchers.port import Launcher
+from asyncrl.policies.faults import LEARNER, Finding
+
+NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
+"""Exit codes of a process that would end the same way again."""
+FINISH_SECONDS = 10.0
+"""How long workers get to notice that the run is finished."""
+DRAIN_SECONDS = 120.0
+"""How long processes get to drain after Ctrl-C before they are killed."""
+
+
+class Fleet:
+    """Keeps the children of one run up until it is over."""
+
+    def __init__(
+        self,
+        settings: Run,
+        *,
+        launcher: Launcher,
+        children: Sequence[Child],
+        server: EmbeddedServer | None,
+    ) -> None:
+        """children: the learner first"""
+        self._settings = settings
+        self._launcher = launcher
+        self._server = server
+        self._server_budget = Budget(settings.restarts)
+        self._lasting = Lasting()
+        self._children = list(children)
+        self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
+        self._interrupts = 0
+        self._failure = 0
+
+    def launched(self) -> list[Launched]:
+        """What a watcher should know of our processes."""
+        return [launched for child in self._children for launched in child.launched()]
+
+    async def run(self, watcher: Watcher) -> int:
+        """To the end of the run; its exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._keep(child), name=child.name) for child in self._children]
+                watching = [group.create_task(watcher.run(self._on_findings), name="watcher")]
+                if self._server is not None:
+                    watching.append(group.create_task(self._keep_server(self._server), name="nats-server"))
+                await self._over.wait()
+                watching[0].cancel()
+                if not self._failure and not self._interrupts:  # workers read for themselves that the run is finished
+                    await asyncio.wait(tasks, timeout=FINISH_SECONDS)
+                self._signal_all(signal.SIGTERM)
+                # Only an interrupted run has work worth waiting for: a finished or failed one has none.
+                await asyncio.wait(tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
+                self._signal_all(signal.SIGKILL)
+                for task in watching:
+                    task.cancel()
+        finally:
+            await self._launcher.close()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        return self._failure or (INTERRUPTED if self._interrupts else 0)
+
+    async def _keep(self, child: Child) -> None:
+        """Start the child, and again when it dies, until it ends well, its budget is used up, or we are ending."""
+        child.is_kept = True
+        try:
+            while not self._over.is_set():
+                end = await child.live(self._launcher)
+                if (pause := self._pause(child, end)) is None:
+                    return
+                await asyncio.sleep(pause)
+        finally:
+            child.is_kept = False
+            await self._launcher.release(child.name)
+
+    def _pause(self, child: Child, end: End) -> float | None:
+        """Seconds until the child is started again; None when it is not, and why that ends the run, if it does."""
+        code, is_learner, was_over = end.code, child.spec.role == LEARNER, self._over.is_set()
+        if is_learner and self._interrupts == 1 and code not in (0, INTERRUPTED):
+            self._end(code, f"{end.reason} while draining")
+        elif is_learner and code == INTERRUPTED and not self._interrupts:
+            self._end(code, "learner was drained by somebody else before the run was done; go on with --resume")
+        elif is_learner and code == 0:
+            self._over.set()
+        if code == 0 or was_over or self._over.is_set():
+            return None
+        pause = None if code in NEVER_AGAIN else child.budget.pause(end.lived_seconds)
+        if pause is None:
+            self._end(STUCK_EXIT_CODE if child.fault else code, f"{end.reason}; ending the run")
+        else:
+            self._say(f"{end.reason} after {end.lived_seconds:.0f} s; {child.budget}")
+        return pause
+
+    async def _keep_server(self, server: EmbeddedServer) -> None:
+        """Start the server again on its port and store when it ends: everybody waits for it, and nothing is lost."""
+        while True:
+            started = time.monotonic()
+            why = "nats-server ended"
+            await _until_ended(server.pid)
+            while (pause := self._server_budget.pause(time.monotonic() - started)) is not None:
+                self._say(f"{why}; {self._server_budget}")
+                await asyncio.sleep(pause)
+                try:
+                    server.start()  # here and not in a thread: it ends with the thread that started it
+                    break
+                except AsyncRLError as error:
+                    why = str(error)
+            else:
+                self._end(1, f"nats-server does not stay up ({why}); ending the run")
+                return
+
+    # -- what stands still ---------------------------------------------------------------------------------------------
+
+    def _on_findings(self, findings: Iterable[Finding]) -> None:
+        """Say what begins and what is over; start again what is ours and does not heal."""
+        begun, ended = self._lasting.update(findings)
+        for finding in begun:
+            self._say(f"{finding.text}\n  -> {finding.remedy}")
+        for finding in ended:
+            self._say(f"over after {finding.seconds:.0f} s: {finding.fault} of {finding.actor}")
+        for finding in findings:
+            if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
+                self._cure(finding)
+
+    def _cure(self, finding: Finding) -> None:
+        where = (finding.host, finding.pid)
+        child = next(
+            (one for one in self._children for is_at in one.launched() if (is_at.host, is_at.pid) == where), None
+        )
+        if finding.fault in ("bus", "bus storage") and self._server is not None and self._server.pid:
+            os.kill(self._server.pid, signal.SIGKILL)
+        elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
+            child.fault = finding.cause
+            child.signal(signal.SIGKILL)
+        elif finding.cure == "end" and len(self._children) > 1:  # without own workers others may be on their way
+            self._end(STUCK_EXIT_CODE, f"{finding.text}; ending the run")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _end(self, code: int, why: str) -> None:
+        self._say(why)
+        self._failure = code if code > 0 else 1
+        self._over.set()
+
+    def _say(self, text: str) -> None:
+        print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+
+    def _interrupt(self) -> None:
+        """Ctrl-C: the first drains, the second ends everything now."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._say("draining; once more to stop at once")
+            self._over.set()
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self._children:
+            child.signal(number)
+
+
+async def _until_ended(pid: int) -> None:
+    """Until the process with this id, a child of ours, is no more."""
+    if not pid:
+        return
+    watched, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
