@@ -140,7 +140,8 @@ def _own_address(run: RunConfig) -> str:
     """Of this machine on the way to the bus, where every engine's worker is too."""
     from asyncrl.weights.nccl import own_address
 
-    return own_address(urlsplit(run.bus.url).hostname or "127.0.0.1")
+    url, _ = bus_address(run, token="")
+    return own_address(urlsplit(url).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -251,8 +252,8 @@ async def observe(run: RunConfig, *, token: str) -> Bus:
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
     """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
-    if run.bus.url:
-        return run.bus.url, token
+    if run.bus.url or run.bus.address:
+        return run.bus.url or run.bus.address, token
     address = run.run_directory / BUS_FILE
     try:
         table = json.loads(address.read_text())

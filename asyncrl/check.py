@@ -47,9 +47,16 @@ def check(run: RunConfig) -> None:
             "remove it or use rollout.group_size = 2 or more"
         )
     auxiliary.check_folders(run, algorithm)
+    places = app.launcher_class(run).places
     for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
-        if device == "cuda":
+        if device == "cuda" and not places:
             app.require_gpu(section)
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+        if gpus and places:
+            raise ConfigError(
+                f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
+                "and GPUs itself; remove the key (launcher.options says how)"
+            )
     app.options(app.engine_class(run), run.engine.options, "engine.options")
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
@@ -173,7 +180,7 @@ def gpus_per_worker(run: RunConfig) -> int:
 def describe(run: RunConfig) -> str:
     """The resolved run file and what follows from it, for a person. Checks first, every row of the data too."""
     check(run)
-    placed = placement(run)
+    placed = "found by the launcher" if app.launcher_class(run).places else placement(run)
     rows = app.open_rows(run)
     lines = []
     for section in dataclasses.fields(run):

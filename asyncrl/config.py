@@ -50,6 +50,9 @@ class Run:
 class Bus:
     url: str = ""
     """nats://HOST:PORT of a running server; empty starts one for this run."""
+    address: str = ""
+    """Of the server started for this run, for processes that cannot read it in the run's folder; `asyncrl run` tells
+    them (ASYNCRL_BUS_URL)."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
     credentials: str = ""

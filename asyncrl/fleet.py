@@ -71,6 +71,9 @@ class Fleet:
                     watching.append(group.create_task(self._keep_server(self._server), name="nats-server"))
                 await self._over.wait()
                 watching[0].cancel()
+                for child, task in zip(self._children, tasks, strict=True):
+                    if child.process is None:  # waits for room, or to be started again
+                        task.cancel()
                 if not self._failure and not self._interrupts:  # workers read for themselves that the run is finished
                     await asyncio.wait(tasks, timeout=FINISH_SECONDS)
                 self._signal_all(signal.SIGTERM)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app
+from asyncrl import app, needs
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
 from asyncrl.bus.server import EmbeddedServer
@@ -41,11 +41,12 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     launcher = app.launcher(run_config)
-    children = _make_children(run_config, launcher, common, resume=resume, token=token)
+    host = launcher.connect()
     if run_config.bus.url:
+        children = _make_children(run_config, launcher, common, resume=resume, environment=_bus_access(token=token))
         return asyncio.run(_run(run_config, launcher, children, resume=resume, token=token, server=None))
     server = EmbeddedServer(
-        directory / "nats", port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
+        directory / "nats", host=host, port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
     server.start()  # before the event loop: the server ends with the thread that started it
     address = directory / BUS_FILE
@@ -53,6 +54,8 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         _write_private(address, json.dumps({"url": server.url, "token": server.token, "pid": os.getpid()}))
         where = server.url.removeprefix("nats://")
         print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
+        environment = _bus_access(url=server.url, token=server.token)
+        children = _make_children(run_config, launcher, common, resume=resume, environment=environment)
         return asyncio.run(_run(run_config, launcher, children, resume=resume, token=token, server=server))
     finally:
         address.unlink(missing_ok=True)
@@ -65,11 +68,16 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+def _bus_access(*, token: str, url: str = "") -> dict[str, str]:
+    """What processes need to know of the bus that is not in the run file."""
+    known = {"ASYNCRL_BUS_URL": url, "ASYNCRL_BUS_TOKEN": token}
+    return {name: value for name, value in known.items() if value}
+
+
 def _make_children(
-    run_config: RunConfig, launcher: Launcher, common: list[str], *, resume: bool, token: str
+    run_config: RunConfig, launcher: Launcher, common: list[str], *, resume: bool, environment: dict[str, str]
 ) -> list[Child]:
     """The learner, then the workers."""
-    environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
     gpus = (
         Placement(learner=(), workers=((),) * run_config.rollout.workers) if launcher.places else placement(run_config)
     )
@@ -83,6 +91,8 @@ def _make_children(
             num_gpus=run_config.learner.ranks if run_config.learner.device != "cpu" else 0,
             gpus=gpus.learner,
             environment=environment,
+            paths=needs.paths(run_config),
+            shared=needs.learner_folders(run_config),
         ),
         budget=Budget(restarts),
         restart_arguments=("--resume",),
@@ -97,6 +107,8 @@ def _make_children(
                 num_gpus=gpus_per_worker(run_config),
                 gpus=its,
                 environment=environment,
+                paths=needs.paths(run_config),
+                shared=needs.worker_folders(run_config),
             ),
             budget=Budget(restarts),
         )
@@ -121,6 +133,7 @@ async def _run(
     token: str,
     server: EmbeddedServer | None,
 ) -> int:
+    launcher.check_room([child.spec for child in children])
     if resume:
         await _reopen(run_config, token=token)
     fleet = Fleet(run_config.run, launcher=launcher, children=children, server=server)
