@@ -243,10 +243,10 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
     return bus
 
 
-async def observe(run: RunConfig, *, token: str) -> Bus:
-    """The run's bus for somebody who only looks: nothing is made or changed there. Raises ConfigError."""
+async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
+    """The run's bus for somebody who only looks, or an "operator": nothing is made there. Raises ConfigError."""
     url, token = bus_address(run, token=token)
-    return await _connect(run, url, token=token, role="observer")
+    return await _connect(run, url, token=token, role=role)
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:

@@ -152,16 +152,21 @@ def placement(run: RunConfig) -> Placement:
 
     Not part of ``check``: a process that was given its GPUs sees no others.
     """
-    import torch
-
     return place(
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_gpus(),
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
         gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees in this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpus_per_worker(run: RunConfig) -> int:

@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
+  asyncrl scale runs/demo --rollout-workers 8          grow or shrink the fleet of a run that is up
   asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
@@ -99,13 +100,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def run_file(sub: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
         sub.add_argument("run_file", metavar="RUN.toml", type=Path, nargs=nargs, help="the run file")
+        setting(sub, "override one key of the run file; repeatable")
+
+    def setting(sub: argparse.ArgumentParser, meaning: str) -> None:
         sub.add_argument(
-            "--set",
-            dest="overrides",
-            action="append",
-            default=[],
-            metavar="SECTION.KEY=VALUE",
-            help="override one key of the run file; repeatable",
+            "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=meaning
         )
 
     run = verb("run", "Start and supervise a whole run on this machine.")
@@ -128,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     run_file(doctor, nargs="?")
     doctor.add_argument("--json", action="store_true", help="for a program")
 
+    scale = verb("scale", "Grow or shrink the fleet of a run that is up; workers that leave drain.")
+    scale.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder, or its run file")
+    scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="so many of `asyncrl run`'s own")
+    scale.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="to wait (default: 600)")
+    setting(scale, "override one key of the run, such as bus.url; repeatable")
+
     import_model = verb("import-model", "Turn a GGUF file into a Hugging Face folder.")
     import_model.add_argument("source", help="a .gguf file, or package:NAME for one inside an installed package")
     import_model.add_argument("destination", type=Path, help="folder to make")
@@ -139,14 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("run_directory", metavar="RUN_DIR", type=Path, help="run.directory/run.name of the run")
         sub.add_argument("--json", action="store_true", help="print one JSON object")
     replay.add_argument("--from-step", type=int, default=1, metavar="K", help="first step to train (default: 1)")
-    replay.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="train with another setting from step K on, such as algorithm.correction=none; repeatable",
-    )
+    setting(replay, "train with another setting from step K on, such as algorithm.correction=none; repeatable")
     replay.add_argument("--out", type=Path, help="folder to write to (default: RUN_DIR/replay-1, -2, ...)")
     return parser
 
@@ -209,6 +207,13 @@ def _doctor(options: argparse.Namespace) -> int:
     return doctor.examine(run, token=_token(run), as_json=options.json)
 
 
+def _scale(options: argparse.Namespace) -> int:
+    from asyncrl import scale
+
+    run = scale.load(options.where, options.overrides)
+    return scale.scale(run, rollout_workers=options.rollout_workers, token=_token(run), seconds=options.timeout)
+
+
 def _import_model(options: argparse.Namespace) -> int:
     from asyncrl.data.import_model import import_model
 
@@ -241,6 +246,7 @@ _VERBS = {
     "rollout-worker": _rollout_worker,
     "check": _check,
     "doctor": _doctor,
+    "scale": _scale,
     "import-model": _import_model,
     "audit": _audit,
     "replay": _replay,
