@@ -14,7 +14,8 @@ from typing import Any
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
-from asyncrl.app import build_learner, build_worker, connect
+from asyncrl.app import connect
+from asyncrl.assembly import build_learner, build_worker
 from asyncrl.check import check
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, ConfigError, HopelessError
