@@ -33,7 +33,7 @@ BACKENDS = {
 }
 CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
-ROLLOUTS = {name: f"asyncrl.actors.rollout_worker:{name}" for name in ("single_turn", "given")}
+ROLLOUTS = {name: f"asyncrl.actors.rollouts:{name}" for name in ("single_turn", "given")}
 
 BUS_FILE = "bus.json"
 """Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
