@@ -29,9 +29,7 @@ log = logging.getLogger("asyncrl.check")
 
 def check(run: RunConfig) -> None:
     """Refuse, with a ConfigError that says what to change, what cannot work. Starts nothing."""
-    _check_bus(run)
-    _check_sampling(run)
-    check_model(Path(run.model.path))
+    check_worker(run)
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
     algorithm = app.algorithm(run)
@@ -47,15 +45,23 @@ def check(run: RunConfig) -> None:
             "remove it or use rollout.group_size = 2 or more"
         )
     auxiliary.check_folders(run, algorithm)
-    for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
-        if device == "cuda":
-            app.require_gpu(section)
-    app.options(app.engine_class(run), run.engine.options, "engine.options")
+    if run.learner.device == "cuda":
+        app.require_gpu("learner")
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
     app.options(app.launcher_class(run), run.launcher.options, "launcher.options")
     _check_filters(run)
+
+
+def check_worker(run: RunConfig) -> None:
+    """The part of ``check`` that a rollout worker's machine must stand: it has neither the data nor a learner's GPU."""
+    _check_bus(run)
+    _check_sampling(run)
+    check_model(Path(run.model.path))
+    if run.engine.device == "cuda":
+        app.require_gpu("engine")
+    app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)

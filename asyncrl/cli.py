@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   asyncrl run my.toml --set run.steps=10 --resume      go on from the last checkpoint
   asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
   asyncrl check my.toml                                what the run file means, and whether it can work
-  asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
+  asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any node
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink the fleet of a run that is up
   asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
@@ -111,8 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     learner = verb("learner", "Start the learner of a run against its bus.")
     worker = verb("rollout-worker", "Start one rollout worker of a run against its bus, on any node, at any time.")
     check = verb("check", "Print what a run file means and refuse what cannot work.")
-    for sub in (run, learner, worker, check):
+    for sub in (run, learner, check):
         run_file(sub)
+    run_file(worker, nargs="?")
     run.add_argument(
         "--launcher",
         default="",
@@ -122,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (run, learner):
         sub.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     worker.add_argument("--name", default="", help="unique in the run (default: host and process id)")
+    worker.add_argument("--join", default="", metavar="nats://HOST:PORT", help="instead of a run file: the run's bus")
+    worker.add_argument("--run", default="", metavar="NAME", help="with --join: the run's name; its settings are there")
 
     doctor = verb("doctor", "Say what every actor of a run waits for and what is wrong; exit code 1 if anything is.")
     run_file(doctor, nargs="?")
@@ -182,11 +185,22 @@ def _learner(options: argparse.Namespace) -> int:
 def _rollout_worker(options: argparse.Namespace) -> int:
     from asyncrl import processes, roles
 
-    config = _load(options)
     processes.end_with_parent()
+    config = _joined(options)
     name = options.name or roles.worker_name()
     _log_to(config.run_directory / "logs" / f"{name}.log")
     return roles.run_worker(config, name=name, token=_token(config))
+
+
+def _joined(options: argparse.Namespace) -> RunConfig:
+    """Of a worker: the run file, or what the run's learner left on its bus."""
+    from asyncrl import joining
+
+    if options.run_file is not None and not (options.join or options.run):
+        return _load(options)
+    if options.run_file is not None or not (options.join and options.run):
+        raise ConfigError("rollout-worker: name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME")
+    return joining.joined(options.join, options.run, options.overrides, token=os.environ.get("ASYNCRL_BUS_TOKEN", ""))
 
 
 def _check(options: argparse.Namespace) -> int:

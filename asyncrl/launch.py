@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app
+from asyncrl import app, only_learner
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
@@ -77,6 +77,8 @@ async def _run(
     token: str,
     server: EmbeddedServer | None,
 ) -> int:
+    if run_config.bus.url:  # a server of our own has our run alone
+        await _refuse_a_second(run_config, token=token)
     staff = Staff(run_config, launcher=launcher, common=common, token=token)
     workers = await _reopen(run_config, token=token) if resume else None
     fleet = Fleet(
@@ -92,6 +94,15 @@ async def _run(
 
     watcher = Watcher(bus, launched=fleet.launched, server=lambda: server.pid if server is not None else 0)
     return await fleet.run(watcher, Sizer(bus, fleet))
+
+
+async def _refuse_a_second(run_config: RunConfig, *, token: str) -> None:
+    """Its learner would be refused anyway, but not before our workers had mixed with the others'."""
+    bus = await connect(run_config, token=token)
+    try:
+        await only_learner.on_bus(bus, run=run_config.run.name)
+    finally:
+        await bus.close()
 
 
 async def _reopen(run_config: RunConfig, *, token: str) -> int | None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl import children, config, launch
+from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.placement import Placement
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
 SCRIPT = """#!/bin/sh
 # In place of `python -m asyncrl ROLE RUN.toml ...`
@@ -26,7 +28,9 @@ class Stage:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._monkeypatch = folder, monkeypatch
         self._log = folder / "starts"
+        self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         monkeypatch.setattr(children, "BACK_OFF_SECONDS", 0.0)
+        monkeypatch.setattr(launch, "connect", self._connect)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(self, body: str, *, placement: Placement) -> int:
@@ -38,12 +42,15 @@ class Stage:
         self._monkeypatch.setattr(launch, "placement", lambda run: placement)
         return launch.run(self._config(), run_file=Path("RUN.toml"), overrides=[], resume=False, token="")
 
+    async def _connect(self, run: RunConfig, *, token: str) -> MemoryBus:
+        return self.bus
+
     def _config(self) -> RunConfig:
         made = config.load(Path(__file__).parent.parent / "examples" / "demo.toml")
         return dataclasses.replace(
             made,
             run=dataclasses.replace(made.run, directory=str(self._folder)),
-            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server; nobody connects
+            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server
         )
 
     @property

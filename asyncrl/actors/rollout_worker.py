@@ -13,7 +13,9 @@ What it has of unfinished groups lies on the bus too: see salvage.py.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,10 +39,10 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, Wait
+from asyncrl.messages import Event, PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
-from asyncrl.topics import PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
+from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
 FULL_LOG_SECONDS = 1.0
@@ -100,6 +102,7 @@ class RolloutWorker(Actor):
     async def run(self) -> None:
         """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
@@ -114,6 +117,14 @@ class RolloutWorker(Actor):
             quarantined.cancel()
             finished.cancel()
             salvage.cancel()
+
+    async def _say_joined(self) -> None:
+        """The engine is up; the learner says "first_trained" when it has trained something of ours."""
+        event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
+        try:
+            await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
+        except BusError as error:
+            self.log.warning("could not say that it has joined: %s", error)
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
