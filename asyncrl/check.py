@@ -29,9 +29,7 @@ log = logging.getLogger("asyncrl.check")
 
 def check(run: RunConfig) -> None:
     """Refuse, with a ConfigError that says what to change, what cannot work. Starts nothing."""
-    _check_bus(run)
-    _check_sampling(run)
-    check_model(Path(run.model.path))
+    check_worker(run)
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
     algorithm = app.algorithm(run)
@@ -48,21 +46,29 @@ def check(run: RunConfig) -> None:
         )
     auxiliary.check_folders(run, algorithm)
     places = app.launcher_class(run).places
-    for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
-        if device == "cuda" and not places:
-            app.require_gpu(section)
+    if run.learner.device == "cuda" and not places:
+        app.require_gpu("learner")
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
         if gpus and places:
             raise ConfigError(
                 f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
                 "and GPUs itself; remove the key (launcher.options says how)"
             )
-    app.options(app.engine_class(run), run.engine.options, "engine.options")
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
     app.options(app.launcher_class(run), run.launcher.options, "launcher.options")
     _check_filters(run)
+
+
+def check_worker(run: RunConfig) -> None:
+    """The part of ``check`` that a rollout worker's machine must stand: it has neither the data nor a learner's GPU."""
+    _check_bus(run)
+    _check_sampling(run)
+    check_model(Path(run.model.path))
+    if run.engine.device == "cuda" and not app.launcher_class(run).places:
+        app.require_gpu("engine")
+    app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
@@ -159,16 +165,21 @@ def placement(run: RunConfig) -> Placement:
 
     Not part of ``check``: a process that was given its GPUs sees no others.
     """
-    import torch
-
     return place(
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_gpus(),
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
         gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees in this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def gpus_per_worker(run: RunConfig) -> int:

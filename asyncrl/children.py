@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from asyncrl.actors.watcher import Launched
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, NoRoom
 from asyncrl.launchers.port import LaunchedProcess, Launcher, ProcessSpec
 
 BACK_OFF_SECONDS = 1.0
@@ -25,13 +26,14 @@ class Budget:
     used: int = 0
 
     def pause(self, lived_seconds: float) -> float | None:
-        """Seconds to wait for the next start; None when there is none."""
+        """Seconds to wait for the next start, so that two starts are a back-off apart; None when there is none."""
         if lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None
         self.used += 1
-        return float(min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS))
+        back_off = min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS)
+        return float(max(0.0, back_off - lived_seconds))
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"
@@ -39,11 +41,17 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How a life ended.  code: as ``LaunchedProcess.ended`` gives it;  reason: for a person"""
+    """How a life ended.
+
+    code         as ``LaunchedProcess.ended`` gives it
+    reason       for a person
+    has_no_room  it never began: no GPUs are free
+    """
 
     code: int
     reason: str
     lived_seconds: float
+    has_no_room: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,8 +63,13 @@ class Child:
     restart_arguments: tuple[str, ...] = ()
     resumed: bool = False
     is_kept: bool = False
+    is_hired: bool = False
+    """It came while the run was up."""
     is_leaving: bool = False
-    """Asked to drain for good: its end is no failure, and it is not started again."""
+    """It was asked to drain while the run goes on: its end is no failure."""
+    lives: int = 0
+    dismissed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """It is not started again."""
     fault: str = ""
     """What we killed it for."""
     process: LaunchedProcess | None = None
@@ -77,23 +90,50 @@ class Child:
         seconds = time.monotonic() - self.since
         return [Launched(name=self.name, role=self.spec.role, pid=pid, host=host, seconds=seconds)]
 
-    async def live(self, launcher: Launcher, *, started: Callable[[], None] = lambda: None) -> End:
+    async def live(self, launcher: Launcher) -> End:
         """One life of it, to its end. What keeps it from starting is the end of a life too."""
         began, self.since = time.monotonic(), time.monotonic()
-        self.fault = ""
+        self.fault, has_no_room = "", False
         extra = self.restart_arguments if self.resumed or self.budget.used else ()
         try:
-            self.process = await launcher.start(replace(self.spec, arguments=(*self.spec.arguments, *extra)))
-            started()
+            spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
+            self.process = await self._start(launcher, spec)
+            if self.process is None:
+                return End(code=0, reason=f"{self.name} was not started", lived_seconds=0.0)
+            self.lives += 1
             if self._asked:
                 self.process.signal(self._asked)
             code = await self.process.ended()
             reason = f"{self.name} ended with {_reason(code)}" + (f" ({self.fault})" if self.fault else "")
         except AsyncRLError as error:
             code, reason = error.exit_code, f"{self.name} does not start: {error}"
+            has_no_room = isinstance(error, NoRoom)
         finally:
             self.process, self.since = None, time.monotonic()
-        return End(code=code, reason=reason, lived_seconds=self.since - began)
+        return End(code=code, reason=reason, lived_seconds=self.since - began, has_no_room=has_no_room)
+
+    async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:
+        """None when it is dismissed first: a launcher may wait long for room."""
+        start = asyncio.ensure_future(launcher.start(spec))
+        dismissed = asyncio.ensure_future(self.dismissed.wait())
+        try:
+            await asyncio.wait({start, dismissed}, return_when=asyncio.FIRST_COMPLETED)
+            return await start if start.done() else None
+        finally:
+            start.cancel()
+            dismissed.cancel()
+            await asyncio.wait({start, dismissed})  # until what was begun is undone
+
+    async def rest(self, seconds: float) -> None:
+        """Before the next life; cut short when there is to be none."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.dismissed.wait(), seconds)
+
+    def dismiss(self) -> None:
+        """Have it drain, for good."""
+        self.is_leaving = True
+        self.dismissed.set()
+        self.signal(signal.SIGTERM)
 
     def signal(self, number: int) -> None:
         """To its process; to the next one when it is about to be started."""

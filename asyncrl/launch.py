@@ -7,25 +7,29 @@ command with --resume goes on. Whatever it started ends with it, so that nothing
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app, needs
+from asyncrl import app, needs, only_learner
+from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
 from asyncrl.bus.server import EmbeddedServer
-from asyncrl.check import gpus_per_worker, placement
+from asyncrl.check import gpus_per_worker, num_gpus, placement
 from asyncrl.children import Budget, Child
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fleet import Fleet
 from asyncrl.launchers.port import Launcher, ProcessSpec
-from asyncrl.placement import Placement, numbers
+from asyncrl.placement import Gpus, Placement, free, numbers
 from asyncrl.policies.faults import LEARNER, WORKER
-from asyncrl.topics import PROGRESS
+from asyncrl.protocols import Bus
+from asyncrl.topics import FLEET, PROGRESS
 
 
 def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool, token: str) -> int:
@@ -42,9 +46,9 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     launcher = app.launcher(run_config)
     host = launcher.connect()
+    start = functools.partial(_run, run_config, launcher, common, resume=resume, token=token)
     if run_config.bus.url:
-        children = _make_children(run_config, launcher, common, resume=resume, environment=_bus_access(token=token))
-        return asyncio.run(_run(run_config, launcher, children, resume=resume, token=token, server=None))
+        return asyncio.run(start(server=None))
     server = EmbeddedServer(
         directory / "nats", host=host, port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
@@ -54,9 +58,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         _write_private(address, json.dumps({"url": server.url, "token": server.token, "pid": os.getpid()}))
         where = server.url.removeprefix("nats://")
         print(f"nats-server on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
-        environment = _bus_access(url=server.url, token=server.token)
-        children = _make_children(run_config, launcher, common, resume=resume, environment=environment)
-        return asyncio.run(_run(run_config, launcher, children, resume=resume, token=token, server=server))
+        return asyncio.run(start(server=server))
     finally:
         address.unlink(missing_ok=True)
         server.stop()
@@ -68,89 +70,122 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
+async def _run(
+    run_config: RunConfig,
+    launcher: Launcher,
+    common: list[str],
+    *,
+    resume: bool,
+    token: str,
+    server: EmbeddedServer | None,
+) -> int:
+    if run_config.bus.url:  # a server of our own has our run alone
+        await _refuse_a_second(run_config, token=token)
+    environment = _bus_access(url=server.url, token=server.token) if server is not None else _bus_access(token=token)
+    staff = Staff(run_config, launcher=launcher, common=common, environment=environment)
+    workers = await _reopen(run_config, token=token) if resume else None
+    children = staff.first(workers=workers, resume=resume)
+    launcher.check_room([child.spec for child in children])
+    fleet = Fleet(
+        run_config.run,
+        launcher=launcher,
+        children=children,
+        hire=staff.hire,
+        server=server,
+    )
+
+    def bus() -> Awaitable[Bus]:
+        return connect(run_config, token=token)
+
+    watcher = Watcher(bus, launched=fleet.launched, server=lambda: server.pid if server is not None else 0)
+    return await fleet.run(watcher, Sizer(bus, fleet))
+
+
+async def _refuse_a_second(run_config: RunConfig, *, token: str) -> None:
+    """Its learner would be refused anyway, but not before our workers had mixed with the others'."""
+    bus = await connect(run_config, token=token)
+    try:
+        await only_learner.on_bus(bus, run=run_config.run.name)
+    finally:
+        await bus.close()
+
+
+async def _reopen(run_config: RunConfig, *, token: str) -> int | None:
+    """Take back "finished" before workers read it: the run goes on. The size that its fleet was asked to have last."""
+    bus = await connect(run_config, token=token)
+    try:
+        progress = (await bus.states(PROGRESS)).get("")
+        if progress is not None and progress.finished:
+            await bus.put(PROGRESS, replace(progress, finished=False))
+        size = (await bus.states(FLEET)).get("")
+        return None if size is None else size.rollout_workers
+    finally:
+        await bus.close()
+
+
 def _bus_access(*, token: str, url: str = "") -> dict[str, str]:
     """What processes need to know of the bus that is not in the run file."""
     known = {"ASYNCRL_BUS_URL": url, "ASYNCRL_BUS_TOKEN": token}
     return {name: value for name, value in known.items() if value}
 
 
-def _make_children(
-    run_config: RunConfig, launcher: Launcher, common: list[str], *, resume: bool, environment: dict[str, str]
-) -> list[Child]:
-    """The learner, then the workers."""
-    gpus = (
-        Placement(learner=(), workers=((),) * run_config.rollout.workers) if launcher.places else placement(run_config)
-    )
-    _say(gpus)
-    restarts = run_config.run.restarts
-    learner = Child(
-        spec=ProcessSpec(
-            name=LEARNER,
-            role=LEARNER,
-            arguments=("learner", *common),
-            num_gpus=run_config.learner.ranks if run_config.learner.device != "cpu" else 0,
-            gpus=gpus.learner,
-            environment=environment,
-            paths=needs.paths(run_config),
-            shared=needs.learner_folders(run_config),
-        ),
-        budget=Budget(restarts),
-        restart_arguments=("--resume",),
-        resumed=resume,
-    )
-    workers = [
-        Child(
+class Staff:
+    """What the processes of a run are started with."""
+
+    def __init__(
+        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: dict[str, str]
+    ) -> None:
+        """common: the run file and overrides of each"""
+        self._run = run_config
+        self._places = launcher.places
+        self._common = common
+        self._environment = environment
+
+    def first(self, *, workers: int | None, resume: bool) -> list[Child]:
+        """The learner, then ``workers``, or as many as the run file says. Says who gets which GPUs, if there are any.
+
+        Raises ConfigError when there are too few.
+        """
+        run = self._run
+        if workers is not None and workers != run.rollout.workers:
+            print(f"rollout workers: {workers}, as `asyncrl scale` had it; rollout.workers is {run.rollout.workers}")
+            run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
+        gpus = Placement(learner=(), workers=((),) * run.rollout.workers) if self._places else placement(run)
+        for name, its in gpus.processes.items():
+            if its:
+                print(f"{name:10s}GPU {numbers(its)}", flush=True)
+        learner = Child(
             spec=ProcessSpec(
-                name=name,
-                role=WORKER,
-                arguments=("rollout-worker", *common, "--name", name),
-                num_gpus=gpus_per_worker(run_config),
-                gpus=its,
-                environment=environment,
-                paths=needs.paths(run_config),
-                shared=needs.worker_folders(run_config),
+                name=LEARNER,
+                role=LEARNER,
+                arguments=("learner", *self._common),
+                num_gpus=run.learner.ranks if run.learner.device != "cpu" else 0,
+                gpus=gpus.learner,
+                environment=self._environment,
+                paths=needs.learner_paths(run),
+                shared=needs.learner_folders(run),
             ),
-            budget=Budget(restarts),
+            budget=Budget(run.run.restarts),
+            restart_arguments=("--resume",),
+            resumed=resume,
         )
-        for name, its in gpus.processes.items()
-        if name != LEARNER
-    ]
-    return [learner, *workers]
+        return [learner, *(self._worker(name, its) for name, its in gpus.processes.items() if name != LEARNER)]
 
+    def hire(self, name: str, taken: frozenset[int]) -> Child:
+        """One more rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
+        needed = gpus_per_worker(self._run)
+        given = self._run.rollout.gpus
+        return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
 
-def _say(gpus: Placement) -> None:
-    for name, its in gpus.processes.items():
-        if its:
-            print(f"{name:10s}GPU {numbers(its)}", flush=True)
-
-
-async def _run(
-    run_config: RunConfig,
-    launcher: Launcher,
-    children: list[Child],
-    *,
-    resume: bool,
-    token: str,
-    server: EmbeddedServer | None,
-) -> int:
-    launcher.check_room([child.spec for child in children])
-    if resume:
-        await _reopen(run_config, token=token)
-    fleet = Fleet(run_config.run, launcher=launcher, children=children, server=server)
-    watcher = Watcher(
-        lambda: connect(run_config, token=token),
-        launched=fleet.launched,
-        server=lambda: server.pid if server is not None else 0,
-    )
-    return await fleet.run(watcher)
-
-
-async def _reopen(run_config: RunConfig, *, token: str) -> None:
-    """Take back "finished" before workers read it: the run goes on."""
-    bus = await connect(run_config, token=token)
-    try:
-        progress = (await bus.states(PROGRESS)).get("")
-        if progress is not None and progress.finished:
-            await bus.put(PROGRESS, replace(progress, finished=False))
-    finally:
-        await bus.close()
+    def _worker(self, name: str, gpus: Gpus) -> Child:
+        spec = ProcessSpec(
+            name=name,
+            role=WORKER,
+            arguments=("rollout-worker", *self._common, "--name", name),
+            num_gpus=gpus_per_worker(self._run),
+            gpus=gpus,
+            environment=self._environment,
+            paths=needs.worker_paths(self._run),
+            shared=needs.worker_folders(self._run),
+        )
+        return Child(spec=spec, budget=Budget(self._run.run.restarts))

@@ -10,12 +10,17 @@ _IN_A_FOLDER = ("files", "nccl")
 """Channels whose weights, or those for who joins late, are in weights.directory."""
 
 
-def paths(run: RunConfig) -> dict[str, Path]:
-    """Key of the run file -> what every process reads."""
+def learner_paths(run: RunConfig) -> dict[str, Path]:
+    """Key of the run file -> what it reads."""
     models = {"critic": run.critic, "reference": run.reference, "teacher": run.teacher}
-    found = {"model.path": run.model.path, "data.path": run.data.path}
+    found = {"data.path": run.data.path}
     found |= {f"{name}.path": section.path for name, section in models.items() if section is not None}
-    return {key: Path(path) for key, path in found.items() if path}
+    return worker_paths(run) | {key: Path(path) for key, path in found.items() if path}
+
+
+def worker_paths(run: RunConfig) -> dict[str, Path]:
+    """Key of the run file -> what it reads."""
+    return {"model.path": Path(run.model.path)}
 
 
 def learner_folders(run: RunConfig) -> dict[str, Path]:

@@ -98,6 +98,7 @@ class Learner(Actor):
         self._history = history
         self._standing = Standing.of(state)
         self._batches_taken = state.step
+        self._trained_of: set[str] = set()
         self._lost_before_step = (state.groups_dropped, state.groups_filtered)
         self._skipped = SkippedSteps(settings.max_skipped_steps)
         self._examiner = examiner or Examiner(bus)
@@ -273,6 +274,9 @@ class Learner(Actor):
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
         await self._publish_weights(group)
+        for worker in sorted({held.group.worker for held in taken} - self._trained_of):
+            self._trained_of.add(worker)
+            await self._intake.event("first_trained", worker=worker)
         if changed := self._feed.adapt(result.metrics):
             await self._intake.event("bound", step=self.step, **changed)
         await self._report_progress()

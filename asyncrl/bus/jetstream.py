@@ -75,7 +75,7 @@ class JetStreamBus:
         """The bus of one run on a server. Raises ConfigError.
 
         access: who we are there; ``token`` is short for one that has nothing else. The learner's role makes the topics
-        that are not there; workers wait until it has; observers change nothing, and find the run or do not.
+        that are not there; workers wait until it has; observers and operators make nothing, and find the run or do not.
         """
         access = access or Access(token=token)
         connection = Connection(url)
@@ -304,7 +304,7 @@ class JetStreamBus:
         if name in self._made:
             return name
         if self._role != "learner":
-            await (self._require(name) if self._role == "observer" else self._until_made(name))
+            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"

@@ -5,6 +5,7 @@ Every run is a NATS account of its own: its streams, subjects and inboxes do not
   learner         everything: it makes the streams
   rollout-worker  takes prompts; publishes trajectories, events, its heartbeat and its leases; reads what WORKER_READS
                   lists; asks the learner for weights
+  operator        reads as an observer; says how large the fleet should be
   observer        reads everything that can be read without taking it away; writes nothing
 
 A worker can still starve its own run (it may take prompts and ack them) and call itself by another worker's name: it
@@ -29,20 +30,23 @@ from asyncrl.topics import (
     ACTORS,
     ALL,
     EVENTS,
+    FLEET,
     PROGRESS,
     PROMPTS,
     QUARANTINE,
     SEGMENTS,
+    SETTINGS,
     TRAJECTORIES,
     TRANSFERS,
     WEIGHTS,
     Topic,
 )
 
-WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE)
+WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE, SETTINGS)
 WORKER_WRITES: Final[tuple[Topic[Any], ...]] = (TRAJECTORIES, EVENTS, ACTORS)
 WORKER_KEEPS: Final[tuple[Topic[Any], ...]] = (SEGMENTS,)
 """What workers leave for each other: written, read and removed."""
+OPERATOR_WRITES: Final[tuple[Topic[Any], ...]] = (FLEET,)
 
 CONFIG_FILE: Final = "nats-server.conf"
 
@@ -60,6 +64,8 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
         subscribe += [f"{layout.prefix(Lease.TOPIC)}*", layout.freed("*").replace("=2A", "*")]
     else:
         publish += [subject for stream in streams if stream != layout.stream(PROMPTS) for subject in _reading(stream)]
+        if role == "operator":
+            publish += [f"{layout.prefix(topic)}*" for topic in OPERATOR_WRITES]
     return {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
 
 

@@ -131,7 +131,10 @@ class Owner:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | order.environment | {processes.PARENT: str(os.getpid())},
+                env=os.environ
+                | {"PYTHONUNBUFFERED": "1"}
+                | dict(order.environment)
+                | {processes.PARENT: str(os.getpid())},
                 start_new_session=True,
             )
         finally:
