@@ -90,6 +90,7 @@ class Owner:
         """Raises OSError when the process cannot be started."""
         if problem := lacking(order):
             return Started(problem=problem)
+        log_bytes = _size(order.log)  # of earlier lives
         self._process = process = self._popen(order)
         loop = asyncio.get_running_loop()
         assert process.stdout is not None
@@ -99,7 +100,9 @@ class Owner:
             threading.Thread(target=self._read, args=(loop, "stderr", process.stderr), daemon=True),
         ]
         if not sees(Path(order.log).parent, order.mark):
-            readers.append(threading.Thread(target=self._follow, args=(loop, process, order.log), daemon=True))
+            readers.append(
+                threading.Thread(target=self._follow, args=(loop, process, order.log, log_bytes), daemon=True)
+            )
         for reader in readers:
             reader.start()
         threading.Thread(target=self._wait, args=(loop, process, readers), daemon=True).start()
@@ -147,9 +150,11 @@ class Owner:
             for line in pipe:
                 loop.call_soon_threadsafe(self._add, stream, line.decode(errors="replace").rstrip("\n"))
 
-    def _follow(self, loop: asyncio.AbstractEventLoop, process: subprocess.Popen[bytes], path: str) -> None:
-        """The log file's new lines, until the process has ended and everything is read."""
-        position, is_last = _size(path), False
+    def _follow(
+        self, loop: asyncio.AbstractEventLoop, process: subprocess.Popen[bytes], path: str, position: int
+    ) -> None:
+        """The log file's lines behind a position, until the process has ended and everything is read."""
+        is_last = False
         while not is_last:
             is_last = process.poll() is not None
             with contextlib.suppress(OSError), open(path, "rb") as file:
