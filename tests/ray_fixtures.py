@@ -54,7 +54,8 @@ console = false
 mismatch_alarm = 0.0
 """
 CPUS = 4
-"""Of each node, as Ray counts them."""
+GPUS = 2
+"""Of each node, as Ray counts them; it deals their numbers and does not look whether they are there."""
 WINDOW_STEPS = 5
 """Steps that a full window of groups is good for: max_staleness + 1."""
 SECONDS = 150.0
@@ -65,7 +66,7 @@ class TwoNodes:
     """Nodes a (the head) and b, labelled site = a and site = b."""
 
     def __init__(self) -> None:
-        node = {"num_cpus": CPUS, "object_store_memory": 80 * 2**20}
+        node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 * 2**20}
         self._node = node
         self._cluster = Cluster(
             initialize_head=True,
@@ -210,6 +211,11 @@ class RayRun:
                 name = words[words.index("--name") + 1] if name == "rollout-worker" else name
                 found[name] = (int(folder.name), parent)
         return found
+
+    def visible_gpus(self, name: str) -> str | None:
+        pid, _ = self.processes()[name]
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return dict(word.split("=", 1) for word in words if "=" in word).get("CUDA_VISIBLE_DEVICES")
 
     def audit(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "asyncrl", "audit", str(self.directory), "--json"]

@@ -89,6 +89,20 @@ def test_processes_go_where_they_are_told_and_the_token_nowhere(cluster: TwoNode
     assert_is_clean(run.audit())
 
 
+def test_one_machine_for_all_and_each_process_sees_its_gpus_alone(cluster: TwoNodes, make: Make) -> None:
+    gpus = ["launcher.options.learner.gpus=1", "launcher.options.rollout_worker.gpus=0.5"]
+    run = make('launcher.options.strategy="STRICT_PACK"', *gpus, "rollout.workers=2")
+    run.start(steps=60)
+    names = ("learner", "w0", "w1")
+    run.until(lambda: set(names) <= set(run.processes()), "all processes")
+    learner, *workers = (run.visible_gpus(name) for name in names)
+    assert len(set(cluster.places().values())) == 1
+    assert sorted([learner, *set(workers)]) == ["0", "1"], "a GPU for the learner, and one that two workers share"
+    assert run.wait() == 0
+    assert_nothing_is_left(cluster, run)
+    assert_is_clean(run.audit())
+
+
 def test_a_killed_worker_comes_back_and_so_does_one_whose_actor_is_killed(cluster: TwoNodes, make: Make) -> None:
     run = make()
     run.start()
@@ -209,7 +223,7 @@ def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait(cluster: TwoNo
     ("overrides", "reason"),
     [
         (["rollout.workers=9"], "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines"),
-        (["launcher.options.learner.gpus=2"], "learner needs 1 CPU, 2 GPU on one machine; there is"),
+        (["launcher.options.learner.gpus=3"], "learner needs 1 CPU, 3 GPU on one machine; there is"),
         (['launcher.options.strategy="STRICT_SPREAD"', "rollout.workers=2"], "need 3 machines; the cluster has 2"),
         (["launcher.options.address=127.0.0.1:9"], "no Ray cluster answers"),
         (["launcher.options.address=ray://127.0.0.1:9"], "must be on a node of the cluster"),
