@@ -37,7 +37,9 @@ DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
 FINISH_SECONDS = 10.0
 """How long workers get to notice that the run is finished."""
 DRAIN_SECONDS = 120.0
-"""How long processes get to drain, after Ctrl-C or when the fleet shrinks, before they are killed."""
+"""How long processes get to drain."""
+HAND_OVER_SECONDS = 15.0
+"""How long a worker that leaves gets behind that, to hand over what it has; then it is killed."""
 
 Hire = Callable[[str, frozenset[int]], Child]
 """A rollout worker of this name, on none of these GPUs. Raises NoRoom."""
@@ -185,7 +187,9 @@ class Fleet:
         staff = self._staff()
         for child in staff[wanted:]:
             child.dismiss()
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, child.signal, signal.SIGKILL)
+            later = asyncio.get_running_loop().call_later
+            later(DRAIN_SECONDS, child.signal, signal.SIGTERM)
+            later(DRAIN_SECONDS + HAND_OVER_SECONDS, child.signal, signal.SIGKILL)
         try:
             hired = [self._hired() for _ in range(wanted - len(staff))]
         except NoRoom as error:

@@ -153,6 +153,7 @@ async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first
     await it.until_up("w0", "w1", "w2", "w3", "w4")
     await it.ask(0)
     await it.until(lambda: set(it.names) == {"learner", "w3"})
+    assert it.launcher.named("w3").signals == [15]
     assert await it.end() == 0
 
 
@@ -169,6 +170,19 @@ async def test_who_was_asked_to_leave_did_not_die(
     assert "w1 ended with exit code 1 while it left; others have its work" in said
     assert "restart" not in said
     assert await it.end() == 0
+
+
+async def test_who_is_slow_to_leave_is_asked_to_hand_over_and_then_killed(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "HAND_OVER_SECONDS", 0.05)
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("w1").drains = False
+    await it.ask(1)
+    await it.until_up("w0")
+    assert it.launcher.named("w1").signals == [15, 15, 9]
 
 
 async def test_gpus_that_are_free_go_to_new_workers_and_when_there_are_none_they_are_refused(

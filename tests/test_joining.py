@@ -80,9 +80,7 @@ def test_options_of_our_own_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined(monkeypatch, run).engine.options == {"tensor_parallel": 4}
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["--join", URL], ["--run", "demo"], ["run.toml", "--join", URL, "--run", "demo"]]
-)
+@pytest.mark.parametrize("words", ["", f"--join {URL}", "--run demo", f"run.toml --join {URL} --run demo"])
 def test_a_worker_has_a_run_file_or_a_bus_and_a_name(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["rollout-worker", *words.split()])

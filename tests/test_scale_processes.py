@@ -120,7 +120,7 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
         assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)
 
 
-async def test_with_roles_an_operator_scales_and_a_worker_joins_with_what_it_has(make: Make, tmp_path: Path) -> None:
+async def test_on_a_server_with_roles_the_operators_password_is_enough_to_scale(make: Make, tmp_path: Path) -> None:
     server = Server(tmp_path / "server")
     try:
         run = make("mine", f"bus.credentials={server.directory}/mine/{{role}}", url=f"nats://127.0.0.1:{server.port}")
