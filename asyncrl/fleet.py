@@ -32,10 +32,14 @@ from asyncrl.policies.faults import LEARNER, WORKER, Finding
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of a process that would end the same way again."""
+DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
+"""How a learner ends that is asked to drain; by the signal itself when it had only begun to start."""
 FINISH_SECONDS = 10.0
 """How long workers get to notice that the run is finished."""
 DRAIN_SECONDS = 120.0
-"""How long processes get to drain, after Ctrl-C or when the fleet shrinks, before they are killed."""
+"""How long processes get to drain."""
+HAND_OVER_SECONDS = 15.0
+"""How long a worker that leaves gets behind that, to hand over what it has; then it is killed."""
 
 Hire = Callable[[str, frozenset[int]], Child]
 """A rollout worker of this name, on none of these GPUs. Raises NoRoom."""
@@ -125,7 +129,7 @@ class Fleet:
     def _pause(self, child: Child, end: End) -> float | None:
         """Seconds until the child is started again; None when it is not, and why that ends the run, if it does."""
         code, is_learner, was_over = end.code, child.spec.role == LEARNER, self._over.is_set()
-        if is_learner and self._interrupts == 1 and code not in (0, INTERRUPTED):
+        if is_learner and self._interrupts == 1 and code not in DRAINED:
             self._end(code, f"{end.reason} while draining")
         elif is_learner and code == INTERRUPTED and not self._interrupts:
             self._end(code, "learner was drained by somebody else before the run was done; go on with --resume")
@@ -183,7 +187,9 @@ class Fleet:
         staff = self._staff()
         for child in staff[wanted:]:
             child.dismiss()
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, child.signal, signal.SIGKILL)
+            later = asyncio.get_running_loop().call_later
+            later(DRAIN_SECONDS, child.signal, signal.SIGTERM)
+            later(DRAIN_SECONDS + HAND_OVER_SECONDS, child.signal, signal.SIGKILL)
         try:
             hired = [self._hired() for _ in range(wanted - len(staff))]
         except NoRoom as error:

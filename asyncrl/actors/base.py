@@ -55,6 +55,7 @@ class Actor(abc.ABC):
     async def run(self) -> None: ...
 
     def drain(self) -> None:
+        """End in order: SIGTERM, Ctrl-C. Asked again, an actor may do it faster."""
         self.draining.set()
 
     async def stop(self) -> None:  # noqa: B027

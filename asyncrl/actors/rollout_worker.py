@@ -6,7 +6,7 @@ Invariants (tests/test_actors.py):
   W2 every prompt group becomes exactly one trained, dropped or buried group: what cannot be made is published as
      buried, so that its place in the window comes free.
   W4 a group on its last attempt has the worker to itself: what kills workers takes no other group with it.
-  W3 draining takes no new prompt and finishes what is held.
+  W3 draining takes no new prompt and finishes what is held; asked twice, it hands that over (tests/test_handover.py).
 What it has of unfinished groups lies on the bus too: see salvage.py.
 """
 
@@ -90,6 +90,7 @@ class RolloutWorker(Actor):
         self._room = Room(max_running)
         self._activity = Activity()
         self._answers = Answers()
+        self._hurried = asyncio.Event()
 
     async def start(self) -> None:
         with self.waiting("its engine to start", on="start", first=FIRST_SECONDS):
@@ -99,6 +100,12 @@ class RolloutWorker(Actor):
         await self._engine.close()
         await self._reward.close()
 
+    def drain(self) -> None:
+        """Take no more prompts and finish those that are held; asked again, hand them over as far as they are."""
+        if self.draining.is_set():
+            self._hurried.set()
+        super().drain()
+
     async def run(self) -> None:
         """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
         async with asyncio.TaskGroup() as group:
@@ -107,13 +114,15 @@ class RolloutWorker(Actor):
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
             quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
-            await asyncio.wait((work, finished, quarantined), return_when=asyncio.FIRST_COMPLETED)
+            hurried = group.create_task(self._until_hurried(), name=f"{self.name}.until-hurried")
+            await asyncio.wait((work, finished, quarantined, hurried), return_when=asyncio.FIRST_COMPLETED)
             work.cancel()  # what it holds goes back to the bus
             if quarantined.done() and not finished.done():
                 drained = group.create_task(self.draining.wait())
                 with self.waiting(f"the end of the run: quarantined by the learner, {quarantined.result()}"):
                     await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
                 drained.cancel()
+            hurried.cancel()
             quarantined.cancel()
             finished.cancel()
             salvage.cancel()
@@ -143,6 +152,11 @@ class RolloutWorker(Actor):
             verdict = await anext(verdicts)
         self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
         return verdict.reason
+
+    async def _until_hurried(self) -> None:
+        """Until what is held is to be handed over; it is on the bus then."""
+        await self._hurried.wait()
+        await self._salvage.save()
 
     async def _until_finished(self) -> None:
         run_epoch = 0
