@@ -80,8 +80,16 @@ class TwoNodes:
         self.address: str = self._cluster.address
         self.a: str = self._cluster.head_node.node_id
         self._second: Any = None
-        ray.init(self.address, namespace="test", log_to_driver=False, logging_level="ERROR")
         self.mend()
+        self.watch()
+
+    def watch(self) -> None:
+        """Connect this process, to look at the cluster."""
+        ray.init(self.address, namespace="test", log_to_driver=False, logging_level="ERROR")
+
+    def leave(self) -> None:
+        """For a while, so that this process may be a launcher's."""
+        ray.shutdown()
 
     @property
     def b(self) -> str:

@@ -23,22 +23,11 @@ import ray
 from tests.chaos.storm import REPOSITORY
 from tests.ray_fixtures import CPUS, SECONDS, RayRun, TwoNodes, kill
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*", "ignore::ResourceWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 Make = Callable[..., RayRun]
 WORKERS_ON_B = 'launcher.options.rollout_worker.labels={site="b"}'
 LEARNER_ON_A = 'launcher.options.learner.labels={site="a"}'
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[TwoNodes]:
-    made = TwoNodes()
-    yield made
-    made.end()
 
 
 @pytest.fixture

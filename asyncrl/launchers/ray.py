@@ -41,6 +41,7 @@ _AT_ONCE_SECONDS: Final = 2.0
 """Where there is room, a placement group is placed in milliseconds."""
 _LOOK_SECONDS: Final = 5.0
 _AWAY_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 5.0
 _LAST_SECONDS: Final = 10.0
 
 
@@ -109,15 +110,10 @@ class RayProcess:
         return self._code
 
     def signal(self, number: int) -> None:
-        if self._code is not None:
-            return
-        if number == signal.SIGKILL:
-            self.kill()  # works from here even when its machine does not answer
-        else:
+        if self._code is None:
             self._actor.signal.remote(number)
-
-    def kill(self) -> None:
-        self._launcher.kill(self._actor)
+            if number == signal.SIGKILL:  # works from here as well, should its machine not answer
+                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._launcher.kill, self._actor)
 
     async def _next(self) -> int | None:
         try:
@@ -131,7 +127,7 @@ class RayProcess:
         self._launcher.print(self._name, news)
         self._seen = news.last
         if news.code is not None:
-            self.kill()
+            self._launcher.kill(self._actor)
         return news.code
 
 
@@ -153,6 +149,7 @@ class RayLauncher:
         self._running: dict[str, RayProcess] = {}
         self._turn = asyncio.Lock()
         self._has_learner = asyncio.Event()
+        self._has_learner.set()
         self._lives = itertools.count(1)
 
     def connect(self) -> str:
@@ -176,6 +173,8 @@ class RayLauncher:
         machines = self._machines()
         self._planned = [self._need(spec, machines) for spec in specs]
         self._require_room(self._planned, machines)
+        if any(spec.role == LEARNER for spec in specs):
+            self._has_learner.clear()
 
     async def start(self, spec: ProcessSpec) -> RayProcess:
         place = await self._find_place(spec)
@@ -218,7 +217,7 @@ class RayLauncher:
             return
         ending = list(self._running.values())
         for process in ending:
-            process.kill()
+            process.signal(signal.SIGKILL)
         if ending:
             await asyncio.wait([asyncio.ensure_future(one.ended()) for one in ending], timeout=_LAST_SECONDS)
         for name in list(self._places):
