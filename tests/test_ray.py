@@ -5,12 +5,13 @@ Real raylets, actors, processes and nats-servers; the model is the tiny net of t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ pytest.importorskip("ray")
 
 import ray
 
-from tests.chaos.storm import REPOSITORY
+from asyncrl import config
+from asyncrl.check import check
+from asyncrl.errors import ConfigError, NoRoom
+from asyncrl.launchers.port import ProcessSpec
+from asyncrl.launchers.ray import Options, RayLauncher, Role
+from asyncrl.policies.faults import WORKER
 from tests.ray_fixtures import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -209,20 +215,16 @@ def test_a_full_node_is_waited_for_aloud_and_ctrl_c_ends_the_wait(cluster: TwoNo
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("override", "reason"),
     [
-        (["rollout.workers=9"], "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines"),
-        (["launcher.options.learner.gpus=3"], "learner needs 1 CPU, 3 GPU on one machine; there is"),
-        (['launcher.options.strategy="STRICT_SPREAD"', "rollout.workers=2"], "need 3 machines; the cluster has 2"),
-        (["launcher.options.address=127.0.0.1:9"], "no Ray cluster answers"),
-        (["launcher.options.address=ray://127.0.0.1:9"], "must be on a node of the cluster"),
-        (["learner.gpus=[0]"], 'learner.gpus: numbers are of one machine, and launcher.kind = "ray"'),
+        ("rollout.workers=9", "10 processes (learner ... w8) need 10 CPU; the cluster has 8 CPU on 2 machines"),
+        ("launcher.options.address=127.0.0.1:9", "no Ray cluster answers"),
     ],
 )
 def test_what_can_never_run_is_refused_in_a_line_and_at_once(
-    cluster: TwoNodes, make: Make, overrides: list[str], reason: str
+    cluster: TwoNodes, make: Make, override: str, reason: str
 ) -> None:
-    run = make(*overrides)
+    run = make(override)
     run.start()
     assert run.wait() == 2
     complaint = [line for line in run.said.splitlines() if line.startswith("asyncrl")]
@@ -231,12 +233,79 @@ def test_what_can_never_run_is_refused_in_a_line_and_at_once(
     assert_nothing_is_left(cluster, run)
 
 
-def test_without_ray_the_user_is_told_what_to_install(make: Make) -> None:
+@pytest.fixture
+async def launch(tmp_path: Path, cluster: TwoNodes) -> AsyncIterator[Callable[..., RayLauncher]]:
+    """``launch(strategy=...)``: a launcher in this process."""
+    cluster.leave()
+    made: list[RayLauncher] = []
+
+    def one(**options: Any) -> RayLauncher:
+        given = Options(**({"address": cluster.address} | options))
+        made.append(RayLauncher(run_name="here", log_directory=tmp_path / "logs", options=given))
+        made[-1].connect()
+        return made[-1]
+
+    yield one
+    for launcher in made:
+        await launcher.close()
+    cluster.watch()
+    assert cluster.left_behind() == []
+
+
+def spec(number: int = 0, **more: Any) -> ProcessSpec:
+    """Of a worker that ends at once."""
+    return ProcessSpec(name=f"w{number}", role=WORKER, arguments=("--version",), **more)
+
+
+async def test_what_a_machine_lacks_is_said_with_its_address(launch: Callable[..., RayLauncher]) -> None:
+    launcher = launch()
+    for _ in range(3):  # on each machine, and again: it may have been mended
+        with pytest.raises(NoRoom, match=r"w0 on [0-9.]+: model.path: /nowhere is not there"):
+            await launcher.start(spec(paths={"model.path": Path("/nowhere")}))
+    assert await (await launcher.start(spec())).ended() == 0
+
+
+async def test_machines_are_shared_as_the_strategy_says(launch: Callable[..., RayLauncher]) -> None:
+    launcher = launch(strategy="STRICT_SPREAD")
+    await asyncio.gather(launcher.start(spec(0)), launcher.start(spec(1)))
+    assert len({place.machine for place in launcher._places.values()}) == 2
+    with pytest.raises(NoRoom, match="STRICT_SPREAD: 3 processes .* need 3 machines; the cluster has 2"):
+        await launcher.start(spec(2))
+    await launcher.release("w1")
+    await launcher.start(spec(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"rollout_worker": Role(gpus=3.0)}, "w0 needs 1 CPU, 3 GPU on one machine; there is"),
+        ({"rollout_worker": Role(labels={"site": "c"})}, "w0 needs 1 CPU, site = c on one machine; there is"),
+        ({"strategy": "STRICT_PACK", "rollout_worker": Role(cpus=2.0)}, "3 processes .* need 6 CPU on one machine"),
+    ],
+)
+def test_room_is_counted_before_anything_is_started(
+    launch: Callable[..., RayLauncher], options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NoRoom, match=reason):
+        launch(**options).check_room([spec(number) for number in range(3)])
+
+
+def test_an_address_of_another_kind_is_refused() -> None:
+    launcher = RayLauncher(run_name="x", log_directory=Path(), options=Options(address="ray://127.0.0.1:9"))
+    with pytest.raises(ConfigError, match="must be on a node of the cluster"):
+        launcher.connect()
+
+
+@pytest.mark.parametrize("section", ["learner", "rollout"])
+def test_numbers_of_gpus_are_for_one_machine(make: Make, section: str) -> None:
     run = make()
-    hide = "import sys; sys.modules['ray'] = None; from asyncrl.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", hide, "run", str(run.folder / "run.toml"), "--launcher", "ray"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (
-        2,
-        'asyncrl: launcher.kind: "ray" needs ray; pip install asyncrl[ray]\n',
-    )
+    made = config.load(run.folder / "run.toml", ["launcher.kind=ray", f"{section}.gpus=[0]"])
+    with pytest.raises(ConfigError, match=f"{section}.gpus: numbers are of one machine"):
+        check(made)
+
+
+def test_without_ray_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError) as caught:
+        RayLauncher(run_name="x", log_directory=Path(), options=Options()).connect()
+    assert str(caught.value) == 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'

@@ -268,9 +268,10 @@ class RayLauncher:
         machines = self._machines()
         need = self._need(spec, machines)
         others = {name: place for name, place in self._places.items() if name != spec.name}
+        self._require_room([*(place.need for place in others.values()), need], machines)
         unfit = self._unfit.get(spec.role, frozenset())
-        fit = [one for one in machines if one.id not in unfit]
-        self._require_room([*(place.need for place in others.values()), need], fit)
+        if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
+            unfit = self._unfit[spec.role] = frozenset()
         choice = room.choose(
             need,
             strategy=self._options.strategy,
@@ -279,6 +280,8 @@ class RayLauncher:
             planned=self._planned,
             unfit=unfit,
         )
+        if choice.within and choice.within <= choice.without:
+            raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
         group = self._ray.util.placement_group(
             [dict(need.resources)],
             strategy="STRICT_PACK",
