@@ -194,6 +194,7 @@ class RayLauncher:
         process: RayProcess | None = None
         try:
             started: Started = await actor.start.remote(self._order(spec, place))
+            place.machine = await self._machine_of(place)  # a machine may die, and Ray find another, at any time
             address = self._address(place.machine)
             if started.problem:
                 self._unfit[spec.role] = self._unfit.get(spec.role, frozenset()) | {place.machine}
@@ -252,10 +253,12 @@ class RayLauncher:
         if spec.role != LEARNER:
             await self._has_learner.wait()  # workers without a learner would only be in its way
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
+            if spec.role == LEARNER:
+                self._has_learner.clear()
             await self.release(spec.name)
             async with self._turn:  # who comes next should see where this one went
-                place = await asyncio.to_thread(self._reserve, spec)
-                self._places[spec.name] = place
+                machines = await asyncio.to_thread(self._machines)
+                place = self._places[spec.name] = self._reserve(spec, machines)
                 await self._look(place, _AT_ONCE_SECONDS)
             if not place.machine:
                 await self._wait_for_room(spec.name, place)
@@ -263,12 +266,11 @@ class RayLauncher:
             self._has_learner.set()
         return place
 
-    def _reserve(self, spec: ProcessSpec) -> _Place:
-        """Ask Ray for a place. Raises NoRoom when there can never be one."""
-        machines = self._machines()
-        need = self._need(spec, machines)
-        others = {name: place for name, place in self._places.items() if name != spec.name}
-        self._require_room([*(place.need for place in others.values()), need], machines)
+    def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
+        """Ask Ray for a place. Raises NoRoom when none could be there beside those that our others have."""
+        need, up = self._need(spec, machines), {one.id for one in machines}
+        others = [place for place in self._places.values() if place.machine in up]
+        self._require_room([*(place.need for place in others), need], machines)
         unfit = self._unfit.get(spec.role, frozenset())
         if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
             unfit = self._unfit[spec.role] = frozenset()
@@ -276,19 +278,22 @@ class RayLauncher:
             need,
             strategy=self._options.strategy,
             machines=machines,
-            ours=[place.machine for place in others.values() if place.machine in {one.id for one in machines}],
+            ours=[place.machine for place in others],
             planned=self._planned,
             unfit=unfit,
         )
         if choice.within and choice.within <= choice.without:
             raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
-        group = self._ray.util.placement_group(
-            [dict(need.resources)],
-            strategy="STRICT_PACK",
-            name=spec.name,
-            bundle_label_selector=[_selector(choice) | dict(need.labels)],
-            _soft_target_node_id=choice.near or None,
-        )
+        try:
+            group = self._ray.util.placement_group(
+                [dict(need.resources)],
+                strategy="STRICT_PACK",
+                name=spec.name,
+                bundle_label_selector=[_selector(choice) | dict(need.labels)],
+                _soft_target_node_id=choice.near or None,
+            )
+        except (self.errors.RayError, ValueError) as error:
+            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
         return _Place(need=need, choice=choice, group=group)
 
     async def _wait_for_room(self, name: str, place: _Place) -> None:
@@ -305,12 +310,18 @@ class RayLauncher:
     async def _look(self, place: _Place, seconds: float) -> bool:
         """Wait so long for a machine."""
         if await asyncio.to_thread(place.group.wait, seconds):
-            table = await asyncio.to_thread(self._ray.util.placement_group_table, place.group)
-            place.machine = table["bundles_to_node_id"][0]
+            place.machine = await self._machine_of(place)
         return bool(place.machine)
+
+    async def _machine_of(self, place: _Place) -> str:
+        """Where Ray says that it is; empty while it looks for one, be it anew."""
+        table = await asyncio.to_thread(self._ray.util.placement_group_table, place.group)
+        return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
 
     async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
         """Whether its machine is up, may be used, and is not another's where each has its own."""
+        if not place.machine or await self._machine_of(place) != place.machine:
+            return False
         alive = {one.id for one in await asyncio.to_thread(self._machines)}
         others = {one.machine for name, one in self._places.items() if name != spec.name}
         return (
