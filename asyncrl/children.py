@@ -94,7 +94,7 @@ class Child:
         """One life of it, to its end. What keeps it from starting is the end of a life too."""
         began, self.since = time.monotonic(), time.monotonic()
         self.fault, has_no_room = "", False
-        extra = self.restart_arguments if self.resumed or self.budget.used else ()
+        extra = self.restart_arguments if self.resumed or self.lives else ()
         try:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
             self.process = await self._start(launcher, spec)

@@ -99,7 +99,8 @@ class Fleet:
                 # Only an interrupted run has work worth waiting for: a finished or failed one has none.
                 await asyncio.wait(self._tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
                 self._signal_all(signal.SIGKILL)
-                for task in keeping:
+                _, stuck = await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+                for task in (*keeping, *stuck):  # a launcher may wait for ever for room
                     task.cancel()
         finally:
             await self._launcher.close()
@@ -195,10 +196,9 @@ class Fleet:
         except NoRoom as error:
             self._refuse(str(error))
         else:
-            names = ", ".join(child.name for child in hired or staff[wanted:])
-            self._say(
-                f"{len(staff)} -> {wanted} rollout workers" + (f": {'+' if hired else '-'} {names}" if names else "")
-            )
+            if moved := hired or staff[wanted:]:
+                names = ", ".join(child.name for child in moved)
+                self._say(f"{len(staff)} -> {wanted} rollout workers: {'+' if hired else '-'} {names}")
         self.changed.set()
 
     def status(self) -> FleetStatus:

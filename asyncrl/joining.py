@@ -29,7 +29,8 @@ def joined(url: str, name: str, overrides: Sequence[str], *, token: str) -> RunC
     Raises ConfigError when the bus does not answer, or withholds what no override says.
     """
     where = [f"bus.url={json.dumps(url)}", f"run.name={json.dumps(name)}"]
-    found = asyncio.run(_read(config.only_overrides([*overrides, *where]), token=token))
+    bare = config.only_overrides([*overrides, *where])
+    found = asyncio.run(_read(bare, token=token or bare.bus.token))
     for key in found.withheld:
         if not any(item.startswith((f"{key}=", f"{key}.")) for item in overrides):
             raise ConfigError(

@@ -148,7 +148,10 @@ class Staff:
         """
         run = self._run
         if workers is not None and workers != run.rollout.workers:
-            print(f"rollout workers: {workers}, as `asyncrl scale` had it; rollout.workers is {run.rollout.workers}")
+            print(
+                f"rollout workers: {workers}, as `asyncrl scale` had it; rollout.workers is {run.rollout.workers}",
+                flush=True,
+            )
             run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
         gpus = Placement(learner=(), workers=((),) * run.rollout.workers) if self._places else placement(run)
         for name, its in gpus.processes.items():

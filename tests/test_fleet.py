@@ -231,6 +231,30 @@ async def test_a_worker_whose_gpu_is_gone_waits_for_another_and_the_run_goes_on(
     assert await it.end() == 0
 
 
+async def test_a_learner_whose_machine_is_gone_waits_for_another_and_is_resumed(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "LONGEST_BACK_OFF_SECONDS", 0.05)
+    launcher = Launcher(room=2)
+    it = stage(launcher)
+    await it.until_up("w0", "w1")
+    assert "--resume" not in launcher.named("learner").spec.arguments
+    refuse = [NoRoom("no machine"), LaunchError("the cluster is away")]
+    real = launcher.start
+
+    async def start(spec: ProcessSpec) -> Process:
+        if refuse:
+            raise refuse.pop(0)
+        return await real(spec)
+
+    monkeypatch.setattr(launcher, "start", start)
+    launcher.named("learner").code.set_result(-9)
+    await it.until(lambda: not refuse)
+    await it.until_up("w0", "w1")
+    assert launcher.named("learner").spec.arguments[-1] == "--resume"
+    assert await it.end() == 0
+
+
 async def test_a_start_that_fails_is_tried_again(stage: Callable[..., Stage]) -> None:
     launcher = Launcher()
     launcher.fails = 2

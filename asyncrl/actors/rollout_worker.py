@@ -109,7 +109,7 @@ class RolloutWorker(Actor):
     async def run(self) -> None:
         """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
+            joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
@@ -122,6 +122,7 @@ class RolloutWorker(Actor):
                 with self.waiting(f"the end of the run: quarantined by the learner, {quarantined.result()}"):
                     await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
                 drained.cancel()
+            joined.cancel()
             hurried.cancel()
             quarantined.cancel()
             finished.cancel()
