@@ -14,7 +14,8 @@ import pytest
 from asyncrl.actors.watcher import process_state
 from asyncrl.launchers.local import LocalLauncher
 from asyncrl.launchers.port import Launcher, ProcessSpec
-from asyncrl.launchers.ray import Options, RayLauncher
+from asyncrl.launchers.ray import RayLauncher
+from asyncrl.launchers.ray_options import Options
 from asyncrl.policies.faults import WORKER
 
 

@@ -25,7 +25,8 @@ from asyncrl import config
 from asyncrl.check import check
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launchers.port import ProcessSpec
-from asyncrl.launchers.ray import Options, RayLauncher, Role
+from asyncrl.launchers.ray import RayLauncher
+from asyncrl.launchers.ray_options import Options, Role
 from asyncrl.policies.faults import WORKER
 from tests.ray_fixtures import CPUS, SECONDS, RayRun, TwoNodes, kill
 

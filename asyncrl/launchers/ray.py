@@ -1,6 +1,6 @@
 """Processes on the machines of a Ray cluster: an actor owns each, in a placement group of its own.
 
-    kind = "ray"          [launcher.options] is ``Options`` below; docs/ray.md
+    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/ray.md
 
 Ray finds the machine and sets the GPUs aside; it carries no data of the run, and it restarts nothing: an actor or a
 machine that dies is a process that ended, and asyncrl/fleet.py decides. A process keeps its place over its restarts;
@@ -18,10 +18,9 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,58 +28,20 @@ from asyncrl.errors import ConfigError, LaunchError, NoRoom
 from asyncrl.launchers import room
 from asyncrl.launchers.owner import MARK, News, Order, Owner, Started
 from asyncrl.launchers.port import ProcessSpec
-from asyncrl.launchers.room import Choice, Machine, Need, Strategy
+from asyncrl.launchers.ray_options import Options, require_answer
+from asyncrl.launchers.room import Choice, Machine, Need
 from asyncrl.policies.faults import LEARNER
 
 log = logging.getLogger("asyncrl.launchers.ray")
 
 NODE_ID: Final = "ray.io/node-id"
 """The label that Ray gives every node."""
-_REACH_SECONDS: Final = 3.0
 _AT_ONCE_SECONDS: Final = 2.0
 """Where there is room, a placement group is placed in milliseconds."""
 _LOOK_SECONDS: Final = 5.0
 _AWAY_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 5.0
 _LAST_SECONDS: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """What each process of a role takes of its machine."""
-
-    cpus: float = 1.0
-    """CPUs set aside; Ray sets OMP_NUM_THREADS to it as well."""
-    gpus: float = -1.0
-    """-1: a GPU for each rank of the learner (tensor_parallel for each worker), none if the cluster has none or the
-    role's device is "cpu". A fraction shares one."""
-    labels: Mapping[str, Any] = field(default_factory=dict)
-    """Labels that its machine must have (`ray start --labels`), with Ray's operators: "H100", "in(a,b)", "!b"."""
-    resources: Mapping[str, Any] = field(default_factory=dict)
-    """Custom resources that it takes; {"node:10.0.0.7" = 0.001} puts it on that machine."""
-
-    def __post_init__(self) -> None:
-        if not self.cpus > 0:
-            raise ConfigError(f"cpus must be > 0, got {self.cpus}")
-        if self.gpus < 0 and self.gpus != -1:
-            raise ConfigError(f"gpus must be >= 0, or -1 for what the run file says, got {self.gpus}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """[launcher.options] of the Ray launcher."""
-
-    address: str = ""
-    """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a new
-    one of this machine alone, for this run. "auto": the same, and refused if there is none."""
-    strategy: Strategy = "PACK"
-    """How processes go together (launchers/room.py)."""
-    learner: Role = field(default_factory=Role)
-    rollout_worker: Role = field(default_factory=Role)
-    environment: tuple[str, ...] = ()
-    """Variables that processes get from `asyncrl run`, by name; they have their machine's own otherwise."""
-    wait_for_nodes: bool = False
-    """Wait for machines that are yet to come (Ray's autoscaler), instead of refusing what the cluster cannot hold."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,7 +117,7 @@ class RayLauncher:
         self._ray = ray = _import_ray()
         self.errors = ray.exceptions
         address = self._options.address
-        _check_address(address or os.environ.get("RAY_ADDRESS", ""))
+        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(
                 address=address or None,
@@ -414,25 +375,6 @@ def _import_ray() -> Any:
     except ImportError:
         raise ConfigError('launcher.kind: "ray" needs ray; pip install asyncrl[ray]') from None
     return ray
-
-
-def _check_address(address: str) -> None:
-    """Ray itself tries for minutes. Raises ConfigError."""
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"launcher.options: address {address}: `asyncrl run` must be on a node of the cluster, which ray:// is not "
-            "for; start it there and give HOST:PORT of the head"
-        )
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
-    except OSError as error:
-        raise ConfigError(
-            f"launcher.options: address {address}: no Ray cluster answers ({error.strerror or error}); "
-            "start one with `ray start --head`"
-        ) from None
 
 
 def _in_a_line(error: BaseException) -> str:
