@@ -30,7 +30,7 @@ from asyncrl.launchers.ray_options import Options, Role
 from asyncrl.policies.faults import WORKER
 from tests.ray_fixtures import CPUS, SECONDS, RayRun, TwoNodes, kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Make = Callable[..., RayRun]
 WORKERS_ON_B = 'launcher.options.rollout_worker.labels={site="b"}'
