@@ -80,7 +80,9 @@ class FetchedVersions:
             raise WeightsError(f"weights {weights.uri}: are gone; collected for newer versions")
         links = chain.from_text(info.metadata.get("chain", ""))
         if not links or links[-1].sha256 != weights.sha256:
-            raise WeightsError(f"weights {weights.uri}: their description is of others")
+            raise WeightsError(
+                f"weights {weights.uri}: sha256 {weights.sha256[:12]}... was announced, others are stored there"
+            )
         lost: set[str] = set()
         problem = "nothing leads to them"
         while (route := chain.route(links, at_hand=self._at_hand(links), lost=lost)) is not None:
