@@ -32,7 +32,11 @@ BACKENDS = {
     "megatron": "asyncrl.backends.megatron:MegatronBackend",
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
-CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "objects": "asyncrl.weights.objects:ObjectsChannel",
+}
 LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollouts:{name}" for name in ("single_turn", "given")}
@@ -122,9 +126,17 @@ def open_rows(run: RunConfig) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
 
 
-def channel(run: RunConfig) -> WeightChannel:
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
-    extra = {"host": run.weights.host or _own_address(run)} if run.weights.channel == "nccl" else {}
+    extra: dict[str, Any] = {}
+    if run.weights.channel == "nccl":
+        extra = {"host": run.weights.host or _own_address(run)}
+    elif run.weights.channel == "objects":
+        extra = {
+            "objects": bus.objects(),
+            "full_every": run.weights.full_every,
+            "delta_share": run.weights.delta_share,
+        }
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
 
