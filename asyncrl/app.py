@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl import auxiliary, checkpoint, plugins, tables
+from asyncrl.addresses import servers, without_secrets
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
 from asyncrl.config_record import as_table
@@ -138,7 +139,7 @@ def _own_address(run: RunConfig) -> str:
     """Of this machine on the way to the bus, where every engine's worker is too."""
     from asyncrl.weights.nccl import own_address
 
-    return own_address(urlsplit(run.bus.url).hostname or "127.0.0.1")
+    return own_address(urlsplit(servers(run.bus.url)[0]).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -212,8 +213,6 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
 
     role  of bus/access.py; only the learner's makes the run's streams
     """
-    from asyncrl.bus.access import without_secrets
-
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role)
     if bus.max_message_bytes < run.largest_message_bytes:
@@ -267,6 +266,7 @@ async def _connect(run: RunConfig, url: str, *, token: str, role: str) -> Bus:
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
         storage=run.bus.store,
+        replicas=run.bus.replicas,
     )
 
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.tables import build
 
@@ -34,15 +34,10 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
-    table["bus"]["url"] = _without_user(table["bus"]["url"])
+    table["bus"]["url"] = without_secrets(table["bus"]["url"])
     return table
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
     """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
     return build(RunConfig, table, where)
-
-
-def _without_user(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -40,6 +40,7 @@ class Layout:
     max_log_bytes: int
     ack_seconds: float
     storage: Literal["file", "memory"]
+    replicas: int = 1
 
     def service(self, service: Service[Any, Any]) -> str:
         """Where a service's questions go; no stream takes them."""
@@ -78,7 +79,7 @@ class Layout:
         config = {
             "name": self.stream(topic),
             "storage": self.storage,
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "max_consumers": -1,
             "max_msgs": -1,
             "max_bytes": -1,

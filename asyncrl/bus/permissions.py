@@ -81,12 +81,13 @@ def _of_worker(layout: Layout) -> list[str]:
 
 
 def _reading(stream: str, prefix: str = "") -> list[str]:
-    """Requests that read a stream, or what lies behind ``prefix`` in it."""
+    """Requests that read a stream, or what lies behind ``prefix`` in it (and the last message of any of its subjects)."""
     return [
         f"$JS.API.CONSUMER.CREATE.{stream}.*.{prefix}*" if prefix else f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
         f"$JS.API.CONSUMER.DELETE.{stream}.*",
         f"$JS.API.DIRECT.GET.{stream}.{prefix}*" if prefix else f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.STREAM.MSG.GET.{stream}",
     ]
 
 

@@ -21,8 +21,9 @@ from typing import Any, Final, Protocol
 logger = logging.getLogger(__name__)
 
 _EXPIRES_SECONDS: Final = 30.0
-_HEARTBEAT_SECONDS: Final = 5.0
+_HEARTBEAT_SECONDS: Final = 2.0
 SILENCE_SECONDS: Final = 2.5 * _HEARTBEAT_SECONDS
+"""So long it takes to notice that the server of a cluster is gone that had the consumer, when it is not our own."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
 USED_UP: Final = ("408", "404")  # the order's time is over; nothing there
