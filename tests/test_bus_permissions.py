@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, directory: Path, *extra: str) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "asyncrl.bus.permissions", *RUNS, "--directory", str(directory)]
+        command = [sys.executable, "-m", "asyncrl.bus.nats_config", *RUNS, "--directory", str(directory)]
         made = subprocess.run(
             [*command, "--listen", "127.0.0.1:-1", *extra], capture_output=True, text=True, check=True
         )
@@ -133,7 +133,7 @@ def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server
 
 
 def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl.bus.permissions", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "asyncrl.bus.nats_config", "--directory", str(tmp_path)]
     subprocess.run([*command, "a"], check=True, capture_output=True)
     before = (tmp_path / "a" / "learner").read_text()
     subprocess.run([*command, "a", "b"], check=True, capture_output=True)

@@ -35,7 +35,7 @@ class ScriptedWire:
     async def online(self) -> None:
         pass
 
-    async def api(self, verb: str, body: Any = None) -> dict[str, Any]:
+    async def api(self, verb: str, body: Any = None, *, patience: float = 60.0) -> dict[str, Any]:
         await self.meanwhile()
         self.consumers.append(body["config"])
         return {}

@@ -29,7 +29,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.addresses import servers, without_secrets
-from asyncrl.errors import BusError, ConfigError, Forbidden
+from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,6 @@ class Refused(BusError):
         self.code = int(error.get("err_code", 0))
         self.description = str(error.get("description", ""))
         super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
-
-
-class Unanswered(BusError):
-    """The server is there and does not answer this, or has been restarted since it could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,18 +237,27 @@ class Connection:
             return None
         return bytes(message.data)
 
-    async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request of the JetStream API. Raises Refused."""
-        answer = await self.store(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"")
+    async def api(
+        self, verb: str, body: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE_SECONDS
+    ) -> dict[str, Any]:
+        """One request of the JetStream API. Raises Refused, and Unanswered as ``request``."""
+        answer = await self.store(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"", patience=patience)
         if "error" in answer.found:
             raise Refused(verb, answer.found["error"])
         return answer.found
 
-    async def store(self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None) -> Stored:
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> Stored:
         """JetStream's answer, which may be an error, but none that passes: then it is asked again for a minute."""
         pause, since, in_doubt = _FIRST_PAUSE_SECONDS, time.monotonic(), False
         while True:
-            answer = await self.request(subject, data, headers=headers)
+            answer = await self.request(subject, data, headers=headers, patience=patience)
             in_doubt |= answer.in_doubt
             found: dict[str, Any] = json.loads(answer.data)
             code = found.get("error", {}).get("err_code")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.bus.access import Access
-from asyncrl.bus.connection import Connection, Refused, Unanswered
+from asyncrl.bus.connection import Connection, Refused
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
@@ -30,7 +30,7 @@ from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.codec import encode
-from asyncrl.errors import BusFull, ConfigError, NoSuchRun
+from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
 from asyncrl.protocols import Delivery, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
