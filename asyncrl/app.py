@@ -39,7 +39,11 @@ BACKENDS = {
     "megatron": "asyncrl.backends.megatron:MegatronBackend",
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
-CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "objects": "asyncrl.weights.objects:ObjectsChannel",
+}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollout_worker:{name}" for name in ("single_turn", "given")}
 
@@ -128,9 +132,13 @@ def open_rows(run: RunConfig) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
 
 
-def channel(run: RunConfig) -> WeightChannel:
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
-    extra = {"host": run.weights.host or _own_address(run)} if run.weights.channel == "nccl" else {}
+    extra: dict[str, Any] = {}
+    if run.weights.channel == "nccl":
+        extra = {"host": run.weights.host or _own_address(run)}
+    elif run.weights.channel == "objects":
+        extra = {"objects": bus.objects()}
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
 
@@ -339,7 +347,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         algorithm=algorithm(run),
         bound=AdaptiveBound.of(section, largest=run.max_staleness).resumed(state.bound),
     )
-    weights = channel(run)
+    weights = channel(run, bus=bus)
     trained = backend(run)
     history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
     history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
@@ -440,7 +448,10 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[Any, Any
     from asyncrl.data.tokenizer import load_tokenizer
 
     made = engine(run, name=name)
-    follower = WeightFollower(f"{name}.weights", bus, engine=made, verify=channel(run).verify, load=run.load)
+    weights = channel(run, bus=bus)
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=made, verify=weights.verify, load=run.load, progress=lambda: weights.progress
+    )
     worker = RolloutWorker(
         name,
         bus,

@@ -1,7 +1,8 @@
 """A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
 
 Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
-needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token.
+needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token. Files with
+secrets are named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _SECTIONS: Final = (
     *("staleness", "checkpoint", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
-_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds")
+_BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
+_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
@@ -34,6 +36,9 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
+    for key in _BUS_PATHS:
+        if table["bus"][key]:
+            table["bus"][key] = str(Path(table["bus"][key]).absolute())
     table["bus"]["url"] = without_secrets(table["bus"]["url"])
     return table
 

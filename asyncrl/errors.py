@@ -6,6 +6,7 @@
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
+    │   ├── ObjectGone     a large object is not in the store, or not any more
     │   ├── MessageTooLarge  a message is over the server's max_payload
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
@@ -60,6 +61,10 @@ class Unanswered(BusError):
 
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
+
+
+class ObjectGone(BusError):
+    """An object is not in the store, or was removed while it was read. The weight channel takes another way."""
 
 
 class MessageTooLarge(BusError):

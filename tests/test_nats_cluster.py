@@ -174,3 +174,60 @@ async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: C
         assert "1000" not in await other.keys(PROMPTS)
         async with taken(one, 1) as (delivery,):
             await delivery.ack()
+
+
+# -- what it may lose --------------------------------------------------------------------------------------------------
+
+
+class _ClusterStorm(Storm):
+    """A storm over servers: each in turn is killed, and started again when the run has gone on without it."""
+
+    def __init__(self, folder: Path, cluster: Cluster, *, run: str) -> None:
+        folder.mkdir()
+        super().__init__(folder, seed=0, say=lambda text: None)
+        self._cluster, self._name = cluster, run
+        text = self._run_file.read_text().replace('name = "storm"', f'name = "{run}"')
+        where = f'url = "{cluster.url}"\ncredentials = "{cluster.credentials(run)}"\nreplicas = {SIZE}'
+        self._run_file.write_text(text.replace("ack_seconds = 3.0", f"{where}\nack_seconds = 15.0"))
+        self._config = config.load(self._run_file)
+
+    @property
+    def run_directory(self) -> Path:
+        return self._folder / "runs" / self._name
+
+    async def _kill(self, kind: Kind) -> None:
+        """First who leads the trajectory log, then who leads the prompts, then everyone in turn: each of them is the
+        server of some process."""
+        number = len(self.kills)
+        async with self._cluster.bus(self._name, role="observer") as bus:
+            bus._made |= {bus._layout.stream(topic) for topic in ALL}
+            await self._cluster.until_whole(bus)
+            topics = (TRAJECTORIES, PROMPTS, WEIGHTS)
+            stream = bus._layout.stream(topics[number % len(topics)])
+            victim = await leader(bus, stream) if number < len(topics) else number % SIZE
+        before = self._seen.step
+        published = dict(self._seen.published)
+        self._cluster.kill(victim)
+        await self._until(
+            lambda: (
+                self._seen.step >= (before[0], before[1] + 5)
+                and all(self._seen.published.get(name, 0) > published.get(name, 0) for name in ("w0", "w1", "w2"))
+            ),
+            f"server {victim} killed",
+        )
+        self._cluster.start(victim)
+        self.kills.append(victim)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path) -> None:
+    """Real processes; who leads and whom each process is connected to is lost again and again, two runs at once."""
+    with Cluster(tmp_path / "cluster", runs=("storm",)) as cluster:
+        storm = _ClusterStorm(tmp_path / "storm", cluster, run="storm")
+        audit = await storm.blow(2 * SIZE)
+    print(storm.kills, storm.runs, audit)
+    assert (audit["lost"], audit["duplicated"], audit["staleness_violations"], audit["exit_code"]) == (0, 0, 0, 0)
+    assert audit["trained"] > 0
+    assert audit["buried"] == 0
+    assert storm.runs == 2  # nothing but the drain at the end stopped it

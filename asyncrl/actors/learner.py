@@ -397,6 +397,7 @@ class Learner(Actor):
             "rollout/quarantined": float(len(self._examiner.quarantined)),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
+            "weights/publish_bytes": float(self._weights.num_bytes),
             "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
         }

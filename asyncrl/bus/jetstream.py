@@ -27,11 +27,12 @@ from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
+from asyncrl.bus.objects import JetStreamObjects
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
-from asyncrl.protocols import Delivery, Record
+from asyncrl.protocols import Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
 
@@ -58,8 +59,8 @@ _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, stora
 class JetStreamBus:
     """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
-    def __init__(self, connection: Connection, layout: Layout, *, role: str = "learner") -> None:
-        self._connection, self._layout, self._role = connection, layout, role
+    def __init__(self, connection: Connection, layout: Layout, *, role: str, objects: JetStreamObjects) -> None:
+        self._connection, self._layout, self._role, self._objects = connection, layout, role, objects
         self._made: set[str] = set()
         self.refusals = Refusals()
 
@@ -93,9 +94,15 @@ class JetStreamBus:
             storage=storage,
             replicas=replicas,
         )
-        bus = cls(connection, layout, role=access.role)
+
+        async def open_it(it: Connection) -> Connection:
+            await it.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            return it
+
+        objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)
+        bus = cls(connection, layout, role=access.role, objects=objects)
         try:
-            await connection.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            await open_it(connection)
             for topic in (*ALL, Lease.TOPIC):
                 await bus._stream(topic)
         except BaseException:
@@ -305,11 +312,15 @@ class JetStreamBus:
         finally:
             await lease.release()
 
+    def objects(self) -> ObjectStore:
+        return self._objects
+
     @property
     def max_message_bytes(self) -> int:
         return self._connection.max_payload - HEADER_BYTES
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._objects.close)
         await self._connection.close()
 
     async def _info(self, topic: Topic[Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Every run is a NATS account of its own: its streams, subjects and inboxes do not
 
   learner         everything: it makes the streams
   rollout-worker  takes prompts; publishes trajectories, events, its heartbeat and its leases; reads what WORKER_READS
-                  lists; asks the learner for weights
+                  lists, and objects; asks the learner for weights
   observer        reads everything that can be read without taking it away; writes nothing
 
 A worker can still starve its own run (it may take prompts and ack them) and call itself by another worker's name: it
@@ -61,6 +61,8 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.CONSUMER.MSG.NEXT.{prompts}.{WORKERS}",
         f"$JS.ACK.{prompts}.{WORKERS}.>",
         f"$JS.API.STREAM.MSG.DELETE.{prompts}",
+        f"$JS.API.DIRECT.GET.{layout.objects_stream}",  # a chunk, by its sequence
+        f"$JS.API.DIRECT.GET.{layout.objects_stream}.$O.{layout.objects_bucket}.M.*",
         *(subject for topic in WORKER_READS for subject in _reading(layout.stream(topic), layout.prefix(topic))),
         *(f"{layout.prefix(topic)}*" for topic in WORKER_WRITES),
         *(subject for topic in WORKER_KEEPS for subject in _keeping(layout.stream(topic), layout.prefix(topic))),

@@ -1,0 +1,87 @@
+"""Weight versions through the run's object store, for hosts that share no disk with the learner.
+
+Invariants (tests/test_weights_contract.py, tests/test_weights_objects.py):
+  C1 a version is announced once all that it needs is stored; what a kept version needs is never collected.
+  C2 a worker's folder of a version is there whole or not at all, and was checked against the published sha256.
+  C3 an object that is gone or wrong costs a longer way (an older base, the whole version), never wrong weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from asyncrl.errors import BusError, WeightsError
+from asyncrl.messages import WeightVersion, replace
+from asyncrl.protocols import ObjectStore
+from asyncrl.snapshot import Snapshot
+from asyncrl.weights import chain
+from asyncrl.weights.chain import Chain, Link
+from asyncrl.weights.fetched import FetchedVersions
+from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
+
+_LOCAL_VERSIONS: Final = 2
+"""On the learner's disk: the newest, and the one before that its delta is made from."""
+_BLOCK_BYTES: Final = 2**20
+
+
+class ObjectsChannel:
+    """See WeightChannel. The learner writes folders as FilesChannel does, then what workers need of them to the store.
+
+    directory   of this machine; workers keep what they fetched in DIRECTORY/fetched, once for all on their machine
+    keep        versions kept in the store and in ``fetched``
+    """
+
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, objects: ObjectStore) -> None:
+        self._files = FilesChannel(directory, keep=_LOCAL_VERSIONS, model_path=model_path)
+        self._fetched = FetchedVersions(directory / "fetched", keep=keep, model_path=model_path, objects=objects)
+        self._objects = objects
+        self._keep = keep
+        self._chain: Chain = ()
+        self._stored_bytes = 0
+        self.published_bytes = 0
+
+    @property
+    def sender(self) -> None:
+        """Nothing is sent: engines read what their worker fetched."""
+        return None
+
+    @property
+    def progress(self) -> int:
+        return self._files.progress + self._stored_bytes + self._fetched.progress
+
+    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
+        """Store one version and collect old ones. Raises WeightsError when it cannot be stored."""
+        version = self._files.publish(snapshot, run_epoch=run_epoch, policy_version=policy_version)
+        before = self._stored_bytes
+        try:
+            self._chain = self._store(version)
+        except BusError as error:
+            raise WeightsError(f"cannot store weights {run_epoch}-{policy_version}: {error}") from error
+        self.published_bytes = self._stored_bytes - before
+        return replace(version, uri=self._chain[-1].uri)  # type: ignore[no-any-return]
+
+    def verify(self, weights: WeightVersion) -> Path:
+        """The folder of a version, fetched if this machine has it not yet. Raises WeightsError."""
+        return self._fetched.folder(weights)
+
+    def _store(self, version: WeightVersion) -> Chain:
+        file = Path(version.uri) / WEIGHTS_FILE
+        link = Link(
+            run_epoch=version.run_epoch,
+            policy_version=version.policy_version,
+            sha256=version.sha256,
+            full=version.num_bytes,
+        )
+        links = chain.grown(self._chain, link, keep=self._keep)
+        self._objects.put(link.full_name, self._blocks(file), metadata={"chain": chain.to_text(links)})
+        for name in self._objects.names() - chain.names(links):
+            self._objects.remove(name)
+        return links
+
+    def _blocks(self, file: Path) -> Iterator[bytes]:
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
+                self._stored_bytes += len(block)
