@@ -106,7 +106,10 @@ async def test_any_server_that_is_up_will_do(cluster: Cluster) -> None:
 
 
 async def test_a_list_that_is_none_is_one_line_without_its_password(cluster: Cluster) -> None:
-    for url in ("nats://u:hunter2@127.0.0.1:1,127.0.0.1:2", "nats://u:hunter2@127.0.0.1:1,nats://u:hunter2@127.0.0.1:2"):
+    for url in (
+        "nats://u:hunter2@127.0.0.1:1,127.0.0.1:2",
+        "nats://u:hunter2@127.0.0.1:1,nats://u:hunter2@127.0.0.1:2",
+    ):
         with pytest.raises(ConfigError, match="bus.url") as error:
             await JetStreamBus.connect(url, run="one", storage="file", connect_seconds=1.0, **BUS_SIZES)
         assert "hunter2" not in str(error.value)
