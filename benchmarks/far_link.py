@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-NEAR, FAR = "10.77.0.1", "10.77.0.2"
+NETWORK, NEAR, FAR = "10.77.0.0/24", "10.77.0.1", "10.77.0.2"
 _MTU: Final = 1500
 _QUEUE_SECONDS: Final = 0.2
 """What a router keeps for a line that is full; more is dropped."""
@@ -95,10 +95,11 @@ class FarLink:
                 self._join_by_netem()
             else:
                 self._join_by_tun()
-            for side in ("near", "far"):
+            for side, address in (("near", NEAR), ("far", FAR)):
                 self._in(side, "sysctl", "-qw", "net.ipv4.tcp_no_metrics_save=1")
-                if self.tcp:
-                    self._in(side, "sysctl", "-qw", f"{_CONGESTION}={self.tcp}")
+                if self.tcp:  # by the route: the setting of a namespace is for kinds that every user may choose
+                    device = ["dev", self._device(side), "src", address]
+                    self._in(side, "ip", "route", "replace", NETWORK, *device, "congctl", self.tcp)
         except BaseException:
             self.close()
             raise
@@ -116,7 +117,12 @@ class FarLink:
         for side in ("near", "far"):
             subprocess.run(["ip", "netns", "del", self._name(side)], capture_output=True, check=False)
 
+    def _device(self, side: str) -> str:
+        return "way" if self._mover is not None else f"a{side[0]}{os.getpid()}"
+
     def congestion_control(self) -> str:
+        if self.tcp:
+            return self.tcp
         done = subprocess.run([*self.far, "sysctl", "-n", _CONGESTION], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
@@ -128,7 +134,7 @@ class FarLink:
 
     def _join_by_netem(self) -> None:
         self.how = "tc netem"
-        veth = [f"an{os.getpid()}", f"af{os.getpid()}"]
+        veth = [self._device(side) for side in ("near", "far")]
         _do("ip", "link", "add", veth[0], "type", "veth", "peer", "name", veth[1])
         limit = max(100, int(self.mbit * 1e6 / 8 * (self.delay + _QUEUE_SECONDS) / _MTU))
         for side, device, address in zip(("near", "far"), veth, (NEAR, FAR), strict=True):
