@@ -138,7 +138,11 @@ def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     if run.weights.channel == "nccl":
         extra = {"host": run.weights.host or _own_address(run)}
     elif run.weights.channel == "objects":
-        extra = {"objects": bus.objects()}
+        extra = {
+            "objects": bus.objects(),
+            "full_every": run.weights.full_every,
+            "delta_share": run.weights.delta_share,
+        }
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
 

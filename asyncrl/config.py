@@ -265,15 +265,21 @@ class Algorithm:
 class Weights:
     channel: str = "files"
     """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
-    engine's (gloo between CPUs). Or "package.module:Class"."""
+    engine's (gloo between CPUs). objects: the bus's object store, for workers far away. Or "package.module:Class"."""
     directory: str = ""
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     host: str = ""
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
+    full_every: int = 16
+    """objects: a version is stored as what changed since the one before, and each so many-th as a whole too."""
+    delta_share: float = 0.5
+    """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
+        _require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
+        _positive(self, "full_every")
         _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 

@@ -203,6 +203,22 @@ async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> N
         assert (await asking).problem == "none yet"
 
 
+async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dict[str, Any]) -> None:
+    learner, rollout, observer = (buses[role].objects() for role in ("learner", "rollout-worker", "observer"))
+    data = bytes(range(256)) * 2048
+    await asyncio.to_thread(learner.put, "0-1.full", [data], metadata={"chain": "[]"})
+    info = await asyncio.to_thread(rollout.info, "0-1.full")
+    assert info is not None
+    assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
+    for reader in (rollout, observer):
+        await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
+        await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
+        await forbidden(asyncio.to_thread(reader.names))
+        for subject in (reader._about("0-1.full"), f"$O.{reader._bucket}.C.x"):
+            await forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
+    assert await asyncio.to_thread(learner.names) == {"0-1.full"}
+
+
 async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any]) -> None:
     rollout = buses["rollout-worker"]
     await forbidden(rollout.put(WEIGHTS, WeightVersion(run_epoch=9, policy_version=9)))

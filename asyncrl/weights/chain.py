@@ -26,6 +26,10 @@ class Link:
     delta: int = 0
 
     @property
+    def order(self) -> tuple[int, int]:
+        return (self.run_epoch, self.policy_version)
+
+    @property
     def name(self) -> str:
         return f"{self.run_epoch}-{self.policy_version}"
 
@@ -79,7 +83,8 @@ def grown(chain: Chain, link: Link, *, keep: int) -> Chain:
 
 def is_full_due(chain: Chain, *, every: int) -> bool:
     """Whether the next version is the ``every``-th since a whole one."""
-    return not any(link.full for link in chain[len(chain) - every + 1 :]) if len(chain) >= every else not chain
+    since = chain[1 - every :] if every > 1 else ()
+    return not any(link.full for link in since)
 
 
 def route(chain: Chain, *, at_hand: Collection[Link], lost: Collection[str]) -> Route | None:
@@ -87,8 +92,10 @@ def route(chain: Chain, *, at_hand: Collection[Link], lost: Collection[str]) -> 
     found: list[Route] = []
     for index, base in enumerate(chain):
         links = chain[index + 1 :]
-        found.append(Route(base=base, is_at_hand=True, links=links)) if base in at_hand else None
-        found.append(Route(base=base, is_at_hand=False, links=links)) if base.full else None
+        if base in at_hand:
+            found.append(Route(base=base, is_at_hand=True, links=links))
+        if base.full:
+            found.append(Route(base=base, is_at_hand=False, links=links))
     possible = [way for way in found if all(link.delta for link in way.links) and not way.objects & set(lost)]
     return min(possible, key=lambda way: (way.num_bytes, len(way.links)), default=None)
 

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.protocols import ObjectStore
-from asyncrl.weights import chain
+from asyncrl.weights import chain, delta, safetensors_file
 from asyncrl.weights.chain import Link, Route
 from asyncrl.weights.files import WEIGHTS_FILE, add_companions, verified
 
 _PART: Final = ".part-"
+_WORK: Final = ".part-work"
 _TEMPORARY: Final = ".tmp-"
 _LOOK_SECONDS: Final = 0.05
 _DIGITS: Final = 16
@@ -77,18 +80,20 @@ class FetchedVersions:
             raise WeightsError(f"weights {weights.uri}: are gone; collected for newer versions")
         links = chain.from_text(info.metadata.get("chain", ""))
         if not links or links[-1].sha256 != weights.sha256:
-            raise WeightsError(f"weights {weights.uri}: their description is of others")
+            raise WeightsError(
+                f"weights {weights.uri}: sha256 {weights.sha256[:12]}... was announced, others are stored there"
+            )
         lost: set[str] = set()
         problem = "nothing leads to them"
         while (route := chain.route(links, at_hand=self._at_hand(links), lost=lost)) is not None:
             try:
-                part = self._take(route, sha256=weights.sha256)
-            except (ObjectGone, WeightsError) as error:
+                file = self._take(route)
+            except _Lost as error:
+                lost |= error.objects
                 problem = str(error)
-                lost |= route.objects
-                continue
-            self._show(part, folder)
-            return
+            else:
+                self._show(file, folder)
+                return
         raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
 
     def _at_hand(self, links: chain.Chain) -> set[Link]:
@@ -97,34 +102,74 @@ class FetchedVersions:
     def _kept(self, link: Link) -> Path:
         return self._directory / f"{link.name}-{link.sha256[:_DIGITS]}"
 
-    def _take(self, route: Route, *, sha256: str) -> Path:
-        """A file with the route's result. Raises WeightsError when it is another one."""
-        part = self._directory / f"{_PART}{route.base.name}-{route.base.sha256[:_DIGITS]}"
-        found = self._take_whole(route.base, part)
-        if found != sha256:
+    # -- one way ------------------------------------------------------------------------------------------------------
+
+    def _take(self, route: Route) -> Path:
+        """A file with the weights at the route's end, checked. Raises _Lost when it does not lead there."""
+        base = self._kept(route.base) / WEIGHTS_FILE if route.is_at_hand else self._take_whole(route.base)
+        if not route.links:
+            return base
+        file = self._directory / _WORK
+        if route.is_at_hand:
+            shutil.copyfile(base, file)
+        else:
+            base.rename(file)
+        for link in route.links:
+            self._apply(link, file)
+        if safetensors_file.sha256(file) != route.links[-1].sha256:
+            if route.is_at_hand and safetensors_file.sha256(base) != route.base.sha256:
+                shutil.rmtree(base.parent)  # not what was fetched once: the deltas may be right
+                raise _Lost(set(), f"{base}: has changed since it was fetched")
+            raise _Lost({link.delta_name for link in route.links}, f"{route.links[-1].delta_name}: gives other weights")
+        return file
+
+    def _apply(self, link: Link, file: Path) -> None:
+        try:
+            delta.apply(np.memmap(file, mode="r+"), self._counted(link.delta_name))
+        except (ObjectGone, WeightsError) as error:
+            raise _Lost({link.delta_name}, f"{link.delta_name}: {error}") from error
+
+    def _take_whole(self, link: Link) -> Path:
+        """Fetched, going on where an earlier process was ended."""
+        part = self._directory / f"{_PART}{link.name}-{link.sha256[:_DIGITS]}"
+        is_resumed = part.exists()
+        try:
+            found = self._download(link, part)
+            if found != link.sha256 and is_resumed:
+                part.unlink()
+                found = self._download(link, part)
+        except ObjectGone as error:
+            raise _Lost({link.full_name}, str(error)) from error
+        if found != link.sha256:
             part.unlink()
-            raise WeightsError(f"{route.base.full_name}: sha256 is {found[:12]}..., {sha256[:12]}... was published")
+            raise _Lost(
+                {link.full_name}, f"{link.full_name}: sha256 is {found[:12]}..., {link.sha256[:12]}... was published"
+            )
         return part
 
-    def _take_whole(self, link: Link, part: Path) -> str:
-        """Fetch into ``part``, going on where an earlier process was ended; returns the SHA-256."""
+    def _download(self, link: Link, part: Path) -> str:
+        """The SHA-256 of what is in ``part`` then."""
         digest = hashlib.sha256()
         with part.open("a+b") as stream:
             stream.seek(0)
             while block := stream.read(2**20):
                 digest.update(block)
-            for block in self._objects.read(link.full_name, start=stream.tell()):
+            for block in self._counted(link.full_name, start=stream.tell()):
                 stream.write(block)
                 digest.update(block)
-                self.progress += len(block)
         return digest.hexdigest()
 
-    def _show(self, part: Path, folder: Path) -> None:
+    def _counted(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+        for block in self._objects.read(name, start=start):
+            yield block
+            self.progress += len(block)
+
+    def _show(self, file: Path, folder: Path) -> None:
         """A whole model folder, in one rename."""
         temporary = self._directory / f"{_TEMPORARY}{folder.name}"
         temporary.mkdir()
         add_companions(temporary, self._model_path)
-        part.rename(temporary / WEIGHTS_FILE)
+        file.rename(temporary / WEIGHTS_FILE)
         temporary.rename(folder)
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
@@ -137,6 +182,14 @@ class FetchedVersions:
             shutil.rmtree(hidden)
         for path in self._directory.glob(f"{_PART}*"):
             path.unlink()
+
+
+class _Lost(Exception):
+    """Objects that cannot be had, or are not what they should be."""
+
+    def __init__(self, objects: set[str], problem: str) -> None:
+        super().__init__(problem)
+        self.objects = objects
 
 
 def _order(path: Path) -> tuple[int, int] | None:
