@@ -51,7 +51,7 @@ class Bus:
     """nats://HOST:PORT of a running server; empty starts one for this run. Of a cluster, several with commas between
     (nats://A:4222,nats://B:4222,nats://C:4222): whoever loses its server goes on with another."""
     replicas: int = 1
-    """Servers of the cluster at url that keep a copy of everything on the bus: 3 survive the loss of any one of them."""
+    """Servers of the cluster at url that keep a copy of what is on the bus: 3 survive the loss of any one."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
     credentials: str = ""

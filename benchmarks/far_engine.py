@@ -1,6 +1,6 @@
 """The simulated engine of simulated.py as what a run file may name; what is loaded takes time and is not looked at.
 
-    engine.kind = "benchmarks.far_engine:FarEngine"
+engine.kind = "benchmarks.far_engine:FarEngine"
 """
 
 from __future__ import annotations

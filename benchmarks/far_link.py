@@ -2,9 +2,9 @@
 
     python -m benchmarks.far_link --delay 0.1 --loss 0.01        what a probe of such a link measures
 
-Where the kernel has ``tc netem`` a pair of veth devices with it is the way; elsewhere two TUN devices and a process that
-carries IP packets from one to the other, each ``delay`` seconds later, some of them never, ``mbit`` at most. Nothing
-outside the namespaces is changed. Needs root on Linux; ``unavailable()`` says why not.
+Where the kernel has ``tc netem`` a pair of veth devices with it is the way; elsewhere two TUN devices and a process
+that carries IP packets from one to the other, each ``delay`` seconds later, some of them never, ``mbit``
+at most. Nothing outside the namespaces is changed. Needs root on Linux; ``unavailable()`` says why not.
 """
 
 from __future__ import annotations

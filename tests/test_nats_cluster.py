@@ -19,7 +19,7 @@ from asyncrl.bus.lease import Lease
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS
-from tests.bus_fixtures import group, progress, prompt, publish_groups, publish_prompts, taken
+from tests.bus_fixtures import progress, publish_groups, publish_prompts, taken
 from tests.chaos.storm import Storm
 from tests.chaos.victims import Kind
 from tests.cluster_fixtures import SIZE, Cluster, info, leader, server_of

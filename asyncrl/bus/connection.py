@@ -7,6 +7,8 @@ The only file that imports nats.
 2. While the server is away every call waits; when it is back, what was not answered is sent again
    (test_a_restarted_server_is_transparent). Message ids make the repetition harmless. The same while a cluster elects
    a leader for a stream whose leader died, which takes four to ten seconds (tests/test_nats_cluster.py).
+   A way that is slow is no server that is dead: what is asked again is given time to get there, and a connection that
+   still carries is kept (test_a_slow_way_is_given_the_time_that_a_message_takes).
 3. Nobody waits for ever on a server that is there and does not answer: BusError after a minute.
 4. What an acked call promises has been counted by the server when it returns: acks are requests, not notes.
 """
@@ -19,16 +21,17 @@ import itertools
 import json
 import logging
 import re
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.addresses import servers, without_secrets
+from asyncrl.bus.answers import Answer, Refused, Stored
 from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,13 @@ T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 5.0
 """Then it is asked again: the server that was to answer may be dead, and another one have its streams by now."""
+_SLOW_BYTES_PER_SECOND: Final = 32 * 2**10
+"""A way so slow is still waited for: what was sent and is not answered adds its time to the above."""
+_PING_SECONDS: Final = 5
+_DEAD_SECONDS: Final = 15
+"""The kernel gives up a connection of which nothing was acknowledged for so long, pings included."""
+_FROZEN_SECONDS: Final = 60
+"""A server whose kernel acknowledges and who says nothing; longer, as pings wait behind messages on a slow way."""
 _IN_PROCESS: Final = 10158  # a message of this id is being stored
 _BUSY_CODES: Final = {10004, 10008, 10009, 10012, _IN_PROCESS, 10167}
 """JetStream errors that pass: incomplete results; temporarily unavailable (no leader); no leader any more; a consumer's
@@ -73,32 +83,6 @@ async def guarded(call: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
-class Refused(BusError):
-    """JetStream's own error answer."""
-
-    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
-        self.code = int(error.get("err_code", 0))
-        self.description = str(error.get("description", ""))
-        super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``in_doubt``: it was asked more than once, so the first time may have had its effect."""
-
-    data: bytes
-    headers: Mapping[str, str]
-    in_doubt: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """What JetStream said; ``in_doubt`` as in Answer."""
-
-    found: dict[str, Any]
-    in_doubt: bool
-
-
 class Connection:
     """A nats client that waits and asks again. A ``pull.Wire``."""
 
@@ -117,6 +101,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
         self._asked: dict[str, str] = {}  # number -> subject, in lower case
+        self._unanswered_bytes = 0
         self._listeners: set[Callable[[], None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
 
@@ -138,7 +123,8 @@ class Connection:
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=0.25,
                         connect_timeout=seconds / (len(addresses) + 1),  # time for the others when one is no more
-                        ping_interval=5,  # a half-open connection is noticed after two of them
+                        ping_interval=_PING_SECONDS,
+                        max_outstanding_pings=_FROZEN_SECONDS // _PING_SECONDS,
                     )
                 )
         except TimeoutError:
@@ -158,6 +144,7 @@ class Connection:
             raise ConfigError(f"bus.url {self.name}: TLS: {error.reason or error}; see bus.tls_ca") from None
         finally:
             self._is_starting = False
+        self._expect_signs_of_life()
         self._online.set()
         self._inbox = self._client.new_inbox()
         await self.subscribe(f"{self._inbox}.*", self._on_answer)
@@ -274,19 +261,18 @@ class Connection:
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.publish(subject, data, reply=reply))
 
-    async def _ask(
-        self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = _ANSWER_SECONDS
-    ) -> Any:
-        """The answer, or None when there is none: too late, or the connection went."""
+    async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0) -> Any:
+        """The answer, or None when there is none: too late, or the connection went.  seconds: 0 is what is usual"""
         if self._no_answers:
             raise Forbidden(self._no_answers)
         number = str(next(self._numbers))
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         self._asked[number] = subject.lower()
+        self._unanswered_bytes += len(data)
         try:
             reply = f"{self._inbox}.{number}"
             await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds or _ANSWER_SECONDS + self._unanswered_bytes / _SLOW_BYTES_PER_SECOND):
                 return await future
         except _PASSING:
             return None
@@ -294,6 +280,7 @@ class Connection:
             raise BusError(f"bus {self.name}: {subject}: {error}") from error
         finally:
             del self._answers[number], self._asked[number]
+            self._unanswered_bytes -= len(data)
 
     # -- listening ------------------------------------------------------------------------------------------------
 
@@ -367,7 +354,16 @@ class Connection:
         if not self._is_starting and not self._is_closing:
             logger.warning("bus %s: connection lost; everybody waits until it is back", self.name)
 
+    def _expect_signs_of_life(self) -> None:
+        """Of a host that is gone nothing tells but silence (Linux; elsewhere the pings do, later)."""
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        writer = getattr(self._client._transport, "_io_writer", None)
+        way = writer.get_extra_info("socket") if writer is not None else None
+        if option is not None and way is not None:
+            way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
+
     async def _on_reconnect(self) -> None:
+        self._expect_signs_of_life()
         self.generation += 1
         self._said = ""
         self._online.set()

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.bus.access import Access
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
@@ -358,8 +359,8 @@ class JetStreamBus:
         except Refused as refused:
             if refused.code in _NO_PEERS:
                 raise ConfigError(
-                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers with JetStream in one cluster, "
-                    f"all of them up ({refused.description}); start them or lower bus.replicas"
+                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
+                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
                 ) from None
             if refused.code in _NO_ROOM:
                 raise ConfigError(

@@ -17,7 +17,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.layout import Layout
 from asyncrl.errors import BusError
 from asyncrl.topics import Topic

@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.layout import HEADER_BYTES, Layout
 from asyncrl.errors import BusError, ObjectGone
 from asyncrl.protocols import ObjectInfo

@@ -74,7 +74,7 @@ def _of_worker(layout: Layout) -> list[str]:
 
 
 def _reading(stream: str, prefix: str = "") -> list[str]:
-    """Requests that read a stream, or what lies behind ``prefix`` in it (and the last message of any of its subjects)."""
+    """Requests that read a stream, or what lies behind ``prefix`` in it; and its last messages."""
     return [
         f"$JS.API.CONSUMER.CREATE.{stream}.*.{prefix}*" if prefix else f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
