@@ -69,7 +69,7 @@ kind = "benchmarks.tiny_reward:TinyReward"
 backend = "benchmarks.far_backend:FarBackend"
 device = "cpu"
 threads = 1
-groups_per_batch = 4
+groups_per_batch = 8
 micro_batch_tokens = 16384
 rescore_every = 1000000
 options = {{ weights_bytes = {weights_bytes}, log = "{folder}/steps.jsonl" }}
@@ -224,11 +224,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.far", description=__doc__)
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], metavar="NAME")
-    parser.add_argument("--warmup", type=int, default=8, help="steps (default 8)")
-    parser.add_argument("--steps", type=int, default=16, help="steps measured (default 16)")
+    parser.add_argument("--warmup", type=int, default=6, help="steps (default 6)")
+    parser.add_argument("--steps", type=int, default=24, help="steps measured (default 24)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="run nothing: the table of these rows")
     parser.add_argument("--json", type=Path, help=f"add rows to this file (such as {RESULTS})")
     parser.add_argument("--keep", type=Path, help="folder for the runs' files (default: removed)")
     options = parser.parse_args()
+    if options.table:
+        rows = [json.loads(line) for line in options.table.read_text().splitlines()]
+        names = [arm.name for arm in ARMS]
+        print(table(sorted(rows, key=lambda row: names.index(row["name"]))))
+        return 0
     if problem := unavailable():
         print(f"skipped: {problem}")
         return 0
