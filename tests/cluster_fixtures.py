@@ -38,6 +38,7 @@ class Cluster:
         self.directory = directory
         self._runs = runs
         self._extra = extra
+        self._scheme = "tls" if "--tls-certificate" in extra else "nats"
         self._ports: list[int] = []
         self._processes: list[subprocess.Popen[bytes] | None] = [None] * SIZE
 
@@ -63,7 +64,7 @@ class Cluster:
 
     @property
     def urls(self) -> list[str]:
-        return [f"nats://127.0.0.1:{port}" for port in self._ports]
+        return [f"{self._scheme}://127.0.0.1:{port}" for port in self._ports]
 
     def credentials(self, run: str) -> str:
         return f"{self.directory}/{run}/{{role}}"
@@ -89,13 +90,20 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def bus(
-        self, run: str, *, role: str = "learner", at: int | None = None, replicas: int = SIZE, **sizes: Any
+        self,
+        run: str,
+        *,
+        role: str = "learner",
+        at: int | None = None,
+        replicas: int = SIZE,
+        tls_ca: str = "",
+        **sizes: Any,
     ) -> AsyncIterator[JetStreamBus]:
         """``at``: knows this server alone."""
         bus = await JetStreamBus.connect(
             self.url if at is None else self.urls[at],
             run=run,
-            access=Access(role=role, credentials=self.credentials(run)),
+            access=Access(role=role, credentials=self.credentials(run), tls_ca=tls_ca),
             storage="file",
             replicas=replicas,
             connect_seconds=30.0,

@@ -129,6 +129,20 @@ def test_what_is_written_for_a_cluster_is_for_its_owner_alone(cluster: Cluster) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
+async def test_a_cluster_speaks_tls_with_clients_and_among_its_servers(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = map(str, certificate)
+    files = ["--tls-certificate", cert, "--tls-key", key, "--tls-cluster-ca", cert]
+    with Cluster(tmp_path / "cluster", runs=("one",), extra=files) as secret:
+        async with secret.bus("one", tls_ca=cert) as bus:
+            await secret.until_whole(bus)
+            await bus.put(PROGRESS, progress(1))
+        with pytest.raises(ConfigError, match="bus.url tls://127.0.0.1"):
+            async with asyncio.timeout(60), secret.bus("one"):
+                pass
+
+
 # -- what it carries ---------------------------------------------------------------------------------------------------
 
 

@@ -104,8 +104,8 @@ class JetStreamBus:
         bus = cls(connection, layout, role=access.role, objects=objects)
         try:
             await open_it(connection)
-            for topic in (*ALL, Lease.TOPIC):
-                await bus._stream(topic)
+            topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
+            await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # one round trip, not one each
         except BaseException:
             await connection.close()
             raise
