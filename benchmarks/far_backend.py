@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.protocols import StepResult
@@ -64,6 +66,12 @@ class FarBackend(TimedBackend):
             with Path(self._options.log).open("a") as log:
                 log.write(json.dumps({"time": time.monotonic(), "tokens": self.steps[-1][0]}) + "\n")
         return result
+
+    def score(
+        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+    ) -> list[list[NDArray[np.float32]]]:
+        """What SimulatedEngine says of every token: its worker is no bad peer."""
+        return [[np.full(micro_batch.num_tokens, -1, np.float32) for micro_batch in share] for share in shares]
 
     def export(self) -> Snapshot:
         return Snapshot.of([("weights", self._weights)])
