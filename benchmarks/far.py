@@ -33,6 +33,8 @@ from benchmarks.staleness_task import Policy
 
 RESULTS: Final = Path("docs/results/far.jsonl")
 _LIMIT_SECONDS: Final = 600.0
+CAPACITY: Final = 32
+"""Sequences that the engine runs at once; a worker that takes two groups more has them ready when places come free."""
 
 RUN_FILE: Final = """
 [run]
@@ -60,7 +62,7 @@ max_running = {running}
 [engine]
 kind = "benchmarks.far_engine:FarEngine"
 device = "cpu"
-options = {{ mean_tokens = {mean_tokens} }}
+options = {{ mean_tokens = {mean_tokens}, capacity = {capacity} }}
 
 [reward]
 kind = "benchmarks.tiny_reward:TinyReward"
@@ -103,16 +105,14 @@ class Arm:
     delta_share: float = 0.5
     mean_tokens: int = 1000
     workers: int = 1
-    running: int = 32
+    running: int = CAPACITY + 8
     near: str = "near"
 
 
 ARMS: Final = (
     Arm(name="near", is_far=False),
-    Arm(name="rtt 0", delay=0.0, loss=0.0),
-    Arm(name="rtt 50", delay=0.025, loss=0.0),
+    Arm(name="rtt 50", delay=0.025),
     Arm(name="rtt 200", loss=0.0),
-    Arm(name="rtt 50 loss", delay=0.025),
     Arm(name="far"),
     Arm(name="far cubic", tcp="cubic"),
     Arm(name="far cubic full", tcp="cubic", delta_share=0.0),
@@ -120,7 +120,14 @@ ARMS: Final = (
     Arm(name="far 32 MiB", weights_bytes=2**25, near="near 32 MiB"),
     Arm(name="far 32 MiB full", weights_bytes=2**25, delta_share=0.0, near="near 32 MiB"),
     Arm(name="far 32 MiB cubic", weights_bytes=2**25, tcp="cubic", near="near 32 MiB"),
+    Arm(name="near tight", is_far=False, running=CAPACITY, near="near tight"),
+    Arm(name="far tight", running=CAPACITY, near="near tight"),
+    Arm(name="far tight cubic", running=CAPACITY, tcp="cubic", near="near tight"),
+    Arm(name="near short", is_far=False, mean_tokens=100, near="near short"),
+    Arm(name="far short", mean_tokens=100, near="near short"),
 )
+"""full: weights without deltas. tight: a worker takes no group that
+its engine has no place for. short: answers of 100 tokens."""
 
 
 def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> dict[str, Any]:
@@ -135,6 +142,7 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
                 folder=folder,
                 host=NEAR,
                 steps=warmup + steps,
+                capacity=CAPACITY,
                 **{key: getattr(arm, key) for key in ("weights_bytes", "delta_share", "mean_tokens", "running")},
             )
         )
@@ -200,7 +208,7 @@ def _row(arm: Arm, folder: Path, *, warmup: int) -> dict[str, Any]:
         "lag_versions": mean("weights/lag_versions"),
         "dropped_groups": steady[-1]["staleness/dropped_groups"] - metrics[warmup - 1]["staleness/dropped_groups"],
         "rollout_idle": mean("rollout/idle_ratio"),
-        "published_bytes": mean("weights/published_bytes"),
+        "publish_bytes": mean("weights/publish_bytes"),
     }
 
 
