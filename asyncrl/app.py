@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl import auxiliary, plugins, tables
+from asyncrl.addresses import servers, without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -146,7 +147,7 @@ def _own_address(run: RunConfig) -> str:
     from asyncrl.weights.nccl import own_address
 
     url, _ = bus_address(run, token="")
-    return own_address(urlsplit(url).hostname or "127.0.0.1")
+    return own_address(urlsplit(servers(url)[0]).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -234,8 +235,6 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
 
     role  of bus/access.py; only the learner's makes the run's streams
     """
-    from asyncrl.bus.access import without_secrets
-
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role)
     if bus.max_message_bytes < run.largest_message_bytes:
@@ -289,4 +288,5 @@ async def _connect(run: RunConfig, url: str, *, token: str, role: str) -> Bus:
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
         storage=run.bus.store,
+        replicas=run.bus.replicas,
     )

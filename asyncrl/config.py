@@ -49,7 +49,10 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bus:
     url: str = ""
-    """nats://HOST:PORT of a running server; empty starts one for this run."""
+    """nats://HOST:PORT of a running server; empty starts one for this run. Of a cluster, several with commas between
+    (nats://A:4222,nats://B:4222,nats://C:4222): whoever loses its server goes on with another."""
+    replicas: int = 1
+    """Servers of the cluster at url that keep a copy of what is on the bus: 3 survive the loss of any one."""
     address: str = ""
     """Of the server started for this run, for processes that cannot read it in the run's folder; `asyncrl run` tells
     them (ASYNCRL_BUS_URL)."""
@@ -80,6 +83,8 @@ class Bus:
             not self.url or self.url.startswith(("nats://", "tls://")),
             f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
+        _require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
+        _require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
         _require(
             bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
         )

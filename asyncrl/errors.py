@@ -65,6 +65,10 @@ class Forbidden(BusError):
     """The server does not let our role do this."""
 
 
+class Unanswered(BusError):
+    """The server is there and does not answer this, or has been restarted since it could have."""
+
+
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
 

@@ -67,7 +67,8 @@ class Delivery(Protocol[M_co]):
     def problem(self) -> str: ...
 
     async def ack(self) -> None:
-        """Done: when this returns, the bus no longer counts the message."""
+        """Done: when this returns, nobody gets the message again, and the bus no longer counts it (a cluster: a moment
+        later)."""
         ...
 
     async def retry(self, *, delay: float = 0.0) -> None:

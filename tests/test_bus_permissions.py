@@ -7,7 +7,6 @@ import base64
 import binascii
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -77,7 +76,7 @@ class Server:
 
     def __init__(self, directory: Path, *extra: str) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "asyncrl.bus.permissions", *RUNS, "--directory", str(directory)]
+        command = [sys.executable, "-m", "asyncrl.bus.nats_config", *RUNS, "--directory", str(directory)]
         made = subprocess.run(
             [*command, "--listen", "127.0.0.1:-1", *extra], capture_output=True, text=True, check=True
         )
@@ -147,7 +146,7 @@ def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server
 
 
 def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl.bus.permissions", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "asyncrl.bus.nats_config", "--directory", str(tmp_path)]
     subprocess.run([*command, "a"], check=True, capture_output=True)
     before = (tmp_path / "a" / "learner").read_text()
     subprocess.run([*command, "a", "b"], check=True, capture_output=True)
@@ -404,21 +403,6 @@ def _encoded_seed(raw: bytes) -> bytes:
     """A user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
     data = bytes([(18 << 3) | ((20 << 3) >> 5), ((20 << 3) & 31) << 3]) + raw
     return base64.b32encode(data + binascii.crc_hqx(data, 0).to_bytes(2, "little")).rstrip(b"=")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    )
-    subprocess.run(
-        [*command.split(), "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True
-    )
-    return folder / "cert.pem", folder / "key.pem"
 
 
 async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_not(

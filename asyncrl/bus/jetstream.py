@@ -12,16 +12,18 @@ Where things lie is in layout.py; what makes them outlive a restarted server, in
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.bus.access import Access
-from asyncrl.bus.connection import Connection, Refused, Unanswered
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
 from asyncrl.bus.lease import Lease
@@ -30,7 +32,7 @@ from asyncrl.bus.objects import JetStreamObjects
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.codec import encode
-from asyncrl.errors import BusFull, ConfigError, NoSuchRun
+from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
 from asyncrl.protocols import Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
@@ -46,8 +48,12 @@ _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
+_NO_MESSAGE: Final = 10037
 _LONG_PAUSE: Final = 1.6
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
+_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
+_WORD_SECONDS: Final = 5.0
+"""How long a server may take for a word about a loan: after an election the new leader may not know of it."""
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
 
@@ -71,6 +77,7 @@ class JetStreamBus:
         max_log_bytes: int,
         ack_seconds: float,
         storage: Literal["file", "memory"],
+        replicas: int = 1,
         connect_seconds: float = 10.0,
     ) -> JetStreamBus:
         """The bus of one run on a server. Raises ConfigError.
@@ -81,7 +88,12 @@ class JetStreamBus:
         access = access or Access(token=token)
         connection = Connection(url)
         layout = Layout(
-            run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
+            run=run,
+            max_prompts=max_prompts,
+            max_log_bytes=max_log_bytes,
+            ack_seconds=ack_seconds,
+            storage=storage,
+            replicas=replicas,
         )
 
         async def open_it(it: Connection) -> Connection:
@@ -92,8 +104,8 @@ class JetStreamBus:
         bus = cls(connection, layout, role=access.role, objects=objects)
         try:
             await open_it(connection)
-            for topic in (*ALL, Lease.TOPIC):
-                await bus._stream(topic)
+            topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
+            await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # one round trip, not one each
         except BaseException:
             await connection.close()
             raise
@@ -105,8 +117,8 @@ class JetStreamBus:
         data = encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
         subject, stream = self._layout.subject(topic, key), await self._stream(topic)
         headers = {"Nats-Msg-Id": subject, "Nats-Expected-Stream": stream}
-        answer = await self._connection.request(subject, data, headers=headers)
-        found = json.loads(answer.data)
+        answer = await self._connection.store(subject, data, headers=headers)
+        found = answer.found
         if "error" not in found:
             # A repeated publish may meet what it stored itself the first time.
             return answer.in_doubt or not found.get("duplicate", False)
@@ -194,16 +206,17 @@ class JetStreamBus:
             batch=_READ_AHEAD,
             max_bytes=max(_READ_AHEAD_BYTES, 2 * self._connection.max_payload),
         )
-        seen = 0
+        last = await self._last(topic, subject)
+        oldest = last.sequence if last is not None else 0
 
         async def take() -> M:
-            nonlocal seen
+            nonlocal oldest
             while True:
                 item = await pull.take()
                 item = pull.newest() or item
-                if item.sequence <= seen:
-                    continue  # a consumer made anew starts with the present value
-                seen = item.sequence
+                if item.sequence < oldest:
+                    continue  # made anew, or on a server of a cluster that is behind, it begins with an older value
+                oldest = item.sequence + 1
                 if (message := self._value(topic, key, item.data, item.headers)) is not None:
                     return message
 
@@ -214,16 +227,34 @@ class JetStreamBus:
             await pull.stop()
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
-        stream = await self._stream(topic)
         found: dict[str, M] = {}
         for subject in await self._subjects(topic, under=under):
-            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
-            if answer.headers.get("Status") is not None:
-                continue  # 404: gone since
-            key = self._layout.key(topic, subject)
-            if (message := self._value(topic, key, answer.data, answer.headers)) is not None:
+            key, last = self._layout.key(topic, subject), await self._last(topic, subject)
+            if last is not None and (message := self._value(topic, key, last.data, last.headers)) is not None:
                 found[key] = message
         return found
+
+    async def _last(self, topic: Topic[Any], subject: str) -> _Last | None:
+        """The last message of a subject; None when there is none.
+
+        What is kept without an end is asked of the leader: other servers of a cluster may be behind, and who starts
+        must not meet a run that was finished, or the run epoch before the last (test_a_server_that_is_behind_...).
+        """
+        stream = await self._stream(topic)
+        if topic.seconds_to_live:
+            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+            if answer.headers.get("Status") is not None:
+                return None  # 404: gone
+            return _Last(int(answer.headers["Nats-Sequence"]), answer.data, frozenset(answer.headers))
+        try:
+            found = (await self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}))["message"]
+        except Refused as refused:
+            if refused.code != _NO_MESSAGE:
+                raise
+            return None
+        lines = base64.b64decode(found.get("hdrs", "")).decode().splitlines()
+        names = frozenset(line.partition(":")[0] for line in lines[1:])
+        return _Last(int(found["seq"]), base64.b64decode(found.get("data", "")), names)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         if key.endswith("/"):
@@ -232,7 +263,7 @@ class JetStreamBus:
             return
         await self._set(topic, key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
 
-    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Any) -> M | None:
+    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str]) -> M | None:
         """None when the state was removed, or is none."""
         if "KV-Operation" in headers or "Nats-Marker-Reason" in headers:
             return None
@@ -243,8 +274,7 @@ class JetStreamBus:
 
     async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: dict[str, str]) -> None:
         headers["Nats-Expected-Stream"] = await self._stream(topic)
-        answer = await self._connection.request(self._layout.subject(topic, key), data, headers=headers)
-        found = json.loads(answer.data)
+        found = (await self._connection.store(self._layout.subject(topic, key), data, headers=headers)).found
         if "error" in found:
             raise Refused(f"{topic.name} {key}", found["error"])
 
@@ -327,6 +357,11 @@ class JetStreamBus:
                     raise
                 await self._connection.api(f"STREAM.UPDATE.{name}", config)
         except Refused as refused:
+            if refused.code in _NO_PEERS:
+                raise ConfigError(
+                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
+                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
+                ) from None
             if refused.code in _NO_ROOM:
                 raise ConfigError(
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
@@ -373,11 +408,21 @@ class JetStreamBus:
         self._made.add(name)
 
 
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """``headers``: their names."""
+
+    sequence: int
+    data: bytes
+    headers: Collection[str]
+
+
 class _Delivery(Generic[M]):
     """A message on loan by one connection.
 
     A late nak would take it from whoever has it by then: the server does not tell them apart. A server that was killed
-    may have forgotten that it lent the message; it leaves an ack for it unanswered, so the message is deleted instead.
+    may have forgotten that it lent the message, and the next leader in a cluster may never have heard of it; it leaves
+    an ack for it unanswered, so the message is deleted instead.
     One word at a time: a keep that overtakes a retry would have the message wait for ack_seconds
     (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
     """
@@ -432,7 +477,7 @@ class _Delivery(Generic[M]):
             await self._tell(GIVE_BACK)
 
     async def _ask(self, word: bytes) -> None:
-        await self._connection.request(self._item.reply, word, only_in=self._item.generation)
+        await self._connection.request(self._item.reply, word, only_in=self._item.generation, patience=_WORD_SECONDS)
 
     async def _tell(self, word: bytes) -> None:
         await self._connection.send(self._item.reply, word, reply="")

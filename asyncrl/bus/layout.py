@@ -41,6 +41,7 @@ class Layout:
     max_log_bytes: int
     ack_seconds: float
     storage: Literal["file", "memory"]
+    replicas: int = 1
 
     def service(self, service: Service[Any, Any]) -> str:
         """Where a service's questions go; no stream takes them."""
@@ -79,7 +80,7 @@ class Layout:
         config = {
             "name": self.stream(topic),
             "storage": self.storage,
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "max_consumers": -1,
             "max_msgs": -1,
             "max_bytes": -1,
@@ -115,7 +116,7 @@ class Layout:
             "name": self.objects_stream,
             "subjects": [f"$O.{self.objects_bucket}.C.>", f"$O.{self.objects_bucket}.M.>"],
             "storage": self.storage,
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "retention": "limits",
             "discard": "new",
             "allow_rollup_hdrs": True,

@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.layout import HEADER_BYTES, Layout
 from asyncrl.errors import BusError, ObjectGone
 from asyncrl.protocols import ObjectInfo
@@ -125,8 +126,7 @@ class JetStreamObjects:
 
     async def _store(self, subject: str, data: bytes, headers: Mapping[str, str]) -> int:
         connection = await self._connected()
-        answer = await connection.request(subject, data, headers={**headers, "Nats-Expected-Stream": self._stream})
-        found = json.loads(answer.data)
+        found = (await connection.store(subject, data, headers={**headers, "Nats-Expected-Stream": self._stream})).found
         if "error" in found:
             raise Refused(f"object store {self._stream}", found["error"])
         return int(found["seq"])
