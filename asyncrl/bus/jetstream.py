@@ -23,11 +23,12 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.bus.access import Access
 from asyncrl.bus.connection import Connection, Refused, Unanswered
 from asyncrl.bus.handover import Each, encoded, opened
-from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
+from asyncrl.bus.layout import HEADER_BYTES, Layout, reader
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.bus.watch import Watch
 from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError, NoSuchRun
 from asyncrl.protocols import Delivery, Record
@@ -179,32 +180,24 @@ class JetStreamBus:
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
-        subject = self._layout.subject(topic, key)
-        pull = Pull(
+        watch = Watch(
             self._connection,
             stream=await self._stream(topic),
-            create=lambda last: watcher(_fresh("watcher"), subject=subject),
-            batch=_READ_AHEAD,
-            max_bytes=max(_READ_AHEAD_BYTES, 2 * self._connection.max_payload),
+            subject=self._layout.subject(topic, key),
+            told=self._layout.told(topic, key),
         )
-        seen = 0
 
         async def take() -> M:
-            nonlocal seen
             while True:
-                item = await pull.take()
-                item = pull.newest() or item
-                if item.sequence <= seen:
-                    continue  # a consumer made anew starts with the present value
-                seen = item.sequence
-                if (message := self._value(topic, key, item.data, item.headers)) is not None:
+                stored = await watch.take()
+                if (message := self._value(topic, key, stored.data, stored.headers)) is not None:
                     return message
 
         try:
-            await pull.start()
+            await watch.start()
             yield Each(take)
         finally:
-            await pull.stop()
+            await watch.stop()
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         stream = await self._stream(topic)
