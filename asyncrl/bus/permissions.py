@@ -57,7 +57,7 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
     subscribe = [f"{Access(role=role).inbox(run)}.>"]
     if role == "rollout-worker":
         publish += _of_worker(layout)
-        subscribe += [f"{layout.prefix(Lease.TOPIC)}*", layout.freed("*").replace("=2A", "*")]
+        subscribe += [layout.freed("*").replace("=2A", "*")]
         subscribe += [layout.told(topic, "*").replace("=2A", "*") for topic in WORKER_READS]
     else:
         subscribe += sorted({layout.told(topic, "*").replace("=2A", ">") for topic in ALL if topic.kind == "state"})
