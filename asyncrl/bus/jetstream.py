@@ -28,6 +28,7 @@ from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.bus.sweep import last_of_each
 from asyncrl.bus.watch import Watch
 from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError, NoSuchRun
@@ -47,6 +48,8 @@ _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
 _LONG_PAUSE: Final = 1.6
+_FEW: Final = 8
+"""States that are read one by one."""
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
@@ -202,7 +205,16 @@ class JetStreamBus:
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         stream = await self._stream(topic)
         found: dict[str, M] = {}
-        for subject in await self._subjects(topic, under=under):
+        subjects = await self._subjects(topic, under=under)
+        if len(subjects) > _FEW and self._role != "rollout-worker":  # which may not make a consumer there
+            for item in await last_of_each(
+                self._connection, stream=stream, subjects=self._layout.under(topic, under)
+            ):
+                key = self._layout.key(topic, item.subject)
+                if (message := self._value(topic, key, item.data, item.headers)) is not None:
+                    found[key] = message
+            return found
+        for subject in subjects:
             answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
             if answer.headers.get("Status") is not None:
                 continue  # 404: gone since

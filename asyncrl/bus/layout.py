@@ -125,6 +125,11 @@ def reader(name: str, *, after: int) -> dict[str, Any]:
     return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
 
 
+def everything(name: str, *, subjects: str) -> dict[str, Any]:
+    """A consumer of the last message of each of ``subjects``."""
+    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
+
+
 def _ephemeral(name: str) -> dict[str, Any]:
     return {
         "name": name,
