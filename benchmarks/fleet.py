@@ -243,6 +243,8 @@ def _row(
     row: Row = {
         "workers": run_config.rollout.workers,
         "trajectories_per_second": trajectories,
+        "group_size": scene.group_size,
+        "tokens": scene.num_tokens,
         "window": run_config.window,
         "max_staleness": run_config.max_staleness,
         "step_seconds": load["seconds"] / scene.steps,
@@ -324,6 +326,12 @@ def _say(text: str, *, end: str = "\n") -> None:
     print(f"  {text}", end=end, file=sys.stderr, flush=True)
 
 
+def write(target: Path, rows: Sequence[Row], *, given: Sequence[str]) -> None:
+    """After every fleet: the largest come last and take longest."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("".join(json.dumps(row) + "\n" for row in [{"machine": machine(given)}, *rows]))
+
+
 def machine(given: Sequence[str]) -> Row:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
@@ -341,15 +349,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--workers", type=int, nargs="+", default=SIZES, metavar="N", help="sizes of the fleet")
-    add("--rate", type=float, default=100.0, help="prompt groups a second, at every size (default 100)")
+    add("--rate", type=float, default=32.0, help="prompt groups a second, at every size (default 32)")
     add("--group-size", type=int, default=8, help="trajectories of a group (default 8)")
     add("--tokens", type=int, default=128, help="of a trajectory (default 128)")
     add("--seconds", type=float, default=4.0, help="that an answer takes on average (default 4)")
     add("--groups", type=int, default=256, help="groups per batch (default 256)")
     add("--max-staleness", type=int, default=3, help="the bound (default 3)")
-    add("--warmup", type=int, default=6, help="steps before the measured ones (default 6)")
-    add("--steps", type=int, default=12, help="steps measured (default 12)")
-    add("--idle-seconds", type=float, default=20.0, help="how long presence is measured (default 20)")
+    add("--warmup", type=int, default=3, help="steps before the measured ones (default 3)")
+    add("--steps", type=int, default=5, help="steps measured (default 5)")
+    add("--idle-seconds", type=float, default=15.0, help="how long presence is measured (default 15)")
     add("--processes", type=int, default=4, help="that share the workers (default 4)")
     add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")
     options = parser.parse_args(given)
@@ -380,13 +388,11 @@ def main(given: Sequence[str] | None = None) -> int:
         for workers in sorted(options.workers):
             rows.append(run(scene, workers=workers))
             print(line(rows[-1]), flush=True)
+            if options.json is not None:
+                write(options.json, rows, given=sys.argv[1:] if given is None else given)
     except KeyboardInterrupt:
         return 130
     print("", *flatness(rows), f"\n{time.monotonic() - started:.0f} s", sep="\n")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        head = {"machine": machine(sys.argv[1:] if given is None else given)}
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows]))
     problems = list(broken_promises(rows))
     print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
     return 1 if problems else 0
