@@ -175,5 +175,3 @@ async def _watch(parent: Connection, run: RunConfig, token: str) -> None:
 def _log_to(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-
-

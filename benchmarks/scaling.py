@@ -4,8 +4,8 @@
     python -m benchmarks.scaling --set sender_gigabytes=100        with another assumption
     python -m benchmarks.scaling --update docs/scaling.md          put them into the page
 
-Arithmetic only: each number follows from ``Assumptions`` and from what was measured (docs/results/fleet.jsonl). A value is
-an assumption with a source, or a measurement; nothing here was run on more than one machine.
+Arithmetic only: each number follows from ``Assumptions`` and from what was measured (docs/results/fleet.jsonl). A value
+is an assumption with a source, or a measurement; nothing here was run on more than one machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 FLEETS: Final = (8, 64, 512, 1024, 4096, 10_000)
-FLEET_RESULTS: Final = Path("docs/results/fleet.jsonl")
+FLEET_RESULTS: Final = Path(__file__).parent.parent / "docs" / "results" / "fleet.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,6 @@ class Assumptions:
     max_staleness: float = 4
     bytes_per_token: float = 9
     """4 token, 4 behavior logprob, 1 response mask."""
-    span_bytes: float = 30
-    """A version span; an answer has one for each version that sampled it."""
     salvage_copies: float = 1
     """Each token also lies in a segment until its group is published."""
     stream_megabytes: float = 50
@@ -84,8 +82,6 @@ class Assumptions:
     """A second: the learner's NIC (400 Gb/s); one GPU sends."""
     shm_gigabytes: float = 4.7
     """A second and engine, from /dev/shm into the GPU: measured (docs/performance.md, 1.19 GB in 0.252 s)."""
-    nvlink_gigabytes: float = 54
-    """A second within a host through SGLang: measured (1.19 GB in 22 ms)."""
     share_gigabytes: float = 100
     """A second: what a shared file system gives to all its readers together."""
     store_gigabytes: float = 1.2
@@ -262,16 +258,15 @@ def age(given: Assumptions) -> Table:
 
 
 def presence(given: Assumptions) -> Table:
-    rows = []
-    for workers in (10, 100, 1000, 5000, 10_000):
-        rows.append(
-            (
-                f"{workers:,}",
-                f"{workers * given.presence_messages:,.0f}",
-                f"{workers * given.presence_messages / given.stream_messages:.0%}",
-                f"{workers * 2 / 2:,.0f}",
-            )
+    rows = [
+        (
+            f"{workers:,}",
+            f"{workers * given.presence_messages:,.0f}",
+            f"{workers * given.presence_messages / given.stream_messages:.0%}",
+            f"{workers * 2 / 2:,.0f}",
         )
+        for workers in (10, 100, 1000, 5000, 10_000)
+    ]
     head = ("workers", "messages/s of presence", "of one server's", "heartbeats stored/s (two actors, every 2 s)")
     return "Presence", head, rows
 
@@ -301,7 +296,7 @@ def markdown(table: Table) -> str:
 
 def assumptions_table(given: Assumptions) -> str:
     lines = ["| assumption | value |", "|---|---|"]
-    lines += [f"| `{name} ` | {value:g} |".replace(" `", "`") for name, value in dataclasses.asdict(given).items()]
+    lines += [f"| `{name}` | {value:g} |" for name, value in dataclasses.asdict(given).items()]
     return "\n".join(lines)
 
 
@@ -317,10 +312,20 @@ def measured(results: Path) -> dict[str, float]:
     if not fleets:
         return {}
     first, last = fleets[0], fleets[-1]
+    of_group = first["work"]["messages"] * first["group_size"]
+    groups = last["trajectories_per_second"] / last["group_size"]
+    loads = last["workers"] / last["step_seconds"]
+    extra = last["load"]["messages"] - last["presence"]["messages"] - groups * of_group
     return {
         "presence_messages": round(last["presence"]["messages"] / last["workers"], 2),
-        "group_messages": round(first["work"]["messages"] * first["group_size"], 1),
+        "group_messages": round(of_group, 1),
+        "load_messages": round(max(0.0, extra) / loads, 1),
     }
+
+
+def assumptions(values: dict[str, float] | None = None) -> Assumptions:
+    """With what was measured, and ``values`` above it."""
+    return Assumptions(**(measured(FLEET_RESULTS) | (values or {})))
 
 
 # -- command -----------------------------------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--update", type=Path, metavar="PAGE", help="put the tables into a Markdown page")
     options = parser.parse_args(given)
     names = {field.name for field in dataclasses.fields(Assumptions)}
-    values = measured(FLEET_RESULTS)
+    values: dict[str, float] = {}
     for item in options.values:
         name, _, number = item.partition("=")
         if name not in names:
@@ -353,9 +358,9 @@ def main(given: Sequence[str] | None = None) -> int:
             values[name] = float(number)
         except ValueError:
             parser.error(f"--set {item}: {number!r} is no number")
-    assumptions = Assumptions(**values)
-    made = {name: markdown(table) for name, table in tables(assumptions)}
-    made["assumptions"] = assumptions_table(assumptions)
+    taken = assumptions(values)
+    made = {name: markdown(table) for name, table in tables(taken)}
+    made["assumptions"] = assumptions_table(taken)
     if options.update is not None:
         options.update.write_text(updated(options.update.read_text(), made))
         return 0

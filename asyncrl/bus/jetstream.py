@@ -207,9 +207,7 @@ class JetStreamBus:
         found: dict[str, M] = {}
         subjects = await self._subjects(topic, under=under)
         if len(subjects) > _FEW and self._role != "rollout-worker":  # which may not make a consumer there
-            for item in await last_of_each(
-                self._connection, stream=stream, subjects=self._layout.under(topic, under)
-            ):
+            for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
                 key = self._layout.key(topic, item.subject)
                 if (message := self._value(topic, key, item.data, item.headers)) is not None:
                     found[key] = message

@@ -1,9 +1,9 @@
 """One key's state on JetStream as it changes. A watch keeps nothing on the server but a subscription.
 
 The stream of a state tells every message it has stored on a subject beside it (``republish``), with its sequence. Who
-watches listens there first and then asks the stream's leader for the present value: what was stored before the question
-is in the answer, what is stored after it is told, and the sequences say which is newer. It asks again after a reconnect,
-and when it heard nothing for REFRESH_SECONDS: a leader that dies may have stored something that it did not tell.
+watches listens there first and then asks the stream's leader for the present value: what was stored before the
+question is in the answer, what is stored after it is told, and the sequences say which is newer. It asks again after a
+reconnect, and when it heard nothing for REFRESH_SECONDS: a leader that dies may have stored what it did not tell.
 
 Not a consumer: a server takes a thousand of them (JetStream error 10026), each has to be made and to beat, and a fleet
 has several watches a worker (benchmarks/fleet.py).
