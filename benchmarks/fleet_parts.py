@@ -87,7 +87,9 @@ class FleetEngine:
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._version = weights.order
         for growing in self._growing.values():
-            growing.versions.append((len(growing) + 1 if len(growing) else 0, self._version))
+            start = len(growing) + 1 if len(growing) else 0
+            if start < growing.num_tokens:  # else it is done, and has only not been handed over yet
+                growing.versions.append((start, self._version))
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
 
     @property
