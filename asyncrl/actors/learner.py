@@ -314,6 +314,8 @@ class Learner(Actor):
         started = time.monotonic()
         snapshot = await self._in_backend(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
+        if not self._reporter.num_workers:  # before the first report; engines not counted would all take one turn
+            await self._reporter.workers()
         self._weights.num_engines = self._reporter.num_workers
         await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 

@@ -32,6 +32,8 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS, PROGRESS
 
 LOOK_SECONDS = 1.0
+LARGE_FLEET = 128
+"""Of more actors than this every second look is left out: one costs the bus a message an actor."""
 ANSWER_SECONDS = 3.0
 """The bus has so long for one look."""
 REMEMBER_SECONDS = 60.0
@@ -153,6 +155,7 @@ class Watcher:
         self._beats = 0
         self._answered = self._stored = self._started = time.monotonic()
         self._listened = 0.0
+        self._pause = LOOK_SECONDS
         self._is_finished = False
         self.error: Exception | None = None
         """Of the last look, if the bus failed it."""
@@ -162,7 +165,7 @@ class Watcher:
         try:
             while True:
                 report(diagnose(await self.look()))
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(self._pause)
         finally:
             await self.close()
 
@@ -177,7 +180,8 @@ class Watcher:
             silent = time.monotonic() - self._answered
         else:
             now = time.monotonic()
-            heard = min(now - self._answered, 2 * LOOK_SECONDS)
+            heard = min(now - self._answered, 2 * self._pause)
+            self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
             if self.error is not None:
                 self._sightings.excuse()
             self._answered, self._listened = now, self._listened + heard

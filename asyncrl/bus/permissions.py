@@ -52,8 +52,10 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
     subscribe = [f"{Access(role=role).inbox(run)}.>"]
     if role == "rollout-worker":
         publish += _of_worker(layout)
-        subscribe += [f"{layout.prefix(Lease.TOPIC)}*", layout.freed("*").replace("=2A", "*")]
+        subscribe += [layout.freed("*").replace("=2A", "*")]
+        subscribe += [layout.told(topic, "*").replace("=2A", "*") for topic in WORKER_READS]
     else:
+        subscribe += sorted({layout.told(topic, "*").replace("=2A", ">") for topic in ALL if topic.kind == "state"})
         publish += [subject for stream in streams if stream != layout.stream(PROMPTS) for subject in _reading(stream)]
         if role == "operator":
             publish += [f"{layout.prefix(topic)}*" for topic in OPERATOR_WRITES]
@@ -69,7 +71,7 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.STREAM.MSG.DELETE.{prompts}",
         f"$JS.API.DIRECT.GET.{layout.objects_stream}",  # a chunk, by its sequence
         f"$JS.API.DIRECT.GET.{layout.objects_stream}.$O.{layout.objects_bucket}.M.*",
-        *(subject for topic in WORKER_READS for subject in _reading(layout.stream(topic), layout.prefix(topic))),
+        *(subject for topic in WORKER_READS for subject in _following(layout.stream(topic), layout.prefix(topic))),
         *(f"{layout.prefix(topic)}*" for topic in WORKER_WRITES),
         *(subject for topic in WORKER_KEEPS for subject in _keeping(layout.stream(topic), layout.prefix(topic))),
         f"{layout.prefix(Lease.TOPIC)}*",
@@ -79,15 +81,20 @@ def _of_worker(layout: Layout) -> list[str]:
     ]
 
 
-def _reading(stream: str, prefix: str = "") -> list[str]:
-    """Requests that read a stream, or what lies behind ``prefix`` in it; and its last messages."""
+def _reading(stream: str) -> list[str]:
+    """Requests that read a stream, and its last messages."""
     return [
-        f"$JS.API.CONSUMER.CREATE.{stream}.*.{prefix}*" if prefix else f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
         f"$JS.API.CONSUMER.DELETE.{stream}.*",
-        f"$JS.API.DIRECT.GET.{stream}.{prefix}*" if prefix else f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.DIRECT.GET.{stream}.>",
         f"$JS.API.STREAM.MSG.GET.{stream}",
     ]
+
+
+def _following(stream: str, prefix: str) -> list[str]:
+    """Requests that read the states behind ``prefix``, and watch any of the stream's."""
+    return [f"$JS.API.DIRECT.GET.{stream}.{prefix}*", f"$JS.API.STREAM.MSG.GET.{stream}"]
 
 
 def _keeping(stream: str, prefix: str) -> list[str]:
