@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl import checkpoint
+from asyncrl import checkpoint, processes
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
 from asyncrl.actors.examiner import Examiner
@@ -119,6 +119,7 @@ class Learner(Actor):
         self._export_seconds = 0.0
         self._checkpointed = -1  # the step of this life's last checkpoint
         self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
+        self._load_seconds: float | None = None  # until it could train; said with the first step
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -139,6 +140,7 @@ class Learner(Actor):
             if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
+            self._load_seconds = processes.age_seconds()
             await self._train(group)
             await self._finish()
             reader.cancel()
@@ -402,7 +404,9 @@ class Learner(Actor):
         }
         if self._checkpoint_seconds is not None:
             metrics["learner/checkpoint_seconds"] = self._checkpoint_seconds
-        self._checkpoint_seconds = None
+        if self._load_seconds is not None:
+            metrics["learner/load_seconds"] = self._load_seconds
+        self._checkpoint_seconds = self._load_seconds = None
         return metrics
 
     async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
