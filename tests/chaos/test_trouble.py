@@ -55,23 +55,24 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, url: str = "
     )
 
 
-@contextlib.contextmanager
-def worker(storm: Storm, name: str, *, url: str) -> Iterator[subprocess.Popen[bytes]]:
+@contextlib.asynccontextmanager
+async def worker(storm: Storm, name: str, *, url: str) -> AsyncIterator[None]:
     """One that joined by itself. It ends well when the run is finished."""
     words = ["rollout-worker", str(storm.run_file), "--name", name, "--set", f'bus.url="{url}"', "--set", MESSAGE_BYTES]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "asyncrl", *words],
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "asyncrl", *words),
         cwd=REPOSITORY,
         env=storm.environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        yield process
-        assert process.wait(60) == 0
+        yield
+        assert await process.wait() == 0
     finally:
-        process.kill()
-        process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def log_of(storm: Storm, name: str) -> str:
@@ -97,36 +98,34 @@ async def test_a_worker_whose_connection_is_away_goes_on_when_it_is_back(
     tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy
 ) -> None:
     storm = storm_on(own_server, tmp_path, "rollout.workers=1")
-    with worker(storm, "x0", url=proxy.url):
-        async with storm.up() as seen:
-            await storm.until(lambda: seen.published.get("x0", 0) > 0, "x0 has joined")
-            steps = seen.step[1]
-            await cut_off(proxy)
-            assert seen.step[1] > steps  # the others did not wait for it
-            published = seen.published["x0"]
-            await storm.until(lambda: seen.published["x0"] > published, "x0 works again")
+    async with worker(storm, "x0", url=proxy.url), storm.up() as seen:
+        await storm.until(lambda: seen.published.get("x0", 0) > 0, "x0 has joined")
+        steps = seen.step[1]
+        await cut_off(proxy)
+        assert seen.step[1] > steps  # the others did not wait for it
+        published = seen.published["x0"]
+        await storm.until(lambda: seen.published["x0"] > published, "x0 works again")
     assert LOST in log_of(storm, "x0")
     assert BACK in log_of(storm, "x0")
     assert LOST not in log_of(storm, "learner")
-    assert_is_clean(storm.audit())
+    assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
 async def test_a_learner_whose_connection_is_away_goes_on_when_it_is_back(
     tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy
 ) -> None:
     storm = storm_on(own_server, tmp_path, "rollout.workers=0", url=proxy.url)
-    with worker(storm, "x0", url=own_server.url), worker(storm, "x1", url=own_server.url):
-        async with storm.up() as seen:
-            learner = storm.pids()["learner"]
-            await cut_off(proxy)
-            steps = seen.step[1]
-            await storm.until(lambda: seen.step[1] > steps + 2, "the learner trains again")
-            assert storm.pids()["learner"] == learner  # it waited, and was not started again
-            assert seen.step[0] == 0
+    async with worker(storm, "x0", url=own_server.url), worker(storm, "x1", url=own_server.url), storm.up() as seen:
+        learner = storm.pids()["learner"]
+        await cut_off(proxy)
+        steps = seen.step[1]
+        await storm.until(lambda: seen.step[1] > steps + 2, "the learner trains again")
+        assert storm.pids()["learner"] == learner  # it waited, and was not started again
+        assert seen.step[0] == 0
     assert LOST in log_of(storm, "learner")
     assert BACK in log_of(storm, "learner")
     assert LOST not in log_of(storm, "x0")
-    assert_is_clean(storm.audit())
+    assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
 async def test_when_every_connection_is_away_all_go_on_when_they_are_back(
@@ -145,7 +144,7 @@ async def test_when_every_connection_is_away_all_go_on_when_they_are_back(
     for name in ("learner", "w0", "w1", "w2"):
         assert LOST in log_of(storm, name)
         assert BACK in log_of(storm, name)
-    assert_is_clean(storm.audit())
+    assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
 # -- a reader that is slow ---------------------------------------------------------------------------------------------
@@ -171,7 +170,7 @@ async def test_a_learner_that_the_server_drops_as_a_slow_consumer_reads_on_where
             assert storm.pids()["learner"] == learner
         assert LOST in log_of(storm, "learner")
         assert BACK in log_of(storm, "learner")
-        audit = storm.audit()
+        audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
 
 
@@ -200,7 +199,7 @@ async def test_while_the_log_is_full_workers_wait_for_room_in_sight_and_go_on_wi
             steps = seen.step[1]
         await storm.until(lambda: seen.step[1] > steps + 5, "all work again")
         assert storm.pids() == before
-    assert_is_clean(storm.audit())
+    assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
 @contextlib.asynccontextmanager
@@ -238,7 +237,7 @@ async def test_while_the_servers_disk_is_full_everybody_waits_and_goes_on_when_t
             assert [after[name] for name in ("run", "w0", "w1", "w2")] == [
                 before[name] for name in ("run", "w0", "w1", "w2")
             ]
-        audit = storm.audit()
+        audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
 
 
