@@ -358,6 +358,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             keep_log=run.checkpoint.keep_log,
             max_buried_in_a_row=max(32, 2 * run.window),
             max_skipped_steps=run.learner.max_skipped_steps,
+            publish_every=run.weights.every_steps,
         ),
         state=state,
         restore_from=restore_from,

@@ -59,6 +59,7 @@ class LearnerSettings:
     keep_log: bool
     max_buried_in_a_row: int
     max_skipped_steps: int = 0
+    publish_every: int = 1
 
 
 class Learner(Actor):
@@ -142,7 +143,7 @@ class Learner(Actor):
             await self._report_progress()
             self._load_seconds = processes.age_seconds()
             await self._train(group)
-            await self._finish()
+            await self._finish(group)
             reader.cancel()
             exhaustion.cancel()
             burial.cancel()
@@ -274,7 +275,8 @@ class Learner(Actor):
             "learner/step_seconds": ended - started,
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
-        await self._publish_weights(group)
+        if self.step % self._settings.publish_every == 0:
+            await self._publish_weights(group)
         if changed := self._feed.adapt(result.metrics):
             await self._intake.event("bound", step=self.step, **changed)
         await self._report_progress()
@@ -332,8 +334,10 @@ class Learner(Actor):
             ),
         )
 
-    async def _finish(self) -> None:
+    async def _finish(self, group: asyncio.TaskGroup) -> None:
         """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
+        if self.step % self._settings.publish_every:
+            await self._publish_weights(group)
         await self._weights.wait()
         if self._reporting is not None:
             await self._reporting
