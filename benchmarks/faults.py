@@ -434,6 +434,7 @@ def _starting(run: Run) -> Iterator[None]:
         finally:
             worker.kill()
             worker.wait()
+            (run.folder / "begun").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
