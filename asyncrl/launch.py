@@ -137,20 +137,26 @@ async def _reopen(run_config: RunConfig, *, token: str) -> None:
 
 @dataclass(slots=True)
 class _Budget:
-    """How often a process may be started again, and how long to wait before."""
+    """How often a process may be started again, and how long to wait before: longer each time it fails to start."""
 
     restarts: int
     used: int = 0
+    failed_starts: int = 0
+    """In a row."""
 
-    def pause(self, lived_seconds: float) -> float | None:
-        """Seconds to wait for the next start, so that two starts are a back-off apart; None when there is none."""
+    def pause(self, lived_seconds: float, *, has_worked: bool) -> float | None:
+        """Seconds to wait for the next start; None when there is none. Who worked is missed: it waits for nothing."""
         if lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None
         self.used += 1
-        back_off = min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS)
-        return float(max(0.0, back_off - lived_seconds))
+        back_off = min(BACK_OFF_SECONDS * 2**self.failed_starts, LONGEST_BACK_OFF_SECONDS)
+        if has_worked and lived_seconds >= back_off:
+            self.failed_starts = 0
+            return 0.0
+        self.failed_starts += 1
+        return float(back_off)
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"
@@ -278,7 +284,8 @@ class _Launcher:
         if code == 0 or was_over or self._over.is_set():
             return None
         why = f"{child.name} ended with {_reason(code)}" + (f" ({child.fault})" if child.fault else "")
-        pause = None if code in NEVER_AGAIN else child.budget.pause(lived_seconds)
+        has_worked = child.process is not None and self._watcher.has_worked(child.process.pid)
+        pause = None if code in NEVER_AGAIN else child.budget.pause(lived_seconds, has_worked=has_worked)
         if pause is None:
             self._end(STUCK_EXIT_CODE if child.fault else code, f"{why}; ending the run")
         else:
@@ -289,16 +296,16 @@ class _Launcher:
         """Start the server again on its port and store when it ends: everybody waits for it, and nothing is lost."""
         while True:
             started = time.monotonic()
-            why = "nats-server ended"
+            why, has_worked = "nats-server ended", True  # it had started
             await _until_ended(server.pid)
-            while (pause := self._server_budget.pause(time.monotonic() - started)) is not None:
+            while (pause := self._server_budget.pause(time.monotonic() - started, has_worked=has_worked)) is not None:
                 self._say(f"{why}; {self._server_budget}")
                 await asyncio.sleep(pause)
                 try:
                     server.start()  # here and not in a thread: it ends with the thread that started it
                     break
                 except AsyncRLError as error:
-                    why = str(error)
+                    why, has_worked = str(error), False
             else:
                 self._end(1, f"nats-server does not stay up ({why}); ending the run")
                 return

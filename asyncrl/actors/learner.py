@@ -32,7 +32,7 @@ from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
-from asyncrl.errors import HopelessError
+from asyncrl.errors import BusError, HopelessError
 from asyncrl.history import History
 from asyncrl.messages import Progress
 from asyncrl.policies.batch import Metric
@@ -381,8 +381,15 @@ class Learner(Actor):
         self._checkpointed = state.step
         self.log.info("checkpoint %s", folder)
         if not self._settings.keep_log and not self._skipped.in_a_row:
-            await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
+            await self._trim(through=state.consumed["watermark"] - 1)
         self._checkpoint_seconds = time.monotonic() - started
+
+    async def _trim(self, *, through: int) -> None:
+        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
+        try:
+            await self.bus.trim(TRAJECTORIES, through=through)
+        except BusError as error:
+            self.log.warning("the log is not trimmed: %s", error)
 
     # -- small things --------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class Sightings:
         self._has_listened = False
         self._own: dict[str, int] = {}
         self._ended: set[int] = set()
+        self.worked: set[int] = set()
+        """Own processes that were heard to be past their start."""
 
     def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
         """Take in one look, ``seconds`` of listening after the one before."""
@@ -68,6 +70,7 @@ class Sightings:
         self._ended |= {pid for name, pid in self._own.items() if name not in own or own[name].pid != pid}
         self._own = {name: one.pid for name, one in own.items() if one.pid}
         self._ended -= set(self._own.values())
+        self.worked |= {pid for name, pid in self._own.items() if name in beats and _is_past_start(beats[name], pid)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
@@ -115,6 +118,10 @@ class Sightings:
         return Seen(
             beat=Heartbeat(actor=one.name, role=one.role, phase="starting", waits=(wait,), host=self._host, pid=one.pid)
         )
+
+
+def _is_past_start(beat: Heartbeat, pid: int) -> bool:
+    return beat.pid == pid and beat.phase != "starting"
 
 
 def _life(beat: Heartbeat) -> tuple[str, int, int]:
@@ -181,6 +188,10 @@ class Watcher:
             bus_process=process_state(self._server()),
             is_finished=self._is_finished,
         )
+
+    def has_worked(self, pid: int) -> bool:
+        """Whether an own process was ever past its start."""
+        return pid in self._sightings.worked
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None

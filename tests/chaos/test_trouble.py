@@ -224,7 +224,7 @@ async def all_wait_for_room(storm: Storm) -> bool:
 
 async def test_while_the_servers_disk_is_full_everybody_waits_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     """Its store is on a disk of its own, of 64 MiB."""
-    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, "run.stall_seconds=10"))
+    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, "run.stall_seconds=30"))
     with small_disk(storm.run_directory / "nats", megabytes=64) as disk:
         async with storm.up() as seen:
             before = storm.pids()
