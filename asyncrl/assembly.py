@@ -128,6 +128,7 @@ def _learner_settings(run: RunConfig) -> LearnerSettings:
         keep_log=run.checkpoint.keep_log,
         max_buried_in_a_row=max(32, 2 * run.window),
         max_skipped_steps=run.learner.max_skipped_steps,
+        publish_every=run.weights.every_steps,
     )
 
 
