@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
-from asyncrl.bus.access import without_secrets
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
@@ -45,8 +45,15 @@ def check(run: RunConfig) -> None:
             "remove it or use rollout.group_size = 2 or more"
         )
     auxiliary.check_folders(run, algorithm)
-    if run.learner.device == "cuda":
+    places = app.launcher_class(run).places
+    if run.learner.device == "cuda" and not places:
         app.require_gpu("learner")
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+        if gpus and places:
+            raise ConfigError(
+                f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
+                "and GPUs itself; remove the key (launcher.options says how)"
+            )
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
@@ -59,7 +66,7 @@ def check_worker(run: RunConfig) -> None:
     _check_bus(run)
     _check_sampling(run)
     check_model(Path(run.model.path))
-    if run.engine.device == "cuda":
+    if run.engine.device == "cuda" and not app.launcher_class(run).places:
         app.require_gpu("engine")
     app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
@@ -184,7 +191,7 @@ def gpus_per_worker(run: RunConfig) -> int:
 def describe(run: RunConfig) -> str:
     """The resolved run file and what follows from it, for a person. Checks first, every row of the data too."""
     check(run)
-    placed = placement(run)
+    placed = "found by the launcher" if app.launcher_class(run).places else placement(run)
     rows = app.open_rows(run)
     lines = []
     for section in dataclasses.fields(run):

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would again (a full 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import json
 import logging
@@ -176,6 +177,7 @@ def _learner(options: argparse.Namespace) -> int:
 
     config = _load(options)
     processes.end_with_parent()
+    config = _on_its_bus(config)
     if config.weights.channel == "nccl":
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it; unlike settings cannot meet
     _log_to(config.run_directory / "logs" / "learner.log")
@@ -186,7 +188,7 @@ def _rollout_worker(options: argparse.Namespace) -> int:
     from asyncrl import processes, roles
 
     processes.end_with_parent()
-    config = _joined(options)
+    config = _on_its_bus(_joined(options))
     name = options.name or roles.worker_name()
     _log_to(config.run_directory / "logs" / f"{name}.log")
     return roles.run_worker(config, name=name, token=_token(config))
@@ -265,6 +267,12 @@ _VERBS = {
     "audit": _audit,
     "replay": _replay,
 }
+
+
+def _on_its_bus(config: RunConfig) -> RunConfig:
+    """With the address of the server that `asyncrl run` started, if it told us."""
+    url = os.environ.get("ASYNCRL_BUS_URL", "")
+    return dataclasses.replace(config, bus=dataclasses.replace(config.bus, address=url)) if url else config
 
 
 def _token(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app, only_learner
+from asyncrl import app, needs, only_learner
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
@@ -44,11 +44,13 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     except OSError as error:
         raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
-    start = functools.partial(_run, run_config, app.launcher(run_config), common, resume=resume, token=token)
+    launcher = app.launcher(run_config)
+    host = launcher.connect()
+    start = functools.partial(_run, run_config, launcher, common, resume=resume, token=token)
     if run_config.bus.url:
         return asyncio.run(start(server=None))
     server = EmbeddedServer(
-        directory / "nats", port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
+        directory / "nats", host=host, port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
     server.start()  # before the event loop: the server ends with the thread that started it
     address = directory / BUS_FILE
@@ -79,12 +81,15 @@ async def _run(
 ) -> int:
     if run_config.bus.url:  # a server of our own has our run alone
         await _refuse_a_second(run_config, token=token)
-    staff = Staff(run_config, launcher=launcher, common=common, token=token)
+    environment = _bus_access(url=server.url, token=server.token) if server is not None else _bus_access(token=token)
+    staff = Staff(run_config, launcher=launcher, common=common, environment=environment)
     workers = await _reopen(run_config, token=token) if resume else None
+    children = staff.first(workers=workers, resume=resume)
+    launcher.check_room([child.spec for child in children])
     fleet = Fleet(
         run_config.run,
         launcher=launcher,
-        children=staff.first(workers=workers, resume=resume),
+        children=children,
         hire=staff.hire,
         server=server,
     )
@@ -118,15 +123,23 @@ async def _reopen(run_config: RunConfig, *, token: str) -> int | None:
         await bus.close()
 
 
+def _bus_access(*, token: str, url: str = "") -> dict[str, str]:
+    """What processes need to know of the bus that is not in the run file."""
+    known = {"ASYNCRL_BUS_URL": url, "ASYNCRL_BUS_TOKEN": token}
+    return {name: value for name, value in known.items() if value}
+
+
 class Staff:
     """What the processes of a run are started with."""
 
-    def __init__(self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], token: str) -> None:
+    def __init__(
+        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: dict[str, str]
+    ) -> None:
         """common: the run file and overrides of each"""
         self._run = run_config
         self._places = launcher.places
         self._common = common
-        self._environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
+        self._environment = environment
 
     def first(self, *, workers: int | None, resume: bool) -> list[Child]:
         """The learner, then ``workers``, or as many as the run file says. Says who gets which GPUs, if there are any.
@@ -152,6 +165,8 @@ class Staff:
                 num_gpus=run.learner.ranks if run.learner.device != "cpu" else 0,
                 gpus=gpus.learner,
                 environment=self._environment,
+                paths=needs.learner_paths(run),
+                shared=needs.learner_folders(run),
             ),
             budget=Budget(run.run.restarts),
             restart_arguments=("--resume",),
@@ -173,5 +188,7 @@ class Staff:
             num_gpus=gpus_per_worker(self._run),
             gpus=gpus,
             environment=self._environment,
+            paths=needs.worker_paths(self._run),
+            shared=needs.worker_folders(self._run),
         )
         return Child(spec=spec, budget=Budget(self._run.run.restarts))

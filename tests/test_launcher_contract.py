@@ -14,14 +14,24 @@ import pytest
 from asyncrl.actors.watcher import process_state
 from asyncrl.launchers.local import LocalLauncher
 from asyncrl.launchers.port import Launcher, ProcessSpec
+from asyncrl.launchers.ray import Options, RayLauncher
 from asyncrl.policies.faults import WORKER
 
 
-@pytest.fixture(params=["local"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Launcher]:
-    made = {"local": LocalLauncher}[request.param](run_name="fleet", log_directory=tmp_path, options=None)
+    if request.param == "local":
+        made: Launcher = LocalLauncher(run_name="fleet", log_directory=tmp_path, options=None)
+    else:
+        cluster = request.getfixturevalue("two_nodes")
+        cluster.leave()
+        made = RayLauncher(run_name="fleet", log_directory=tmp_path, options=Options(address=cluster.address))
+    made.connect()
     yield made
     await made.close()
+    if request.param == "ray":
+        cluster.watch()
+        assert cluster.left_behind() == []
 
 
 @pytest.fixture

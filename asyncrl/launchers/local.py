@@ -11,12 +11,15 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import processes
 from asyncrl.errors import LaunchError
 from asyncrl.launchers.port import ProcessSpec
 from asyncrl.placement import visible_devices
+
+LOOPBACK = "127.0.0.1"
 
 
 class LocalProcess:
@@ -45,6 +48,12 @@ class LocalLauncher:
 
     def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
         self._running: list[LocalProcess] = []
+
+    def connect(self) -> str:
+        return LOOPBACK
+
+    def check_room(self, specs: Sequence[ProcessSpec]) -> None:
+        """Whoever deals the GPUs has seen to it."""
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         try:

@@ -6,8 +6,9 @@ it stands still, and when the run is over is decided by asyncrl/fleet.py, the sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 
@@ -21,6 +22,8 @@ class ProcessSpec:
     gpus         which, numbered as the launcher's own machine sees them, where asyncrl deals them (``Launcher.places``
                  is False); empty otherwise
     environment  set for it on top of what it inherits; may hold secrets, so it goes on no command line and in no log
+    paths        key of the run file -> what must be on its machine
+    shared       key of the run file -> a folder that must be ours there, too, unless it is with the learner
     """
 
     name: str
@@ -29,6 +32,8 @@ class ProcessSpec:
     num_gpus: int = 0
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    shared: Mapping[str, Path] = field(default_factory=dict)
 
 
 class LaunchedProcess(Protocol):
@@ -62,6 +67,17 @@ class Launcher(Protocol):
     @property
     def places(self) -> bool:
         """Whether it finds machine and GPUs itself (by num_gpus), or is told which GPUs (spec.gpus)."""
+        ...
+
+    def connect(self) -> str:
+        """Before the event loop runs and before all else: reach the machines. Our own address as they know it.
+
+        Raises ConfigError when they cannot be reached, or have a run of this name already.
+        """
+        ...
+
+    def check_room(self, specs: Sequence[ProcessSpec]) -> None:
+        """Raises NoRoom when these can never run at once. That others use the room now is no reason: start waits."""
         ...
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
