@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl import auxiliary, plugins, tables
+from asyncrl.addresses import servers, without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -32,7 +33,11 @@ BACKENDS = {
     "megatron": "asyncrl.backends.megatron:MegatronBackend",
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
-CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "objects": "asyncrl.weights.objects:ObjectsChannel",
+}
 LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollouts:{name}" for name in ("single_turn", "given")}
@@ -122,9 +127,17 @@ def open_rows(run: RunConfig) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
 
 
-def channel(run: RunConfig) -> WeightChannel:
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
-    extra = {"host": run.weights.host or _own_address(run)} if run.weights.channel == "nccl" else {}
+    extra: dict[str, Any] = {}
+    if run.weights.channel == "nccl":
+        extra = {"host": run.weights.host or _own_address(run)}
+    elif run.weights.channel == "objects":
+        extra = {
+            "objects": bus.objects(),
+            "full_every": run.weights.full_every,
+            "delta_share": run.weights.delta_share,
+        }
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
 
@@ -134,7 +147,7 @@ def _own_address(run: RunConfig) -> str:
     from asyncrl.weights.nccl import own_address
 
     url, _ = bus_address(run, token="")
-    return own_address(urlsplit(url).hostname or "127.0.0.1")
+    return own_address(urlsplit(servers(url)[0]).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -222,8 +235,6 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
 
     role  of bus/access.py; only the learner's makes the run's streams
     """
-    from asyncrl.bus.access import without_secrets
-
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role)
     if bus.max_message_bytes < run.largest_message_bytes:
@@ -277,4 +288,5 @@ async def _connect(run: RunConfig, url: str, *, token: str, role: str) -> Bus:
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
         storage=run.bus.store,
+        replicas=run.bus.replicas,
     )

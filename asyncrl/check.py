@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
-from asyncrl.bus.access import without_secrets
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError

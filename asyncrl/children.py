@@ -20,20 +20,26 @@ HEALTHY_SECONDS = 600.0
 
 @dataclass(slots=True)
 class Budget:
-    """How often a process may be started again, and how long to wait before."""
+    """How often a process may be started again, and how long to wait before: longer each time it fails to start."""
 
     restarts: int
     used: int = 0
+    failed_starts: int = 0
+    """In a row."""
 
-    def pause(self, lived_seconds: float) -> float | None:
-        """Seconds to wait for the next start, so that two starts are a back-off apart; None when there is none."""
+    def pause(self, lived_seconds: float, *, has_worked: bool) -> float | None:
+        """Seconds to wait for the next start; None when there is none. Who worked is missed: it waits for nothing."""
         if lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None
         self.used += 1
-        back_off = min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS)
-        return float(max(0.0, back_off - lived_seconds))
+        back_off = min(BACK_OFF_SECONDS * 2**self.failed_starts, LONGEST_BACK_OFF_SECONDS)
+        if has_worked and lived_seconds >= back_off:
+            self.failed_starts = 0
+            return 0.0
+        self.failed_starts += 1
+        return float(back_off)
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"
@@ -46,12 +52,15 @@ class End:
     code         as ``LaunchedProcess.ended`` gives it
     reason       for a person
     has_no_room  it never began: no GPUs are free
+    node, pid    of the process, if there was one
     """
 
     code: int
     reason: str
     lived_seconds: float
     has_no_room: bool = False
+    node: str = ""
+    pid: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -94,6 +103,7 @@ class Child:
         """One life of it, to its end. What keeps it from starting is the end of a life too."""
         began, self.since = time.monotonic(), time.monotonic()
         self.fault, has_no_room = "", False
+        node, pid = "", 0
         extra = self.restart_arguments if self.resumed or self.lives else ()
         try:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
@@ -103,6 +113,7 @@ class Child:
             self.lives += 1
             if self._asked:
                 self.process.signal(self._asked)
+            node, pid = self.process.node, self.process.pid
             code = await self.process.ended()
             reason = f"{self.name} ended with {_reason(code)}" + (f" ({self.fault})" if self.fault else "")
         except AsyncRLError as error:
@@ -110,7 +121,8 @@ class Child:
             has_no_room = isinstance(error, NoRoom)
         finally:
             self.process, self.since = None, time.monotonic()
-        return End(code=code, reason=reason, lived_seconds=self.since - began, has_no_room=has_no_room)
+        lived_seconds = self.since - began
+        return End(code=code, reason=reason, lived_seconds=lived_seconds, has_no_room=has_no_room, node=node, pid=pid)
 
     async def _start(self, launcher: Launcher, spec: ProcessSpec) -> LaunchedProcess | None:
         """None when it is dismissed first: a launcher may wait long for room."""

@@ -49,7 +49,10 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bus:
     url: str = ""
-    """nats://HOST:PORT of a running server; empty starts one for this run."""
+    """nats://HOST:PORT of a running server; empty starts one for this run. Of a cluster, several with commas between
+    (nats://A:4222,nats://B:4222,nats://C:4222): whoever loses its server goes on with another."""
+    replicas: int = 1
+    """Servers of the cluster at url that keep a copy of what is on the bus: 3 survive the loss of any one."""
     address: str = ""
     """Of the server started for this run, for processes that cannot read it in the run's folder; `asyncrl run` tells
     them (ASYNCRL_BUS_URL)."""
@@ -80,6 +83,8 @@ class Bus:
             not self.url or self.url.startswith(("nats://", "tls://")),
             f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
+        _require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
+        _require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
         _require(
             bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
         )
@@ -264,15 +269,24 @@ class Algorithm:
 class Weights:
     channel: str = "files"
     """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
-    engine's (gloo between CPUs). Or "package.module:Class"."""
+    engine's (gloo between CPUs). objects: the bus's object store, for workers far away. Or "package.module:Class"."""
     directory: str = ""
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     host: str = ""
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
+    every_steps: int = 1
+    """Steps between two versions that are published. Each step is a version all the same: what is sampled meanwhile is
+    as stale as it is."""
+    full_every: int = 16
+    """objects: a version is stored as what changed since the one before, and each so many-th as a whole too."""
+    delta_share: float = 0.5
+    """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
+        _positive(self, "every_steps", "full_every")
+        _require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
         _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 
@@ -332,6 +346,18 @@ class RunConfig:
             f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
             "be punished",
         )
+        every = self.weights.every_steps
+        if every > 1 and self.rollout.function != "given":  # somebody samples
+            _require(
+                self.run.mode == "async",
+                f'weights: every_steps {every} needs run.mode = "async"; in {self.run.mode} each step waits for the '
+                "version before it",
+            )
+            _require(
+                every <= self.max_staleness + 1,
+                f"weights: every_steps {every} is more than staleness.max_staleness + 1 = {self.max_staleness + 1}: "
+                "what engines could sample would be too stale before the next version; lower one or raise the other",
+            )
 
     @property
     def run_directory(self) -> Path:

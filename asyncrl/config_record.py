@@ -1,8 +1,8 @@
 """A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
 
 Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
-needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token. ``worker_table``
-has more, for workers that join.
+needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token; files with secrets
+are named. ``worker_table`` has more, for workers that join.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.tables import build
 
@@ -24,7 +24,8 @@ _SECTIONS: Final = (
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _SECRET_WORDS: Final = {"key", "token", "password", "secret", "headers", "header", "auth", "authorization"}
-_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds")
+_BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
+_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
@@ -37,7 +38,10 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
-    table["bus"]["url"] = _without_user(table["bus"]["url"])
+    for key in _BUS_PATHS:
+        if table["bus"][key]:
+            table["bus"][key] = str(Path(table["bus"][key]).absolute())
+    table["bus"]["url"] = without_secrets(table["bus"]["url"])
     return table
 
 
@@ -51,6 +55,8 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
     }
     table["run"].pop("directory")
+    for key in _BUS_PATHS:  # who joins has its own
+        table["bus"].pop(key)
     if run.weights.directory:
         table["weights"]["directory"] = str(Path(run.weights.directory).absolute())
     withheld = []
@@ -74,8 +80,3 @@ def _may_be_secret(value: Any) -> bool:
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
     """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
     return build(RunConfig, table, where)
-
-
-def _without_user(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -8,6 +8,7 @@
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
+    │   ├── ObjectGone     a large object is not in the store, or not any more
     │   ├── MessageTooLarge  a message is over the server's max_payload
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
@@ -64,8 +65,16 @@ class Forbidden(BusError):
     """The server does not let our role do this."""
 
 
+class Unanswered(BusError):
+    """The server is there and does not answer this, or has been restarted since it could have."""
+
+
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
+
+
+class ObjectGone(BusError):
+    """An object is not in the store, or was removed while it was read. The weight channel takes another way."""
 
 
 class MessageTooLarge(BusError):

@@ -66,6 +66,7 @@ class Fleet:
         self._server = server
         self._server_budget = Budget(settings.restarts)
         self._lasting = Lasting()
+        self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
         self._children = list(children)
         self._tasks: set[asyncio.Task[None]] = set()
         self._group = asyncio.TaskGroup()
@@ -79,6 +80,7 @@ class Fleet:
 
     async def run(self, watcher: Watcher, sizer: Sizer) -> int:
         """To the end of the run; its exit code."""
+        self._has_worked = watcher.has_worked
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
@@ -143,7 +145,8 @@ class Fleet:
             return None
         if end.has_no_room and (child.lives or child.is_hired):
             return self._without_room(child, end)
-        pause = None if code in NEVER_AGAIN else child.budget.pause(end.lived_seconds)
+        has_worked = self._has_worked(end.node, end.pid)
+        pause = None if code in NEVER_AGAIN else child.budget.pause(end.lived_seconds, has_worked=has_worked)
         if pause is None:
             self._end(STUCK_EXIT_CODE if child.fault else code, f"{end.reason}; ending the run")
         else:
@@ -163,16 +166,16 @@ class Fleet:
         """Start the server again on its port and store when it ends: everybody waits for it, and nothing is lost."""
         while True:
             started = time.monotonic()
-            why = "nats-server ended"
+            why, has_worked = "nats-server ended", True  # it had started
             await _until_ended(server.pid)
-            while (pause := self._server_budget.pause(time.monotonic() - started)) is not None:
+            while (pause := self._server_budget.pause(time.monotonic() - started, has_worked=has_worked)) is not None:
                 self._say(f"{why}; {self._server_budget}")
                 await asyncio.sleep(pause)
                 try:
                     server.start()  # here and not in a thread: it ends with the thread that started it
                     break
                 except AsyncRLError as error:
-                    why = str(error)
+                    why, has_worked = str(error), False
             else:
                 self._end(1, f"nats-server does not stay up ({why}); ending the run")
                 return

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Sequence
 
 from asyncrl import config, config_record
+from asyncrl.addresses import without_secrets
 from asyncrl.app import connect
-from asyncrl.bus.access import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fleet_messages import RunSettings

@@ -84,7 +84,7 @@ class Stage:
         self.launcher = launcher
         self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         settings = config.load(DEMO, ["learner.device=cpu"])
-        self.staff = launch.Staff(settings, launcher=launcher, common=["RUN.toml"], token="")
+        self.staff = launch.Staff(settings, launcher=launcher, common=["RUN.toml"], environment={})
         self.fleet = fleet.Fleet(
             dataclasses.replace(settings.run, stall_seconds=1e9),
             launcher=launcher,

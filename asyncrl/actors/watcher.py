@@ -32,6 +32,8 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS, PROGRESS
 
 LOOK_SECONDS = 1.0
+LARGE_FLEET = 128
+"""Of more actors than this every second look is left out: one costs the bus a message an actor."""
 ANSWER_SECONDS = 3.0
 """The bus has so long for one look."""
 REMEMBER_SECONDS = 60.0
@@ -65,6 +67,7 @@ class Sightings:
         self._has_listened = False
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
         self._ended: set[tuple[str, int]] = set()
+        self._worked: set[tuple[str, int]] = set()
 
     def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
         """Take in one look, ``seconds`` of listening after the one before."""
@@ -73,6 +76,7 @@ class Sightings:
         self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
         self._own = up
         self._ended -= set(self._own.values())
+        self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
@@ -85,6 +89,10 @@ class Sightings:
         """The bus was away: who could not be heard gets its time again to be."""
         self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
         self._lively.clear()
+
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Whether an own process was ever heard to be past its start. ``host``: empty is the watcher's own."""
+        return (host or self._host, pid) in self._worked
 
     def present(self) -> dict[str, Seen]:
         """All of them, with what this machine says of the silent ones' processes."""
@@ -129,6 +137,10 @@ class Sightings:
         )
 
 
+def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:
+    return (beat.host, beat.pid) == life and beat.phase != "starting"
+
+
 def _life(beat: Heartbeat) -> tuple[str, int, int]:
     return (beat.host, beat.pid, beat.beat)
 
@@ -153,6 +165,7 @@ class Watcher:
         self._beats = 0
         self._answered = self._stored = self._started = time.monotonic()
         self._listened = 0.0
+        self._pause = LOOK_SECONDS
         self._is_finished = False
         self.error: Exception | None = None
         """Of the last look, if the bus failed it."""
@@ -162,7 +175,7 @@ class Watcher:
         try:
             while True:
                 report(diagnose(await self.look()))
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(self._pause)
         finally:
             await self.close()
 
@@ -177,7 +190,8 @@ class Watcher:
             silent = time.monotonic() - self._answered
         else:
             now = time.monotonic()
-            heard = min(now - self._answered, 2 * LOOK_SECONDS)
+            heard = min(now - self._answered, 2 * self._pause)
+            self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
             if self.error is not None:
                 self._sightings.excuse()
             self._answered, self._listened = now, self._listened + heard
@@ -193,6 +207,10 @@ class Watcher:
             bus_process=process_state(self._server()),
             is_finished=self._is_finished,
         )
+
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Whether an own process was ever past its start. ``host``: empty is this one."""
+        return self._sightings.has_worked(host, pid)
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None

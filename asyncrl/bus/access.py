@@ -90,9 +90,3 @@ class Access:
 
     def _path(self, key: str) -> Path:
         return Path(getattr(self, key).replace("{role}", self.role))
-
-
-def without_secrets(url: str) -> str:
-    """The url without user, password or token: all that is left of it in messages."""
-    scheme, separator, rest = url.partition("://")
-    return scheme + separator + rest.rpartition("@")[2]
