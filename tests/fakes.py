@@ -144,6 +144,8 @@ class Channel:
     """Weights that are nowhere."""
 
     sender = None
+    progress = 0
+    published_bytes = 0
 
     def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         digest = hashlib.sha256(repr(list(snapshot.tensors())).encode()).hexdigest()

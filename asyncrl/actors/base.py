@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from asyncrl.actors.start_signs import StartSigns, judged
@@ -56,21 +56,29 @@ class Actor(abc.ABC):
     async def run(self) -> None: ...
 
     def drain(self) -> None:
+        """End in order: SIGTERM, Ctrl-C. Asked again, an actor may do it faster."""
         self.draining.set()
 
     async def stop(self) -> None:  # noqa: B027
         pass
 
     def waiting(
-        self, what: str, *, on: str = "", note: str = "", first: float = PATIENCE_SECONDS
+        self,
+        what: str,
+        *,
+        on: str = "",
+        note: str = "",
+        first: float = PATIENCE_SECONDS,
+        progress: Callable[[], int] | None = None,
     ) -> contextlib.AbstractContextManager[OpenWait]:
         """Says on the bus, while inside, that this actor waits for ``what`` and since when.
 
         on     who could unblock it: a role, or one of faults.PARTS
         note   said behind ``what``; waits with the same ``what`` are compared with each other
         first  of a part: seconds that the first of them may take
+        progress  rises while it gets on
         """
-        return self.waits.waiting(what, on=on, note=note, first=first)
+        return self.waits.waiting(what, on=on, note=note, first=first, progress=progress)
 
     def heartbeat(self) -> Heartbeat:
         """What this actor does now."""

@@ -99,6 +99,7 @@ class Learner(Actor):
         self._history = history
         self._standing = Standing.of(state)
         self._batches_taken = state.step
+        self._trained_of: set[str] = set()
         self._lost_before_step = (state.groups_dropped, state.groups_filtered)
         self._skipped = SkippedSteps(settings.max_skipped_steps)
         self._examiner = examiner or Examiner(bus)
@@ -277,6 +278,9 @@ class Learner(Actor):
         }
         if self.step % self._settings.publish_every == 0:
             await self._publish_weights(group)
+        for worker in sorted({held.group.worker for held in taken} - self._trained_of):
+            self._trained_of.add(worker)
+            await self._intake.event("first_trained", worker=worker)
         if changed := self._feed.adapt(result.metrics):
             await self._intake.event("bound", step=self.step, **changed)
         await self._report_progress()
@@ -314,6 +318,8 @@ class Learner(Actor):
         started = time.monotonic()
         snapshot = await self._in_backend(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
+        if not self._reporter.num_workers:  # before the first report; engines not counted would all take one turn
+            await self._reporter.workers()
         self._weights.num_engines = self._reporter.num_workers
         await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 
@@ -410,6 +416,7 @@ class Learner(Actor):
             "rollout/quarantined": float(len(self._examiner.quarantined)),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
+            "weights/publish_bytes": float(self._weights.num_bytes),
             "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
         }

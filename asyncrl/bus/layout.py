@@ -5,6 +5,7 @@ work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                unti
 log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
 state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
+objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
 
 State streams are key-value buckets to the `nats kv` command; the key a/b of a state is a.b in its subject, so that what
 is under a/ can be asked for and removed together. A work or log topic refuses a key it holds (one message a subject)
@@ -40,6 +41,7 @@ class Layout:
     max_log_bytes: int
     ack_seconds: float
     storage: Literal["file", "memory"]
+    replicas: int = 1
 
     def service(self, service: Service[Any, Any]) -> str:
         """Where a service's questions go; no stream takes them."""
@@ -62,6 +64,10 @@ class Layout:
         parts = key.split("/") if topic.kind == "state" else [key]
         return self.prefix(topic) + ".".join(map(token, parts))
 
+    def told(self, topic: Topic[Any], key: str) -> str:
+        """Where a state's stream tells what it has stored under ``key``; no stream takes it."""
+        return f"asyncrl-told.{self.subject(topic, key).removeprefix('$KV.')}"
+
     def under(self, topic: Topic[Any], under: str) -> str:
         """The subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
         return (self.subject(topic, under.removesuffix("/")) + "." if under else self.prefix(topic)) + ">"
@@ -78,7 +84,7 @@ class Layout:
         config = {
             "name": self.stream(topic),
             "storage": self.storage,
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "max_consumers": -1,
             "max_msgs": -1,
             "max_bytes": -1,
@@ -90,6 +96,7 @@ class Layout:
         if topic.kind == "state":
             return config | {
                 "subjects": [f"$KV.{self._bucket(topic)}.>"],
+                "republish": {"src": f"$KV.{self._bucket(topic)}.>", "dest": f"asyncrl-told.{self._bucket(topic)}.>"},
                 "retention": "limits",
                 "allow_direct": True,
                 "allow_rollup_hdrs": True,
@@ -99,6 +106,28 @@ class Layout:
         if topic.kind == "work":
             return config | {"retention": "workqueue", "max_msgs": self.max_prompts}
         return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
+
+    @property
+    def objects_bucket(self) -> str:
+        return f"asyncrl-{self.run}-weights"
+
+    @property
+    def objects_stream(self) -> str:
+        return f"OBJ_{self.objects_bucket}"
+
+    def objects_config(self) -> dict[str, Any]:
+        """As the NATS object store makes its buckets."""
+        return {
+            "name": self.objects_stream,
+            "subjects": [f"$O.{self.objects_bucket}.C.>", f"$O.{self.objects_bucket}.M.>"],
+            "storage": self.storage,
+            "num_replicas": self.replicas,
+            "retention": "limits",
+            "discard": "new",
+            "allow_rollup_hdrs": True,
+            "allow_direct": True,
+            "duplicate_window": 120 * _NANOSECONDS,
+        }
 
     def workers(self) -> dict[str, Any]:
         """The consumer all workers share. No max_deliver: a worker that sees a high attempt buries the group."""
@@ -120,9 +149,9 @@ def reader(name: str, *, after: int) -> dict[str, Any]:
     return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
 
 
-def watcher(name: str, *, subject: str) -> dict[str, Any]:
-    """A consumer of one watcher: the present value, then newer ones."""
-    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subject}
+def everything(name: str, *, subjects: str) -> dict[str, Any]:
+    """A consumer of the last message of each of ``subjects``."""
+    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
 
 
 def _ephemeral(name: str) -> dict[str, Any]:

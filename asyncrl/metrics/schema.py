@@ -60,6 +60,7 @@ SCHEMA: dict[str, str] = {
     "rollout/*/queued": "per worker",
     "weights/version": "newest policy version",
     "weights/publish_seconds": "from the end of the step to the announcement on the bus",
+    "weights/publish_bytes": "stored for the last version announced: a file, or objects (whole, what changed, or both)",
     "weights/pause_seconds": "longest an engine decoded nothing for its last load, over engines",
     "weights/lag_versions": "newest version - version of an engine at its last heartbeat (up to 2 s ago), largest",
     "weights/*/pause_seconds": "per engine",

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from asyncrl import app, config, processes
 from asyncrl.errors import AsyncRLError, BusError
-from asyncrl.launch import NEVER_AGAIN
+from asyncrl.fleet import NEVER_AGAIN
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROMPTS
 from tests.chaos import meter
