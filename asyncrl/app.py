@@ -20,6 +20,7 @@ from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptDataset
+    from asyncrl.launchers.port import Launcher
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.filters import GroupFilter
 
@@ -37,6 +38,7 @@ CHANNELS = {
     "nccl": "asyncrl.weights.nccl:NCCLChannel",
     "objects": "asyncrl.weights.objects:ObjectsChannel",
 }
+LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollouts:{name}" for name in ("single_turn", "given")}
 
@@ -144,7 +146,8 @@ def _own_address(run: RunConfig) -> str:
     """Of this machine on the way to the bus, where every engine's worker is too."""
     from asyncrl.weights.nccl import own_address
 
-    return own_address(urlsplit(servers(run.bus.url)[0]).hostname or "127.0.0.1")
+    url, _ = bus_address(run, token="")
+    return own_address(urlsplit(servers(url)[0]).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -190,6 +193,20 @@ def engine(run: RunConfig, *, name: str) -> Engine:
     return made
 
 
+def launcher_class(run: RunConfig) -> Any:
+    return plugins.load(run.launcher.kind, where="launcher.kind", table=LAUNCHERS)
+
+
+def launcher(run: RunConfig) -> Launcher:
+    kind = launcher_class(run)
+    made: Launcher = kind(
+        run_name=run.run.name,
+        log_directory=run.run_directory / "logs",
+        options=options(kind, run.launcher.options, "launcher.options"),
+    )
+    return made
+
+
 def device(name: str, section: str) -> str:
     """cpu or cuda; auto takes the GPU when there is one."""
     import torch
@@ -231,16 +248,16 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
     return bus
 
 
-async def observe(run: RunConfig, *, token: str) -> Bus:
-    """The run's bus for somebody who only looks: nothing is made or changed there. Raises ConfigError."""
+async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
+    """The run's bus for somebody who only looks, or an "operator": nothing is made there. Raises ConfigError."""
     url, token = bus_address(run, token=token)
-    return await _connect(run, url, token=token, role="observer")
+    return await _connect(run, url, token=token, role=role)
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
     """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
-    if run.bus.url:
-        return run.bus.url, token
+    if run.bus.url or run.bus.address:
+        return run.bus.url or run.bus.address, token
     address = run.run_directory / BUS_FILE
     try:
         table = json.loads(address.read_text())

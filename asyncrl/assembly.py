@@ -128,6 +128,7 @@ def _learner_settings(run: RunConfig) -> LearnerSettings:
         keep_log=run.checkpoint.keep_log,
         max_buried_in_a_row=max(32, 2 * run.window),
         max_skipped_steps=run.learner.max_skipped_steps,
+        publish_every=run.weights.every_steps,
     )
 
 
@@ -200,9 +201,9 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutWorker, WeightFollower]:
     """The worker and what keeps its engine's weights new, ready to be supervised."""
     engine = app.engine(run, name=name)
-    channel = app.channel(run, bus=bus)
+    weights = app.channel(run, bus=bus)
     follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=channel.verify, load=run.load, progress=lambda: channel.progress
+        f"{name}.weights", bus, engine=engine, verify=weights.verify, load=run.load, progress=lambda: weights.progress
     )
     worker = RolloutWorker(
         name,

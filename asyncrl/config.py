@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_launcher import LauncherSection
 from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference, Teacher
@@ -52,6 +53,9 @@ class Bus:
     (nats://A:4222,nats://B:4222,nats://C:4222): whoever loses its server goes on with another."""
     replicas: int = 1
     """Servers of the cluster at url that keep a copy of what is on the bus: 3 survive the loss of any one."""
+    address: str = ""
+    """Of the server started for this run, for processes that cannot read it in the run's folder; `asyncrl run` tells
+    them (ASYNCRL_BUS_URL)."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
     credentials: str = ""
@@ -272,14 +276,17 @@ class Weights:
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
+    every_steps: int = 1
+    """Steps between two versions that are published. Each step is a version all the same: what is sampled meanwhile is
+    as stale as it is."""
     full_every: int = 16
     """objects: a version is stored as what changed since the one before, and each so many-th as a whole too."""
     delta_share: float = 0.5
     """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
+        _positive(self, "every_steps", "full_every")
         _require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
-        _positive(self, "full_every")
         _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 
@@ -329,6 +336,7 @@ class RunConfig:
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    launcher: LauncherSection = field(default_factory=LauncherSection)
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
@@ -338,6 +346,18 @@ class RunConfig:
             f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
             "be punished",
         )
+        every = self.weights.every_steps
+        if every > 1 and self.rollout.function != "given":  # somebody samples
+            _require(
+                self.run.mode == "async",
+                f'weights: every_steps {every} needs run.mode = "async"; in {self.run.mode} each step waits for the '
+                "version before it",
+            )
+            _require(
+                every <= self.max_staleness + 1,
+                f"weights: every_steps {every} is more than staleness.max_staleness + 1 = {self.max_staleness + 1}: "
+                "what engines could sample would be too stale before the next version; lower one or raise the other",
+            )
 
     @property
     def run_directory(self) -> Path:

@@ -2,7 +2,9 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
-    │   └── NoSuchRun      the bus is there and knows no run of that name
+    │   ├── NoSuchRun      the bus is there and knows no run of that name
+    │   └── NoRoom         no GPUs are free for another process
+    ├── LaunchError        a launcher could not start a process; the next try may work
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
@@ -39,6 +41,14 @@ class ConfigError(AsyncRLError, ValueError):
 
 class NoSuchRun(ConfigError):
     """There is no run of this name: the bus answers and has none, or none is up in the run's folder."""
+
+
+class NoRoom(ConfigError):
+    """No GPUs are free for another process. `asyncrl run` refuses it; a fleet that is up stays as it is."""
+
+
+class LaunchError(AsyncRLError):
+    """A launcher could not start a process. `asyncrl run` takes it for one that died: it may be tried again."""
 
 
 class HopelessError(AsyncRLError):

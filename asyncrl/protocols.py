@@ -3,8 +3,9 @@
 Bus          tests/test_bus_contract.py       memory, JetStream
 Engine       tests/test_engine_contract.py    in-process Hugging Face model, SGLang
 Backend      tests/test_backend_contract.py   reference PyTorch, Megatron-Core
-WeightChannel tests/test_weights_contract.py  files, objects
+WeightChannel tests/test_weights_contract.py  files, objects (NCCL sends besides: tests/test_nccl.py)
 ObjectStore  tests/test_objects.py            memory, JetStream
+Launcher     tests/test_launcher_contract.py  local, Ray (launchers/port.py)
 """
 
 from __future__ import annotations

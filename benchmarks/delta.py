@@ -273,6 +273,8 @@ def main() -> None:
             found = compressors(last, rows[-1].full_bytes)
             lines += [{"dtype": dtype, "learning_rate": rate, **one} for one in found]
             shutil.rmtree(folder)
+            if options.json:  # each arm takes minutes
+                options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print("\nlast version of each, behind other compressors:")
     for line in lines:
         if "compressor" in line:
@@ -282,8 +284,6 @@ def main() -> None:
             )
     missed = [row for row in rows if row.ratio > GOAL]
     print(f"\ngoal: ratio <= {GOAL}; missed by " + (", ".join(sorted({_arm(row) for row in missed})) or "none"))
-    if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 HEADER: Final = (

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from asyncrl.bus.lease import Lease
-from asyncrl.messages import Heartbeat, Progress, PromptGroup, Sampling, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import Event, Heartbeat, Progress, PromptGroup, Sampling, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.protocols import Bus, Delivery, Record
-from asyncrl.topics import PROMPTS, TRAJECTORIES, Topic
+from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES, Topic
 
 SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
 
@@ -63,6 +63,11 @@ async def taken(bus: Bus, count: int) -> AsyncIterator[list[Delivery[PromptGroup
 async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRAJECTORIES) -> list[Record[Any]]:
     async with bus.read(topic, after=after) as records:
         return [await anext(records) for _ in range(count)]
+
+
+async def first_event(bus: Bus, kind: str) -> Event:
+    async with bus.read(EVENTS) as records:
+        return await anext(record.message async for record in records if record.message.kind == kind)
 
 
 def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:

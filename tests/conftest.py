@@ -88,6 +88,17 @@ async def bus(bus_factory: BusFactory) -> Bus:
     return await bus_factory()
 
 
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster, tests/ray_fixtures.py, for the whole session: it takes seconds to start."""
+    pytest.importorskip("ray")
+    from tests.ray_fixtures import TwoNodes
+
+    made = TwoNodes()
+    yield made
+    made.end()
+
+
 @pytest.fixture
 def no_blocking() -> Iterator[None]:
     """A call that blocks the event loop fails the test."""

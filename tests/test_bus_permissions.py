@@ -22,12 +22,26 @@ from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.access import ROLES, Access
 from asyncrl.bus.connection import Connection
 from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.permissions import WORKER_KEEPS, WORKER_READS, WORKER_WRITES
+from asyncrl.bus.permissions import OPERATOR_WRITES, WORKER_KEEPS, WORKER_READS, WORKER_WRITES
 from asyncrl.bus.server import find_binary
 from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
 from asyncrl.policies.diagnosis import diagnose
-from asyncrl.topics import ACTORS, ALL, EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
+from asyncrl.topics import (
+    ACTORS,
+    ALL,
+    EVENTS,
+    FLEET,
+    FLEET_STATUS,
+    PROGRESS,
+    PROMPTS,
+    QUARANTINE,
+    SETTINGS,
+    TRAJECTORIES,
+    TRANSFERS,
+    WEIGHTS,
+)
 from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
@@ -115,8 +129,8 @@ async def forbidden(call: Any) -> None:
 
 
 def test_every_topic_is_somebodys() -> None:
-    learners_alone = {PROMPTS}
-    assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *learners_alone} == set(ALL)
+    learners_alone = {PROMPTS, FLEET_STATUS}
+    assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *OPERATOR_WRITES, *learners_alone} == set(ALL)
 
 
 def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server) -> None:
@@ -281,6 +295,36 @@ async def test_no_role_sees_another_run(server: Server, role: str) -> None:
                 async with asyncio.timeout(5), connected(server, role, as_run="other"):
                     pass
         assert (await other.states(PROGRESS))[""].step == 5
+
+
+async def test_an_operator_sizes_the_fleet_and_does_nothing_else(buses: dict[str, Any]) -> None:
+    learner, operator = buses["learner"], buses["operator"]
+    size = FleetSize(rollout_workers=3, request="a")
+    await operator.put(FLEET, size)
+    assert (await learner.states(FLEET))[""] == size
+    await learner.put(FLEET_STATUS, FleetStatus(request="a", rollout_workers=3))
+    assert (await operator.states(FLEET_STATUS))[""].request == "a"
+    await learner.put(ACTORS, heartbeat("w0"), key="w0")
+    assert "w0" in await operator.states(ACTORS)
+    await forbidden(operator.put(FLEET_STATUS, FleetStatus()))
+    await forbidden(operator.put(PROGRESS, progress(9)))
+    await forbidden(operator.put(SETTINGS, RunSettings()))
+    await forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
+    await forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
+
+
+async def test_workers_and_observers_do_not_size_the_fleet(buses: dict[str, Any]) -> None:
+    for role in ("rollout-worker", "observer"):
+        await forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
+        await forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
+        await forbidden(buses[role].put(SETTINGS, RunSettings()))
+
+
+async def test_a_worker_reads_the_settings_of_its_run(buses: dict[str, Any]) -> None:
+    settings = RunSettings(sections={"run": {"name": "mine"}})
+    await buses["learner"].put(SETTINGS, settings)
+    async with buses["rollout-worker"].watch(SETTINGS) as found:
+        assert await anext(found) == settings
 
 
 async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from asyncrl.actors.start_signs import StartSigns, judged
 from asyncrl.actors.waits import OpenWait, Waits
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
@@ -55,6 +56,7 @@ class Actor(abc.ABC):
     async def run(self) -> None: ...
 
     def drain(self) -> None:
+        """End in order: SIGTERM, Ctrl-C. Asked again, an actor may do it faster."""
         self.draining.set()
 
     async def stop(self) -> None:  # noqa: B027
@@ -142,14 +144,18 @@ class Heart(Actor):
         self._actors = actors
         self._interval = interval
         self._clock = ClockShift()
+        self._signs = StartSigns()
 
     async def run(self) -> None:
         beat = 0
         while True:
             beat += 1
             shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
+            is_starting = any(actor.phase == "starting" for actor in self._actors)
+            quiet = await asyncio.to_thread(self._signs.look) if is_starting else 0.0
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
+                heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
                 await self.bus.put(ACTORS, heartbeat, key=actor.name)
             await asyncio.sleep(self._interval)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.messages import Heartbeat
@@ -13,6 +15,10 @@ from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
 
 WORKER_ROLE = "rollout-worker"
 REFUSED = "bus/refused"
+LARGE_FLEET = 64
+"""Of more workers than this a row has the sums only, and they are looked up at most every BEAT_SECONDS: what a step
+costs the learner does not grow with the fleet."""
+BEAT_SECONDS = 2.0
 
 
 class Reporter:
@@ -26,20 +32,31 @@ class Reporter:
         self._sinks = sinks
         self._alarm = MismatchAlarm(mismatch_alarm)
         self._left_out = () if has_behavior else _OF_BEHAVIOR
-        self.num_workers = 0
-        """Rollout workers that lived at the last report."""
+        self._workers: list[Heartbeat] = []
+        self._looked = -math.inf
 
     async def report(self, step: int, metrics: Mapping[str, Metric], *, policy_version: int, cursor: int) -> None:
         """``cursor``: the last log sequence read."""
-        heartbeats = await self._bus.states(ACTORS)
-        workers = [beat for beat in heartbeats.values() if beat.role == WORKER_ROLE]
-        self.num_workers = len(workers)
+        workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
         row |= self._alarm.look(row)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         row[REFUSED] = self._bus.refusals.total + sum(beat.numbers.get(REFUSED, 0.0) for beat in workers)
         for sink in self._sinks:
             sink.write(step, row)
+
+    @property
+    def num_workers(self) -> int:
+        """Rollout workers that lived at the last look."""
+        return len(self._workers)
+
+    async def workers(self) -> list[Heartbeat]:
+        """The rollout workers that live."""
+        if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= BEAT_SECONDS:
+            self._looked = time.monotonic()
+            beats = await self._bus.states(ACTORS)
+            self._workers = [beat for beat in beats.values() if beat.role == WORKER_ROLE]
+        return self._workers
 
     async def _bus_metrics(self, cursor: int) -> dict[str, Metric]:
         return {
@@ -54,7 +71,8 @@ class Reporter:
 
 
 def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:
-    """The rollout/* and weights/* metrics, per worker and over workers."""
+    """The rollout/* and weights/* metrics over workers, and per worker unless the fleet is large."""
+    has_each = len(workers) <= LARGE_FLEET
     metrics: dict[str, Metric] = {"rollout/workers": float(len(workers))}
     columns: dict[str, list[float]] = {}
     for beat in sorted(workers, key=lambda beat: beat.actor):
@@ -63,9 +81,11 @@ def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[st
         for name in _PER_WORKER:
             if name in numbers:
                 section, _, quantity = name.partition("/")
-                metrics[f"{section}/{beat.actor}/{quantity}"] = numbers[name]
+                if has_each:
+                    metrics[f"{section}/{beat.actor}/{quantity}"] = numbers[name]
                 columns.setdefault(name, []).append(numbers[name])
-        metrics[f"weights/{beat.actor}/version"] = float(beat.policy_version)
+        if has_each:
+            metrics[f"weights/{beat.actor}/version"] = float(beat.policy_version)
     for name, how in _PER_WORKER.items():
         if name in columns:
             values = columns[name]

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 
-ROLES: Final = ("learner", "rollout-worker", "observer")
-"""Who connects. The learner's processes and `asyncrl run`; workers; and those that only look."""
+ROLES: Final = ("learner", "rollout-worker", "operator", "observer")
+"""Who connects. The learner's processes and `asyncrl run`; workers; `asyncrl scale`; and those that only look."""
 
 _JWT: Final = "-----BEGIN NATS USER JWT-----"
 _SEED: Final = "SU"

@@ -287,9 +287,10 @@ class Connection:
     def inbox(self) -> str:
         return str(self._client.new_inbox())
 
-    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
+    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]], *, queue: str = "") -> Any:
+        """``queue``: of all who subscribe with that name, one gets each message."""
         await self.online()
-        return await guarded(self._client.subscribe(subject, cb=on_message))
+        return await guarded(self._client.subscribe(subject, queue=queue, cb=on_message))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
         """Leave; with ``drain``, what is on its way still arrives. A cancelled caller does not cancel the leaving:

@@ -12,25 +12,25 @@ Where things lie is in layout.py; what makes them outlive a restarted server, in
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.bus.access import Access
 from asyncrl.bus.answers import Refused
 from asyncrl.bus.connection import Connection
 from asyncrl.bus.handover import Each, encoded, opened
-from asyncrl.bus.layout import HEADER_BYTES, Layout, reader, watcher
+from asyncrl.bus.layout import HEADER_BYTES, Layout, reader
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
 from asyncrl.bus.objects import JetStreamObjects
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.bus.sweep import last_of_each
+from asyncrl.bus.watch import Stored, Watch, last_stored
 from asyncrl.codec import encode
 from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
 from asyncrl.protocols import Delivery, ObjectStore, Record
@@ -48,8 +48,9 @@ _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
-_NO_MESSAGE: Final = 10037
 _LONG_PAUSE: Final = 1.6
+_FEW: Final = 8
+"""States that are read one by one."""
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 _NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
 _WORD_SECONDS: Final = 5.0
@@ -83,7 +84,7 @@ class JetStreamBus:
         """The bus of one run on a server. Raises ConfigError.
 
         access: who we are there; ``token`` is short for one that has nothing else. The learner's role makes the topics
-        that are not there; workers wait until it has; observers change nothing, and find the run or do not.
+        that are not there; workers wait until it has; observers and operators make nothing, and find the run or do not.
         """
         access = access or Access(token=token)
         connection = Connection(url)
@@ -198,43 +199,42 @@ class JetStreamBus:
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
-        subject = self._layout.subject(topic, key)
-        pull = Pull(
+        watch = Watch(
             self._connection,
             stream=await self._stream(topic),
-            create=lambda last: watcher(_fresh("watcher"), subject=subject),
-            batch=_READ_AHEAD,
-            max_bytes=max(_READ_AHEAD_BYTES, 2 * self._connection.max_payload),
+            subject=self._layout.subject(topic, key),
+            told=self._layout.told(topic, key),
         )
-        last = await self._last(topic, subject)
-        oldest = last.sequence if last is not None else 0
 
         async def take() -> M:
-            nonlocal oldest
             while True:
-                item = await pull.take()
-                item = pull.newest() or item
-                if item.sequence < oldest:
-                    continue  # made anew, or on a server of a cluster that is behind, it begins with an older value
-                oldest = item.sequence + 1
-                if (message := self._value(topic, key, item.data, item.headers)) is not None:
+                stored = await watch.take()
+                if (message := self._value(topic, key, stored.data, stored.headers)) is not None:
                     return message
 
         try:
-            await pull.start()
+            await watch.start()
             yield Each(take)
         finally:
-            await pull.stop()
+            await watch.stop()
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         found: dict[str, M] = {}
-        for subject in await self._subjects(topic, under=under):
+        subjects = await self._subjects(topic, under=under)
+        if len(subjects) > _FEW and self._role != "rollout-worker":  # which may not make a consumer there
+            stream = await self._stream(topic)
+            for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
+                key = self._layout.key(topic, item.subject)
+                if (message := self._value(topic, key, item.data, item.headers)) is not None:
+                    found[key] = message
+            return found
+        for subject in subjects:
             key, last = self._layout.key(topic, subject), await self._last(topic, subject)
             if last is not None and (message := self._value(topic, key, last.data, last.headers)) is not None:
                 found[key] = message
         return found
 
-    async def _last(self, topic: Topic[Any], subject: str) -> _Last | None:
+    async def _last(self, topic: Topic[Any], subject: str) -> Stored | None:
         """The last message of a subject; None when there is none.
 
         What is kept without an end is asked of the leader: other servers of a cluster may be behind, and who starts
@@ -245,16 +245,8 @@ class JetStreamBus:
             answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
             if answer.headers.get("Status") is not None:
                 return None  # 404: gone
-            return _Last(int(answer.headers["Nats-Sequence"]), answer.data, frozenset(answer.headers))
-        try:
-            found = (await self._connection.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}))["message"]
-        except Refused as refused:
-            if refused.code != _NO_MESSAGE:
-                raise
-            return None
-        lines = base64.b64decode(found.get("hdrs", "")).decode().splitlines()
-        names = frozenset(line.partition(":")[0] for line in lines[1:])
-        return _Last(int(found["seq"]), base64.b64decode(found.get("data", "")), names)
+            return Stored(int(answer.headers["Nats-Sequence"]), answer.data, answer.headers)
+        return await last_stored(self._connection, stream=stream, subject=subject)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         if key.endswith("/"):
@@ -345,7 +337,7 @@ class JetStreamBus:
         if name in self._made:
             return name
         if self._role != "learner":
-            await (self._require(name) if self._role == "observer" else self._until_made(name))
+            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
@@ -406,15 +398,6 @@ class JetStreamBus:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONG_PAUSE + 0.1)
         self._made.add(name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """``headers``: their names."""
-
-    sequence: int
-    data: bytes
-    headers: Collection[str]
 
 
 class _Delivery(Generic[M]):

@@ -64,6 +64,10 @@ class Layout:
         parts = key.split("/") if topic.kind == "state" else [key]
         return self.prefix(topic) + ".".join(map(token, parts))
 
+    def told(self, topic: Topic[Any], key: str) -> str:
+        """Where a state's stream tells what it has stored under ``key``; no stream takes it."""
+        return f"asyncrl-told.{self.subject(topic, key).removeprefix('$KV.')}"
+
     def under(self, topic: Topic[Any], under: str) -> str:
         """The subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
         return (self.subject(topic, under.removesuffix("/")) + "." if under else self.prefix(topic)) + ">"
@@ -92,6 +96,7 @@ class Layout:
         if topic.kind == "state":
             return config | {
                 "subjects": [f"$KV.{self._bucket(topic)}.>"],
+                "republish": {"src": f"$KV.{self._bucket(topic)}.>", "dest": f"asyncrl-told.{self._bucket(topic)}.>"},
                 "retention": "limits",
                 "allow_direct": True,
                 "allow_rollup_hdrs": True,
@@ -144,9 +149,9 @@ def reader(name: str, *, after: int) -> dict[str, Any]:
     return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
 
 
-def watcher(name: str, *, subject: str) -> dict[str, Any]:
-    """A consumer of one watcher: the present value, then newer ones."""
-    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subject}
+def everything(name: str, *, subjects: str) -> dict[str, Any]:
+    """A consumer of the last message of each of ``subjects``."""
+    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
 
 
 def _ephemeral(name: str) -> dict[str, Any]:

@@ -5,7 +5,9 @@ kept      stored over the message before, every third of its life
 released  purged, up to our own revision, then told to who waits: the second round trip
 lost      dead after LEASE_SECONDS, or somebody else's by now
 
-Who waits hears the holder store its message, and so knows when it must be dead; no state of a waiter is on the server.
+Of those who wait one is told that it came free, and tries; the others sleep on, or a fleet would try all at once at
+every release. Each tries by itself after LEASE_SECONDS, when a holder that died has lost it; no state of a waiter is on
+the server (benchmarks/fleet.py counts the messages).
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _LEAVE_SECONDS: Final = 1.0
 """How long who leaves waits for the server, before the lease is left to die."""
 _EXPIRY_SECONDS: Final = 0.25
 """How much later than promised the server may remove what is dead."""
+_WAITING: Final = "waiting"
+"""NATS gives a message to one of a queue group."""
 
 
 class Lease:
@@ -47,12 +51,12 @@ class Lease:
         self._holder = holder.encode()
         self._seconds = self.TOPIC.seconds_to_live
         self._revision = 0  # of our message; 0 when it is not ours
-        self._news: asyncio.Queue[bool] = asyncio.Queue()  # of who waits: whether it may be free
+        self._news = asyncio.Event()  # of who waits: it may be free
         self._releasing = asyncio.Event()
         self._keeping: asyncio.Future[None] | None = None
 
     async def take(self) -> None:
-        """waits for: the lease     woken by: its release, a reconnect, its holder's silence"""
+        """waits for: the lease     woken by: its release, a reconnect, the clock"""
         if not await self._try():
             await self._wait()
         self._keeping = asyncio.ensure_future(self._keep())
@@ -68,29 +72,23 @@ class Lease:
             await self._free()
 
     async def _wait(self) -> None:
-        subscriptions: list[Any] = []
-        unlisten: Callable[[], None] = self._connection.listen(lambda: self._news.put_nowait(True))
+        unlisten: Callable[[], None] = self._connection.listen(self._news.set)
+        subscription = await self._connection.subscribe(self._freed, self._on_message, queue=_WAITING)
         try:
-            for subject in (self._freed, self._subject):
-                subscription = await self._connection.subscribe(subject, self._on_message)
-                subscriptions.append(subscription)
             while not await self._try():
-                await self._until_it_may_be_free()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._seconds + _EXPIRY_SECONDS):
+                        await self._news.wait()
+                self._news.clear()
+        except BaseException:  # what we were told is for another who waits
+            await self._connection.send(self._freed, b"", reply="")
+            raise
         finally:
             unlisten()
-            for subscription in subscriptions:
-                await self._connection.unsubscribe(subscription, drain=False)
+            await self._connection.unsubscribe(subscription, drain=False)
 
     async def _on_message(self, message: Any) -> None:
-        self._news.put_nowait(message.subject == self._freed)
-
-    async def _until_it_may_be_free(self) -> None:
-        """Until somebody says so, or nobody stored it for as long as it lives."""
-        with contextlib.suppress(TimeoutError):
-            while True:
-                async with asyncio.timeout(self._seconds + _EXPIRY_SECONDS):
-                    if await self._news.get():
-                        return
+        self._news.set()
 
     async def _try(self) -> bool:
         """Whether it is ours now. A cancellation waits for the answer, so that what is ours is given back."""

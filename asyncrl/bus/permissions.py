@@ -5,6 +5,7 @@ Every run is a NATS account of its own: its streams, subjects and inboxes do not
   learner         everything: it makes the streams
   rollout-worker  takes prompts; publishes trajectories, events, its heartbeat and its leases; reads what WORKER_READS
                   lists, and objects; asks the learner for weights
+  operator        reads as an observer; says how large the fleet should be
   observer        reads everything that can be read without taking it away; writes nothing
 
 A worker can still starve its own run (it may take prompts and ack them) and call itself by another worker's name: it
@@ -22,20 +23,23 @@ from asyncrl.topics import (
     ACTORS,
     ALL,
     EVENTS,
+    FLEET,
     PROGRESS,
     PROMPTS,
     QUARANTINE,
     SEGMENTS,
+    SETTINGS,
     TRAJECTORIES,
     TRANSFERS,
     WEIGHTS,
     Topic,
 )
 
-WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE)
+WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE, SETTINGS)
 WORKER_WRITES: Final[tuple[Topic[Any], ...]] = (TRAJECTORIES, EVENTS, ACTORS)
 WORKER_KEEPS: Final[tuple[Topic[Any], ...]] = (SEGMENTS,)
 """What workers leave for each other: written, read and removed."""
+OPERATOR_WRITES: Final[tuple[Topic[Any], ...]] = (FLEET,)
 
 
 def permissions(role: str, *, run: str) -> dict[str, Any] | None:
@@ -48,9 +52,13 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
     subscribe = [f"{Access(role=role).inbox(run)}.>"]
     if role == "rollout-worker":
         publish += _of_worker(layout)
-        subscribe += [f"{layout.prefix(Lease.TOPIC)}*", layout.freed("*").replace("=2A", "*")]
+        subscribe += [layout.freed("*").replace("=2A", "*")]
+        subscribe += [layout.told(topic, "*").replace("=2A", "*") for topic in WORKER_READS]
     else:
+        subscribe += sorted({layout.told(topic, "*").replace("=2A", ">") for topic in ALL if topic.kind == "state"})
         publish += [subject for stream in streams if stream != layout.stream(PROMPTS) for subject in _reading(stream)]
+        if role == "operator":
+            publish += [f"{layout.prefix(topic)}*" for topic in OPERATOR_WRITES]
     return {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
 
 
@@ -63,7 +71,7 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.STREAM.MSG.DELETE.{prompts}",
         f"$JS.API.DIRECT.GET.{layout.objects_stream}",  # a chunk, by its sequence
         f"$JS.API.DIRECT.GET.{layout.objects_stream}.$O.{layout.objects_bucket}.M.*",
-        *(subject for topic in WORKER_READS for subject in _reading(layout.stream(topic), layout.prefix(topic))),
+        *(subject for topic in WORKER_READS for subject in _following(layout.stream(topic), layout.prefix(topic))),
         *(f"{layout.prefix(topic)}*" for topic in WORKER_WRITES),
         *(subject for topic in WORKER_KEEPS for subject in _keeping(layout.stream(topic), layout.prefix(topic))),
         f"{layout.prefix(Lease.TOPIC)}*",
@@ -73,15 +81,20 @@ def _of_worker(layout: Layout) -> list[str]:
     ]
 
 
-def _reading(stream: str, prefix: str = "") -> list[str]:
-    """Requests that read a stream, or what lies behind ``prefix`` in it; and its last messages."""
+def _reading(stream: str) -> list[str]:
+    """Requests that read a stream, and its last messages."""
     return [
-        f"$JS.API.CONSUMER.CREATE.{stream}.*.{prefix}*" if prefix else f"$JS.API.CONSUMER.CREATE.{stream}.>",
+        f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
         f"$JS.API.CONSUMER.DELETE.{stream}.*",
-        f"$JS.API.DIRECT.GET.{stream}.{prefix}*" if prefix else f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.API.DIRECT.GET.{stream}.>",
         f"$JS.API.STREAM.MSG.GET.{stream}",
     ]
+
+
+def _following(stream: str, prefix: str) -> list[str]:
+    """Requests that read the states behind ``prefix``, and watch any of the stream's."""
+    return [f"$JS.API.DIRECT.GET.{stream}.{prefix}*", f"$JS.API.STREAM.MSG.GET.{stream}"]
 
 
 def _keeping(stream: str, prefix: str) -> list[str]:

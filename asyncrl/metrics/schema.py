@@ -32,6 +32,7 @@ SCHEMA: dict[str, str] = {
     "learner/wait_seconds": "before the step, while the backend had nothing to do: no full batch, or not prepared yet",
     "learner/export_seconds": "after the step, copying the weights to publish: how long that held the backend up",
     "learner/checkpoint_seconds": "writing the checkpoint before the step; not there when none was written",
+    "learner/load_seconds": "from the start of the learner's process until it could train; at the first step of a life",
     "learner/idle_ratio": "share of the time since the last step spent waiting for data",
     "learner/tokens_per_second": "trained response tokens over the time since the last step",
     "learner/mfu": "model FLOP/s utilisation of the step: training FLOPs / seconds / nominal bfloat16 peak; GPU only",

@@ -97,7 +97,9 @@ class FetchedVersions:
         raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
 
     def _at_hand(self, links: chain.Chain) -> set[Link]:
-        return {link for link in links if self._kept(link).exists()}
+        """Not yet checked."""
+        files = {link: self._kept(link) / WEIGHTS_FILE for link in links}
+        return {link for link, file in files.items() if file.exists() and file.stat().st_size}
 
     def _kept(self, link: Link) -> Path:
         return self._directory / f"{link.name}-{link.sha256[:_DIGITS]}"
@@ -114,20 +116,24 @@ class FetchedVersions:
             shutil.copyfile(base, file)
         else:
             base.rename(file)
-        for link in route.links:
-            self._apply(link, file)
-        if safetensors_file.sha256(file) != route.links[-1].sha256:
+        try:
+            for link in route.links:
+                self._apply(link, file)
+            if safetensors_file.sha256(file) != route.links[-1].sha256:
+                raise WeightsError("it gives other weights than were published")
+        except WeightsError as error:
             if route.is_at_hand and safetensors_file.sha256(base) != route.base.sha256:
-                shutil.rmtree(base.parent)  # not what was fetched once: the deltas may be right
-                raise _Lost(set(), f"{base}: has changed since it was fetched")
-            raise _Lost({link.delta_name for link in route.links}, f"{route.links[-1].delta_name}: gives other weights")
+                shutil.rmtree(base.parent)  # the deltas may be right
+                raise _Lost(set(), f"{base}: has changed since it was fetched") from error
+            deltas = {link.delta_name for link in route.links}
+            raise _Lost(deltas, f"{', '.join(sorted(deltas))}: {error}") from error
         return file
 
     def _apply(self, link: Link, file: Path) -> None:
         try:
             delta.apply(np.memmap(file, mode="r+"), self._counted(link.delta_name))
-        except (ObjectGone, WeightsError) as error:
-            raise _Lost({link.delta_name}, f"{link.delta_name}: {error}") from error
+        except ObjectGone as error:
+            raise _Lost({link.delta_name}, str(error)) from error
 
     def _take_whole(self, link: Link) -> Path:
         """Fetched, going on where an earlier process was ended."""

@@ -110,7 +110,7 @@ class ObjectsChannel:
     def _write_delta(self, stream: IO[bytes], old: Link, new: WeightVersion, snapshot: Snapshot) -> int:
         """Its size; 0 when there is none that is worth it."""
         old_file, new_file = self._file(old), Path(new.uri) / WEIGHTS_FILE
-        if old_file.stat().st_size != new.num_bytes:
+        if not old_file.exists() or old_file.stat().st_size != new.num_bytes:
             return 0
         sections = safetensors_file.sections(snapshot.entries, header_bytes=new.num_bytes - snapshot.num_bytes)
         num_bytes = 0

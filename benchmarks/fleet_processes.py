@@ -1,0 +1,177 @@
+"""The processes of the fleet benchmark: many rollout workers in each, a learner, and a launcher's watcher.
+
+Each worker is the real actor with its follower, its heart and a bus connection of its own; what it lacks is a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+
+from asyncrl import app
+from asyncrl.actors.base import Actor, Heart
+from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.salvage import Salvage
+from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.watcher import Watcher
+from asyncrl.actors.weight_follower import WeightFollower
+from asyncrl.config import RunConfig
+from asyncrl.policies.faults import Finding
+from asyncrl.processes import signal_on_parent_death
+from benchmarks.fleet_parts import FleetEngine
+from benchmarks.simulated import EvenLength, NoText
+
+STOP_SECONDS: Final = 120.0
+_JOINING: Final = 32
+"""Workers of a process that connect at a time."""
+
+
+class Processes:
+    """Spawned processes that end with this one; each tells its parent when it is ready."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self.started: dict[str, Any] = {}
+        self._pipes: dict[str, Connection] = {}
+
+    def start(self, name: str, main: Callable[..., None], *arguments: Any) -> None:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_child, args=(main, there, *arguments), name=name, daemon=True)
+        process.start()
+        there.close()
+        self.started[name], self._pipes[name] = process, here
+
+    def pid(self, name: str) -> int:
+        return int(self.started[name].pid)
+
+    def told(self, name: str) -> Any:
+        """What a process says when it is ready. Raises EOFError when it ended instead."""
+        return self._pipes[name].recv()
+
+    def pipe(self, name: str) -> Connection:
+        return self._pipes[name]
+
+    def codes(self) -> dict[str, int | None]:
+        return {name: process.exitcode for name, process in self.started.items()}
+
+    def join(self, name: str, *, seconds: float) -> int | None:
+        self.started[name].join(seconds)
+        return self.started[name].exitcode  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        for process in self.started.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _child(main: Callable[..., None], parent: Connection, *arguments: Any) -> None:
+    signal_on_parent_death(signal.SIGKILL)
+    main(parent, *arguments)
+
+
+def workers(
+    parent: Connection, run: RunConfig, token: str, names: Sequence[str], seconds: float, num_tokens: int
+) -> None:
+    """Tells its parent when all of them are connected and started."""
+    _log_to(run.run_directory / "logs" / f"{names[0]}.log")
+    uvloop.run(_workers(parent, run, token, names, seconds, num_tokens))
+
+
+async def _workers(
+    parent: Connection, run: RunConfig, token: str, names: Sequence[str], seconds: float, num_tokens: int
+) -> None:
+    joining = asyncio.Semaphore(_JOINING)
+    joined = 0
+
+    async def live(name: str) -> None:
+        nonlocal joined
+        async with joining:
+            bus = await app.connect(run, token=token, role="rollout-worker")
+        try:
+            actors = worker(run, bus, name=name, engine=FleetEngine(seconds=seconds, num_tokens=num_tokens))
+            joined += 1
+            if joined == len(names):
+                parent.send("ready")
+            await supervise(*actors, stop_seconds=STOP_SECONDS)
+        finally:
+            await bus.close()
+
+    async with asyncio.TaskGroup() as group:
+        for name in names:
+            group.create_task(live(name), name=name)
+
+
+def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
+    """As app.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
+    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=app.channel(run).verify, load=run.load)
+    made = RolloutWorker(
+        name,
+        bus,
+        engine=engine,
+        follower=follower,
+        rollout=single_turn,
+        reward=EvenLength(),
+        tokenizer=NoText(),
+        seed=run.run.seed,
+        max_running=run.rollout.max_running,
+        max_attempts=run.rollout.max_attempts,
+        keep_seconds=run.bus.ack_seconds / 3,
+        salvage=Salvage(
+            bus,
+            worker=name,
+            seconds=run.rollout.salvage_seconds,
+            max_attempts=run.rollout.max_attempts,
+            max_staleness=run.max_staleness,
+        ),
+    )
+    return [made, follower, Heart(made, follower)]
+
+
+def learner(parent: Connection, run: RunConfig, token: str) -> None:
+    _log_to(run.run_directory / "logs" / "learner.log")
+    uvloop.run(_learner(parent, run, token))
+
+
+async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
+    bus = await app.connect(run, token=token)
+    try:
+        made, helpers = await app.build_learner(run, bus=bus, resume=False)
+        parent.send("ready")
+        await supervise(made, *helpers, Heart(made, *helpers), stop_seconds=STOP_SECONDS)
+    finally:
+        await bus.close()
+
+
+def watcher(parent: Connection, run: RunConfig, token: str) -> None:
+    """What `asyncrl run` looks with, once a second; what it found is told when the parent asks for it."""
+    _log_to(run.run_directory / "logs" / "watcher.log")
+    with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
+        uvloop.run(_watch(parent, run, token))
+
+
+async def _watch(parent: Connection, run: RunConfig, token: str) -> None:
+    found: dict[str, int] = {}
+
+    def report(findings: list[Finding]) -> None:
+        for finding in findings:
+            found[finding.fault] = found.get(finding.fault, 0) + 1
+
+    parent.send("ready")
+    looking = Watcher(lambda: app.connect(run, token=token))
+    asyncio.get_running_loop().add_reader(parent.fileno(), lambda: (parent.recv(), parent.send(found)))
+    await looking.run(report)
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(filename=path, level=logging.INFO, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
