@@ -58,6 +58,7 @@ workers = 1
 group_size = 4
 max_new_tokens = 4096
 max_running = {running}
+salvage_seconds = {salvage_seconds}
 
 [engine]
 kind = "benchmarks.far_engine:FarEngine"
@@ -106,6 +107,7 @@ class Arm:
     mean_tokens: int = 1000
     workers: int = 1
     running: int = CAPACITY + 8
+    salvage_seconds: float = 3.0
     near: str = "near"
 
 
@@ -115,6 +117,7 @@ ARMS: Final = (
     Arm(name="rtt 200", loss=0.0),
     Arm(name="far"),
     Arm(name="far cubic", tcp="cubic"),
+    Arm(name="far cubic unsaved", tcp="cubic", salvage_seconds=0.0),
     Arm(name="far cubic full", tcp="cubic", delta_share=0.0),
     Arm(name="near 32 MiB", is_far=False, weights_bytes=2**25, near="near 32 MiB"),
     Arm(name="far 32 MiB", weights_bytes=2**25, near="near 32 MiB"),
@@ -126,8 +129,8 @@ ARMS: Final = (
     Arm(name="near short", is_far=False, mean_tokens=100, near="near short"),
     Arm(name="far short", mean_tokens=100, near="near short"),
 )
-"""full: weights without deltas. tight: a worker takes no group that
-its engine has no place for. short: answers of 100 tokens."""
+"""unsaved: nothing of unfinished answers lies on the bus. full: weights without deltas. tight: a worker takes no group
+that its engine has no place for. short: answers of 100 tokens."""
 
 
 def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
                 host=NEAR,
                 steps=warmup + steps,
                 capacity=CAPACITY,
-                **{key: getattr(arm, key) for key in ("weights_bytes", "delta_share", "mean_tokens", "running")},
+                **asdict(arm),
             )
         )
         with FarLink(delay=arm.delay, loss=arm.loss, tcp=arm.tcp) as link:
