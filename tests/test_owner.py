@@ -71,6 +71,7 @@ async def test_what_was_not_fetched_may_be_asked_for_again(
     again = await made.news(0)
     assert again.lines == first.lines == (("stdout", "one"), ("stdout", "two"))
     assert (await made.news(1)).lines == (("stdout", "two"),)
+    assert (await everything(made))[1] == 0
 
 
 async def test_a_launcher_that_does_not_ask_costs_bounded_memory_and_is_told(
@@ -88,7 +89,7 @@ async def test_a_launcher_that_does_not_ask_costs_bounded_memory_and_is_told(
 async def test_signals_are_forwarded_and_a_process_blocks_none(
     order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play(tmp_path, monkeypatch, "echo up; sleep 60")
+    play(tmp_path, monkeypatch, "echo up; exec sleep 60")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as raylets leave it
     try:
         made = Owner()

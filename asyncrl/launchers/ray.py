@@ -32,8 +32,6 @@ from asyncrl.launchers.ray_options import Options, require_answer
 from asyncrl.launchers.room import Choice, Machine, Need
 from asyncrl.policies.faults import LEARNER
 
-log = logging.getLogger("asyncrl.launchers.ray")
-
 NODE_ID: Final = "ray.io/node-id"
 """The label that Ray gives every node."""
 _AT_ONCE_SECONDS: Final = 2.0
@@ -83,7 +81,8 @@ class RayProcess:
             await asyncio.sleep(_AWAY_SECONDS)  # the network, or an end that Ray does not know of yet: ask again
             return None
         except self._launcher.errors.RayError as error:
-            log.debug("%s: its actor is gone: %s", self._name, error)
+            self._launcher.say(f"{self._name}: its actor is gone: {_in_a_line(error)}")
+            self._launcher.kill(self._actor)  # whatever was wrong with it, its process does not go on beside the next
             return -signal.SIGKILL
         self._launcher.print(self._name, news)
         self._seen = news.last
