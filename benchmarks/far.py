@@ -152,8 +152,7 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
         with FarLink(delay=arm.delay, loss=arm.loss, tcp=arm.tcp) as link:
             processes: list[subprocess.Popen[bytes]] = []
             try:
-                for command in _commands(arm, link, folder):
-                    processes.append(_started(command, folder))
+                processes.extend(_started(command, folder) for command in _commands(arm, link, folder))
                 _until_done(processes, folder)
             finally:
                 for process in reversed(processes):
