@@ -277,8 +277,8 @@ class Weights:
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
     every_steps: int = 1
-    """Steps between two versions that are published. Each step is a version all the same: what is sampled meanwhile is
-    as stale as it is."""
+    """Steps between two versions that are published; over 1 where nobody samples (rollout.function = "given"). Each
+    step is a version all the same."""
     full_every: int = 16
     """objects: a version is stored as what changed since the one before, and each so many-th as a whole too."""
     delta_share: float = 0.5
@@ -347,17 +347,11 @@ class RunConfig:
             "be punished",
         )
         every = self.weights.every_steps
-        if every > 1 and self.rollout.function != "given":  # somebody samples
-            _require(
-                self.run.mode == "async",
-                f'weights: every_steps {every} needs run.mode = "async"; in {self.run.mode} each step waits for the '
-                "version before it",
-            )
-            _require(
-                every <= self.max_staleness + 1,
-                f"weights: every_steps {every} is more than staleness.max_staleness + 1 = {self.max_staleness + 1}: "
-                "what engines could sample would be too stale before the next version; lower one or raise the other",
-            )
+        _require(
+            every == 1 or self.rollout.function == "given",
+            f'weights: every_steps {every} needs rollout.function = "given": each prompt is sampled with the version '
+            "it was published at or a newer one, so engines need them all; what publishing takes holds up no step",
+        )
 
     @property
     def run_directory(self) -> Path:

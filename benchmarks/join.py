@@ -61,7 +61,7 @@ async def measure(folder: Path, joins: int) -> tuple[list[Join], dict[str, Any]]
 
 async def _join(run: Running, name: str, away: Path, *, leave_by: signal.Signals) -> Join:
     began = time.time()
-    worker = await asyncio.to_thread(run.join, name, folder=away)
+    worker = run.join(name, folder=away)
     try:
         await run.until(lambda: run.event("first_trained", name), f"something of {name} trained")
     finally:

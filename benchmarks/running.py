@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl import app, config
+from asyncrl import app, config, processes
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError
@@ -51,6 +52,8 @@ every_steps = 20
 [bus]
 ack_seconds = 5.0
 """
+_END_WITH_US = functools.partial(processes.signal_on_parent_death, signal.SIGKILL)
+"""However we end; start them from a thread that lives as long."""
 
 
 class Running:
@@ -95,7 +98,9 @@ class Running:
     def start(self, *arguments: str) -> None:
         with self._output.open("ab") as output:
             command = self.command("run", "run.toml", *self._sets(), *arguments)
-            self._process = subprocess.Popen(command, cwd=self.folder, stdout=output, stderr=output, env=self._env())
+            self._process = subprocess.Popen(
+                command, cwd=self.folder, stdout=output, stderr=output, env=self._env(), preexec_fn=_END_WITH_US
+            )
 
     def scale(self, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = self.command("scale", "run.toml", "--rollout-workers", str(count), *self._sets(), *arguments)
@@ -107,7 +112,8 @@ class Running:
         """A worker that knows the bus and the run's name, and nothing of the run's folder."""
         url, token = app.bus_address(self.config(), token=self.token)
         command = self.command("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name)
-        return subprocess.Popen(command, cwd=folder, env=self._env() | {"ASYNCRL_BUS_TOKEN": token})
+        environment = self._env() | {"ASYNCRL_BUS_TOKEN": token}
+        return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=_END_WITH_US)
 
     def audit(self) -> dict[str, Any]:
         """What `asyncrl audit --json` says; its exit code under "code"."""

@@ -72,7 +72,7 @@ async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(mak
     async with run.heard():
         await run.until(lambda: run.event("first_trained", "w0"), "a step")
         for name, number in (("polite", signal.SIGTERM), ("rude", signal.SIGKILL)):
-            worker = await asyncio.to_thread(run.join, name, folder=away)
+            worker = run.join(name, folder=away)
             try:
                 await run.until(lambda name=name: run.event("first_trained", name), f"something of {name}")
                 worker.send_signal(number)
