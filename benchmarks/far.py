@@ -150,8 +150,9 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
             )
         )
         with FarLink(delay=arm.delay, loss=arm.loss, tcp=arm.tcp) as link:
-            processes = _start(arm, link, folder)
+            processes: list[subprocess.Popen[bytes]] = []
             try:
+                processes.extend(_started(command, folder) for command in _commands(arm, link, folder))
                 _until_done(processes, folder)
             finally:
                 for process in reversed(processes):
@@ -161,9 +162,8 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
         return _row(arm, folder, warmup=warmup) | {"tcp": tcp, "how": link.how}
 
 
-def _start(arm: Arm, link: FarLink, folder: Path) -> list[subprocess.Popen[bytes]]:
+def _commands(arm: Arm, link: FarLink, folder: Path) -> list[list[str]]:
     """nats-server, learner, workers."""
-    output = (folder / "output.txt").open("ab")
     asyncrl = [sys.executable, "-m", "asyncrl"]
     run_file = str(folder / "run.toml")
     side = link.far if arm.is_far else link.near
@@ -174,12 +174,13 @@ def _start(arm: Arm, link: FarLink, folder: Path) -> list[subprocess.Popen[bytes
     for number in range(arm.workers):
         own = f"run.directory={folder / f'worker-{number}'}"
         commands.append([*side, *asyncrl, "rollout-worker", run_file, "--set", own, "--name", f"w{number}"])
-    processes = []
-    for command in commands:
+    return commands
+
+
+def _started(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "output.txt").open("ab") as output:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
-        time.sleep(1.0)  # who comes early waits; this keeps its warnings out of the output
-    return processes
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def _until_done(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:

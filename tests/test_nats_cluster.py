@@ -21,7 +21,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS
 from tests.bus_fixtures import group, progress, publish_groups, publish_prompts, taken
 from tests.chaos.storm import Storm
-from tests.chaos.victims import Kind
 from tests.cluster_fixtures import SIZE, Cluster, info, leader, server_of
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
@@ -196,46 +195,6 @@ async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: C
 # -- what it may lose --------------------------------------------------------------------------------------------------
 
 
-class _ClusterStorm(Storm):
-    """A storm over servers: each in turn is killed, and started again when the run has gone on without it."""
-
-    def __init__(self, folder: Path, cluster: Cluster, *, run: str) -> None:
-        folder.mkdir()
-        super().__init__(folder, seed=0, say=lambda text: None)
-        self._cluster, self._name = cluster, run
-        text = self._run_file.read_text().replace('name = "storm"', f'name = "{run}"')
-        where = f'url = "{cluster.url}"\ncredentials = "{cluster.credentials(run)}"\nreplicas = {SIZE}'
-        self._run_file.write_text(text.replace("ack_seconds = 3.0", f"{where}\nack_seconds = 15.0"))
-        self._config = config.load(self._run_file)
-
-    @property
-    def run_directory(self) -> Path:
-        return self._folder / "runs" / self._name
-
-    async def _kill(self, kind: Kind) -> None:
-        """First who leads the trajectory log, then who leads the prompts, then everyone in turn: each of them is the
-        server of some process."""
-        number = len(self.kills)
-        async with self._cluster.bus(self._name, role="observer") as bus:
-            bus._made |= {bus._layout.stream(topic) for topic in ALL}
-            await self._cluster.until_whole(bus)
-            topics = (TRAJECTORIES, PROMPTS, WEIGHTS)
-            stream = bus._layout.stream(topics[number % len(topics)])
-            victim = await leader(bus, stream) if number < len(topics) else number % SIZE
-        before = self._seen.step
-        published = dict(self._seen.published)
-        self._cluster.kill(victim)
-        await self._until(
-            lambda: (
-                self._seen.step >= (before[0], before[1] + 5)
-                and all(self._seen.published.get(name, 0) > published.get(name, 0) for name in ("w0", "w1", "w2"))
-            ),
-            f"server {victim} killed",
-        )
-        self._cluster.start(victim)
-        self.kills.append(victim)  # type: ignore[arg-type]
-
-
 async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_there_are_enough(tmp_path: Path) -> None:
     with Cluster(tmp_path / "cluster", runs=("one",)) as cluster:
         async with cluster.bus("one") as bus:
@@ -269,10 +228,36 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
 @pytest.mark.timeout(900)
 async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path) -> None:
     """Real processes; who leads, and whom each process is connected to, is lost again and again."""
+    folder = tmp_path / "storm"
+    folder.mkdir()
     with Cluster(tmp_path / "cluster", runs=("storm",)) as cluster:
-        storm = _ClusterStorm(tmp_path / "storm", cluster, run="storm")
-        audit = await storm.blow(2 * SIZE)
+        where = [f'bus.url="{cluster.url}"', f'bus.credentials="{cluster.credentials("storm")}"']
+        overrides = [*where, f"bus.replicas={SIZE}", "bus.ack_seconds=15.0"]
+        storm = Storm(folder, seed=0, overrides=overrides, say=lambda text: None)
+        async with storm.up() as seen:
+            for number in range(2 * SIZE):
+                victim = await _next_victim(cluster, number)
+                step, published = seen.step, dict(seen.published)
+                cluster.kill(victim)
+                await storm.until(
+                    lambda step=step, published=published: (
+                        seen.step >= (step[0], step[1] + 5)
+                        and all(seen.published.get(name, 0) > published.get(name, 0) for name in ("w0", "w1", "w2"))
+                    ),
+                    f"server {victim} killed",
+                )
+                cluster.start(victim)
+        audit = storm.audit()
     assert (audit["lost"], audit["duplicated"], audit["staleness_violations"], audit["exit_code"]) == (0, 0, 0, 0)
     assert audit["trained"] > 0
     assert audit["buried"] == 0
     assert storm.runs == 2  # nothing but the drain at the end stopped it
+
+
+async def _next_victim(cluster: Cluster, number: int) -> int:
+    """Who leads the trajectory log, who leads the prompts, who leads the states, then everyone in turn: each of them is
+    the server of some process. Not before all copies are whole again."""
+    topics = (TRAJECTORIES, PROMPTS, WEIGHTS)
+    async with cluster.bus("storm", role="observer") as bus:
+        await cluster.until_whole(bus)
+        return await leader(bus, bus._layout.stream(topics[number])) if number < len(topics) else number % SIZE

@@ -221,7 +221,9 @@ class JetStreamBus:
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
         found: dict[str, M] = {}
         subjects = await self._subjects(topic, under=under)
-        if len(subjects) > _FEW and self._role != "rollout-worker":  # which may not make a consumer there
+        # A worker may make no consumer there; and one of a cluster's consumers may be at a server that is behind, which
+        # is no matter for what is gone in seconds anyway (see _last).
+        if len(subjects) > _FEW and topic.seconds_to_live and self._role != "rollout-worker":
             stream = await self._stream(topic)
             for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
                 key = self._layout.key(topic, item.subject)
