@@ -33,7 +33,8 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Tests share it under different run names; nobody kills anything here."""
-    with Cluster(tmp_path_factory.mktemp("nats") / "cluster", runs=("one", "left", "right", "roles", "fresh", "few")) as made:
+    runs = ("one", "left", "right", "roles", "fresh", "few")
+    with Cluster(tmp_path_factory.mktemp("nats") / "cluster", runs=runs) as made:
         yield made
 
 
