@@ -33,7 +33,8 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Tests share it under different run names; nobody kills anything here."""
-    with Cluster(tmp_path_factory.mktemp("nats") / "cluster", runs=("one", "other", "roles", "fresh", "few")) as made:
+    runs = ("one", "left", "right", "roles", "fresh", "few")
+    with Cluster(tmp_path_factory.mktemp("nats") / "cluster", runs=runs) as made:
         yield made
 
 
@@ -174,10 +175,10 @@ async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) ->
 async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: Cluster, tmp_path: Path) -> None:
     """At once, under the same subjects as far as their accounts go; and a third with the credentials of neither."""
     async with (
-        cluster.bus("one") as one,
-        cluster.bus("other") as other,
-        cluster.bus("one", role="rollout-worker") as ones,
-        cluster.bus("other", role="rollout-worker") as others,
+        cluster.bus("left") as one,
+        cluster.bus("right") as other,
+        cluster.bus("left", role="rollout-worker") as ones,
+        cluster.bus("right", role="rollout-worker") as others,
     ):
         loops = [Loop(bus, tmp_path / name, steps=steps) for bus, name, steps in ((one, "a", 3), (other, "b", 5))]
         async with asyncio.TaskGroup() as tasks:
