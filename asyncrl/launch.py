@@ -143,13 +143,14 @@ class _Budget:
     used: int = 0
 
     def pause(self, lived_seconds: float) -> float | None:
-        """Seconds to wait for the next start; None when there is none."""
+        """Seconds to wait for the next start, so that two starts are a back-off apart; None when there is none."""
         if lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None
         self.used += 1
-        return float(min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS))
+        back_off = min(BACK_OFF_SECONDS * 2 ** (self.used - 1), LONGEST_BACK_OFF_SECONDS)
+        return float(max(0.0, back_off - lived_seconds))
 
     def __str__(self) -> str:
         return f"restart {self.used} of {self.restarts}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import os
 import socket
 import time
@@ -14,7 +15,8 @@ from typing import Any
 
 from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
-from asyncrl.app import build_learner, build_worker, connect
+from asyncrl.app import connect
+from asyncrl.assembly import build_learner, build_worker
 from asyncrl.check import check
 from asyncrl.config import RunConfig
 from asyncrl.errors import INTERRUPTED, ConfigError, HopelessError
@@ -44,6 +46,7 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
     try:
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
+        gc.freeze()
         await supervise(learner, *helpers, Heart(learner, *helpers))
         seconds = time.monotonic() - started
         was_drained = learner.draining.is_set() and not learner.done
@@ -70,6 +73,7 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
     bus = await connect(run, token=token, role="rollout-worker")
     try:
         worker, follower = await build_worker(run, bus=bus, name=name)
+        gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
         await supervise(worker, follower, Heart(worker, follower))
         return 0
     finally:

@@ -37,7 +37,7 @@ PARTS = '''
 """Parts of a run that hang while a file of their name is there."""
 import asyncio, time
 from pathlib import Path
-from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.backends.reference import ReferenceBackend
 from asyncrl.data import demo_task
 from asyncrl.engines.inprocess import InProcessEngine, Options

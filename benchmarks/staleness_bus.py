@@ -47,7 +47,7 @@ import numpy as np
 import torch
 import uvloop
 
-from asyncrl import app, config
+from asyncrl import app, assembly, config
 from asyncrl.actors.base import Heart
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
@@ -158,10 +158,10 @@ async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
     """Every process of a run, here as one task, each with its own connection."""
     run_config = dataclasses.replace(run_config, bus=dataclasses.replace(run_config.bus, url=server.url))
     buses = [await app.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
-    learner, helpers = await app.build_learner(run_config, bus=buses[0], resume=False)
+    learner, helpers = await assembly.build_learner(run_config, bus=buses[0], resume=False)
     lives = [[learner, *helpers, Heart(learner)]]
     for number, bus in enumerate(buses[1:]):
-        worker, follower = await app.build_worker(run_config, bus=bus, name=f"worker-{number}")
+        worker, follower = await assembly.build_worker(run_config, bus=bus, name=f"worker-{number}")
         lives.append([worker, follower, Heart(worker)])
     try:
         await live(lives)

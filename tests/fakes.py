@@ -20,7 +20,8 @@ from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.learner import Learner, LearnerSettings
 from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.actors.reporter import Reporter
-from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.rollout_worker import RolloutWorker
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_follower import WeightFollower

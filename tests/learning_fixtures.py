@@ -10,7 +10,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from asyncrl import app, config
+from asyncrl import assembly, config
 from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.memory import MemoryBus
@@ -41,10 +41,10 @@ def demo_run(folder: Path, *overrides: str) -> RunConfig:
 
 async def train(run: RunConfig, bus: Bus, *, workers: int = 1, resume: bool = False) -> list[dict[str, Any]]:
     """Run to the end in this process; the rows of metrics.jsonl."""
-    learner, helpers = await app.build_learner(run, bus=bus, resume=resume)
+    learner, helpers = await assembly.build_learner(run, bus=bus, resume=resume)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
-            worker, follower = await app.build_worker(run, bus=bus, name=f"w{number}")
+            worker, follower = await assembly.build_worker(run, bus=bus, name=f"w{number}")
             group.create_task(supervise(worker, follower, Heart(worker)))
         await supervise(learner, *helpers, Heart(learner))
     return [json.loads(line) for line in (run.run_directory / "metrics.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,16 @@ def test_the_compiler_takes_each_whole_and_once_for_any_number_of_rows(name: str
         arguments = CALLS[name](rows)
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
     assert len(graphs) == 1
+
+
+def test_what_the_compiler_cannot_compile_runs_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise torch._dynamo.exc.BackendCompilerFailed("inductor", AssertionError("sizes"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
+    on_gpu = SimpleNamespace(is_cuda=True, rows=3)
+    plain = kernels.fused(lambda x: x.rows)
+    assert [plain(on_gpu), plain(on_gpu)] == [3, 3]
+    assert caplog.text.count("is not compiled") == 1

@@ -39,7 +39,7 @@ function = "killer:answer"
 
 KILLER = """
 import os, signal
-from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.actors.rollouts import single_turn
 
 async def answer(prompt, generate, *, index):
     if prompt.group_id == 1:

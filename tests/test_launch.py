@@ -102,12 +102,17 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
 
 def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
     budget = launch._Budget(restarts=2)
-    assert [budget.pause(1.0) for _ in range(3)] == [1.0, 2.0, None]
-    assert [budget.pause(launch.HEALTHY_SECONDS), budget.pause(1.0), budget.pause(1.0)] == [1.0, 2.0, None]
+    assert [budget.pause(0.0) for _ in range(3)] == [1.0, 2.0, None]
+    assert [budget.pause(launch.HEALTHY_SECONDS), budget.pause(0.0), budget.pause(0.0)] == [0.0, 2.0, None]
 
 
 def test_a_back_off_has_an_end() -> None:
     budget = launch._Budget(restarts=100)
-    pauses = [budget.pause(1.0) for _ in range(100)]
+    pauses = [budget.pause(0.0) for _ in range(100)]
     assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     assert max(pause or 0.0 for pause in pauses) == 30.0
+
+
+def test_who_lived_longer_than_its_back_off_is_started_again_at_once() -> None:
+    budget = launch._Budget(restarts=4)
+    assert [budget.pause(3.0) for _ in range(4)] == [0.0, 0.0, 1.0, 5.0]  # back-offs 1, 2, 4, 8

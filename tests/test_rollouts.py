@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import PromptGroup, Sampling, Trajectory
 from asyncrl.protocols import Generate, Generation, Partial

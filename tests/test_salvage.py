@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.actors.salvage import Parts, assembled
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, Sampling, Trajectory, VersionSpan

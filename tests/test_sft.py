@@ -15,7 +15,7 @@ import transformers
 
 from asyncrl import check, codec, config
 from asyncrl.actors.examiner import Examiner
-from asyncrl.actors.rollout_worker import given
+from asyncrl.actors.rollouts import given
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task

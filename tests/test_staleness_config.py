@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import app, tables
+from asyncrl import app, assembly, tables
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
@@ -64,7 +64,7 @@ async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
         tmp_path, adaptive=True, smallest=2, ess_low=0.3, ess_high=0.8, patience=7, order="in_order", weight="linear"
     )
     bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
-    learner, _ = await app.build_learner(run, bus=bus, resume=False)
+    learner, _ = await assembly.build_learner(run, bus=bus, resume=False)
     await learner.stop()
     bound = learner._feed.bound
     assert (bound.bound, bound.largest, bound.smallest) == (4, 4, 2)
@@ -79,8 +79,8 @@ async def test_the_run_file_reaches_the_workers(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
     bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
     partial = run_config(tmp_path, stragglers="partial", max_staleness=6, min_group=3)
-    worker, _ = await app.build_worker(partial, bus=bus, name="w0")
+    worker, _ = await assembly.build_worker(partial, bus=bus, name="w0")
     assert worker._stragglers._max_staleness == 6
     assert worker._stragglers._min_group == 3
-    whole, _ = await app.build_worker(run_config(tmp_path), bus=bus, name="w1")
+    whole, _ = await assembly.build_worker(run_config(tmp_path), bus=bus, name="w1")
     assert whole._stragglers is None

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl import messages
 from asyncrl.actors.base import Actor
+from asyncrl.actors.occupancy import Activity, Places, Room
 from asyncrl.actors.salvage import Parts, Salvage
 from asyncrl.actors.stragglers import Stragglers
 from asyncrl.actors.waits import Answers
@@ -36,9 +37,9 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, TrajectoryGroup, VersionSpan, Wait
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
-from asyncrl.protocols import Bus, Delivery, Engine, Generate, Generation, RewardFn, RolloutFn, Sample
+from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
@@ -329,118 +330,9 @@ class RolloutWorker(Actor):
         }
 
 
-class Room:
-    """How many samples a worker has in progress. Counted in samples, not in groups: most of a group is done long
-    before its longest answer, and what it leaves free is taken at once."""
-
-    def __init__(self, max_running: int) -> None:
-        self._max_running = max_running
-        self._running = 0
-        self._changed = asyncio.Event()
-
-    def take(self, count: int) -> Places:
-        self._running += count
-        return Places(self, count)
-
-    def leave(self, count: int) -> None:
-        self._running -= count
-        self._changed.set()
-
-    async def only(self, places: Places) -> None:
-        """Until no samples are in progress but these."""
-        while self._running > places.taken:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def free(self) -> None:
-        """Until fewer samples are in progress than may be; a group then taken may be over by all but one of its own."""
-        while self._running >= self._max_running:
-            self._changed.clear()
-            await self._changed.wait()
-
-
-class Places:
-    """Those of one group."""
-
-    def __init__(self, room: Room, count: int) -> None:
-        self._room = room
-        self.taken = count
-
-    def leave(self, count: int) -> None:
-        self.taken -= count
-        self._room.leave(count)
-
-
-class Activity:
-    """How busy an engine was between two readings."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self._read_tokens = 0
-        self._read_at = time.monotonic()
-        self._running = 0
-        self._busy_since = 0.0
-        self._busy = 0.0
-
-    def running(self) -> Activity:
-        return self
-
-    def __enter__(self) -> None:
-        if self._running == 0:
-            self._busy_since = time.monotonic()
-        self._running += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._running -= 1
-        if self._running == 0:
-            self._busy += time.monotonic() - self._busy_since
-
-    def since_last(self) -> tuple[float, float]:
-        """(tokens per second, share of time with nothing running) since the last call."""
-        now = time.monotonic()
-        busy = self._busy
-        if self._running:
-            busy += now - self._busy_since
-            self._busy_since = now
-        elapsed = max(now - self._read_at, 1e-9)
-        tokens = self.tokens - self._read_tokens
-        self._busy, self._read_at, self._read_tokens = 0.0, now, self.tokens
-        return tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))
-
-
 def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
     """One 63-bit seed per generation, the same on every worker and attempt."""
     return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)
-
-
-async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """The default RolloutFn: the model answers once, and every token of the answer is trained."""
-    answer = await generate(prompt.prompt_tokens)
-    return Trajectory(
-        tokens=answer.tokens,
-        response_mask=np.ones(len(answer.tokens), np.bool_),
-        behavior_logprobs=answer.logprobs,
-        version_spans=answer.version_spans,
-        finish_reason=answer.finish_reason,
-    )
-
-
-async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """The RolloutFn of supervised fine-tuning: the answer in the data, cut to max_new_tokens; nothing is generated.
-
-    No policy sampled it, so its behavior logprobs are 0 and mean nothing: the loss must be a supervised one. Its
-    version is the one that the learner was at when the prompt was published, whatever run epoch trains it.
-    """
-    tokens = prompt.response_tokens[: prompt.sampling.max_new_tokens]
-    if len(tokens) == 0:
-        raise ValueError("the prompt has no response; set data.response_key")
-    return Trajectory(
-        tokens=tokens,
-        response_mask=np.ones(len(tokens), np.bool_),
-        behavior_logprobs=np.zeros(len(tokens), np.float32),
-        version_spans=(VersionSpan(start=0, run_epoch=ANY_EPOCH, policy_version=prompt.policy_version),),
-        finish_reason="stop" if len(tokens) == len(prompt.response_tokens) else "length",
-    )
 
 
 def _buried(group_id: int, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:

@@ -8,6 +8,7 @@ turns the compiler off. Tests: tests/test_kernels.py.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -15,21 +16,37 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn.functional as F
 
+log = logging.getLogger("asyncrl.kernels")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled when its first argument is on CUDA, once for any number of rows; untouched elsewhere."""
+    """Compiled when its first argument is on CUDA, once for any number of rows; untouched elsewhere.
+
+    What torch's compiler cannot compile (it has bugs at some shapes) runs as it is written, slower, and is named once.
+    """
 
     @functools.cache
     def compiled() -> Callable[P, R]:
         return on_rows(torch.compile(function, fullgraph=True))  # imports for two seconds: not before it is needed
 
+    is_compiled = True
+
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
+        nonlocal is_compiled
         first: Any = arguments[0]
-        return compiled()(*arguments, **options) if first.is_cuda else function(*arguments, **options)
+        if first.is_cuda and is_compiled:
+            try:
+                return compiled()(*arguments, **options)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                is_compiled = False
+                log.warning(
+                    "%s is not compiled, and slower: torch.compile: %r", function.__name__, error.inner_exception
+                )
+        return function(*arguments, **options)
 
     return run
 

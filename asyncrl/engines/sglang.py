@@ -257,6 +257,8 @@ class SGLangEngine:
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         self._has_spans = has_spans and self._options.version_source != "stream"
+        async with self._post("/freeze_gc", {}):
+            pass  # a full collection of what its start left in memory would stop all tokens
 
     # -- generate ------------------------------------------------------------------------------------------------------
 

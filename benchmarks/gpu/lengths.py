@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollout_worker import single_turn
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.protocols import Generate, Sample
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import shutil
 import statistics
@@ -233,6 +234,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
             log_path=scratch / "w0.engine.log",
         )
         await engine.start()
+        gc.freeze()  # as roles.py does
         try:
             bench = Bench(options, shape, folder, engine)
             stack.enter_context(trainer := Trainer(bench._device))

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
+import math
 import os
 import random
 import signal
@@ -22,19 +24,19 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from asyncrl import app, config
+from asyncrl import app, config, processes
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch import NEVER_AGAIN
-from asyncrl.protocols import Bus
-from asyncrl.topics import PROGRESS, TRAJECTORIES
 from benchmarks import tiny_files
 from benchmarks.staleness_task import Policy
+from tests.chaos import meter
+from tests.chaos.seen import Seen
 from tests.chaos.victims import Kind, deal, processes_below
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
@@ -53,6 +55,7 @@ name = "storm"
 directory = "{folder}/runs"
 steps = 1000000
 seed = {seed}
+restarts = 6
 
 [model]
 path = "{folder}/model"
@@ -61,6 +64,7 @@ path = "{folder}/model"
 path = "{folder}/prompts.jsonl"
 
 [bus]
+port = {port}
 ack_seconds = 3.0
 
 [rollout]
@@ -70,9 +74,9 @@ max_new_tokens = 6
 max_running = 32
 
 [engine]
-kind = "benchmarks.tiny_engine:TinyEngine"
+kind = "tests.chaos.meter:MeteredEngine"
 device = "cpu"
-options = {{ step_seconds = 0.05 }}
+options = {{ step_seconds = 0.05, meter = "{folder}/meters" }}
 
 [reward]
 kind = "benchmarks.tiny_reward:TinyReward"
@@ -104,55 +108,59 @@ class Kill:
     seconds: float
     step: int
 
-
-@dataclass(slots=True)
-class _Seen:
-    """By an observer of the bus.
-
-    step       (run epoch, steps done) of the newest progress;  first  at which step each run epoch began
-    published  groups by worker
-    """
-
-    step: tuple[int, int] = (-1, -1)
-    first: dict[int, int] = field(default_factory=dict)
-    published: dict[str, int] = field(default_factory=dict)
-
-    def has_trained_since(self, run_epoch: int) -> bool:
-        """Whether a later life of the learner has done a step."""
-        return self.step[0] > run_epoch and self.step[1] > self.first[self.step[0]]
+    def as_json(self) -> dict[str, Any]:
+        return {"kill": str(self.kind), "victims": self.victims, "seconds": round(self.seconds, 3), "step": self.step}
 
 
 class Storm:
-    """One seed. ``folder`` gets the model, the data and the run."""
+    """One seed. ``folder`` gets the model, the data and the run.
 
-    def __init__(self, folder: Path, *, seed: int, say: Callable[[str], None] = print) -> None:
+    port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
+    say, note  what a person sees of each kill, and what is kept of it
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        port: int = 0,
+        say: Callable[[str], None] = print,
+        note: Callable[[Kill], None] = lambda kill: None,
+    ) -> None:
         self._folder = folder.absolute()
         self._seed = seed
         self._random = random.Random(seed)
         self._kinds = deal(seed)
-        self._say = say
+        self._say, self._note = say, note
         self._process: subprocess.Popen[bytes] | None = None
-        self._seen = _Seen()
+        self._seen = Seen()
         self._output = (self._folder / "output.txt").open("ab")
         self._is_finishing = False
         self.kills: list[Kill] = []
         self.runs = 0
         """How often `asyncrl run` was started."""
+        self.tokens: dict[str, int] = {}
+        """Sampled by engines, and of these not in any group on the log: known when the run has drained."""
         tiny_files.write(self._folder, Policy.new(torch.Generator().manual_seed(seed)))
         self._run_file = self._folder / "run.toml"
-        self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed))
+        self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed, port=port))
         self._config = config.load(self._run_file)
 
     @property
     def run_directory(self) -> Path:
         return self._folder / "runs" / "storm"
 
-    async def blow(self, count: int) -> dict[str, Any]:
-        """Kill ``count`` times, finish the run; its audit. Raises AssertionError when somebody does not come back."""
+    async def blow(self, count: int, *, limit_seconds: float = math.inf) -> dict[str, Any]:
+        """Kill ``count`` times, or as often as there is time for, finish the run; its audit.
+
+        Raises AssertionError when somebody does not come back.
+        """
+        deadline = time.monotonic() + limit_seconds
         try:
             async with self._observed():
                 await self._until(lambda: self._seen.step[1] >= 1, "the first step")
-                while len(self.kills) < count:
+                while len(self.kills) < count and time.monotonic() < deadline:
                     await self._kill(next(self._kinds))
                 await self._finish()
         finally:
@@ -180,6 +188,7 @@ class Storm:
         await self._until(is_as_before, f"{', '.join(names)} killed ({kind})")
         kill = Kill(kind=kind, victims=tuple(names), seconds=time.monotonic() - began, step=self._seen.step[1])
         self.kills.append(kill)
+        self._note(kill)
         self._say(f"{len(self.kills):5d}  {kind!s:38s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
 
     def _shoot(self, names: Sequence[str]) -> None:
@@ -236,6 +245,7 @@ class Storm:
             stdout=self._output,
             stderr=self._output,
             start_new_session=True,
+            preexec_fn=functools.partial(processes.signal_on_parent_death, signal.SIGKILL),
         )
         self.runs += 1
 
@@ -250,7 +260,10 @@ class Storm:
         assert self._process is not None
         self._is_finishing = True
         self._process.send_signal(signal.SIGINT)
-        await asyncio.to_thread(self._process.wait, 60.0)
+        await asyncio.to_thread(self._process.wait, RECOVERY_SECONDS)
+        await asyncio.sleep(_AFTERMATH_SECONDS)
+        generated = meter.generated(self._folder / "meters")  # nobody holds anything now
+        self.tokens = {"generated": generated, "lost": generated - self._seen.tokens}
         newest = max((self.run_directory / "checkpoints").glob("step-*"), key=lambda folder: folder.stat().st_mtime)
         steps = json.loads((newest / "learner.json").read_text())["step"] + _LAST_STEPS
         self._start("--set", f"run.steps={steps}")
@@ -295,7 +308,8 @@ class Storm:
             except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
                 await asyncio.sleep(0.1)
                 continue
-            tasks = [asyncio.create_task(watch) for watch in (self._steps(bus), self._groups(bus), self._life())]
+            watches = (self._seen.watch_steps(bus), self._seen.read_groups(bus), self._life())
+            tasks = [asyncio.create_task(watch) for watch in watches]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -304,18 +318,6 @@ class Storm:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                     await bus.close()
-
-    async def _steps(self, bus: Bus) -> None:
-        async with bus.watch(PROGRESS) as states:
-            async for progress in states:
-                self._seen.first.setdefault(progress.run_epoch, progress.step)
-                self._seen.step = max(self._seen.step, (progress.run_epoch, progress.step))
-
-    async def _groups(self, bus: Bus) -> None:
-        async with bus.read(TRAJECTORIES, after=await bus.last_sequence(TRAJECTORIES)) as records:
-            async for record in records:
-                worker = record.message.worker if record.message is not None else ""
-                self._seen.published[worker] = self._seen.published.get(worker, 0) + 1
 
     async def _life(self) -> None:
         process = self._process

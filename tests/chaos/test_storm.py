@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import table
+from tests.chaos.report import SUMMED, table, total
 from tests.chaos.storm import Kill, Storm
 from tests.chaos.victims import KINDS, deal
 
@@ -35,5 +35,17 @@ def test_every_kind_of_kill_comes_equally_often_and_a_seed_gives_the_same_storm(
 
 def test_the_table_has_a_row_for_each_kind_with_the_times_until_all_was_as_before() -> None:
     kills = [Kill(kind=KINDS[0], victims=("learner",), seconds=float(i), step=i) for i in range(1, 21)]
-    (row,) = table(kills)
+    (row,) = table([kill.as_json() for kill in kills])
     assert (row["kills"], row["p50"], row["p95"], row["worst"]) == (20, 10.0, 19.0, 20.0)
+
+
+def test_storms_side_by_side_are_clean_only_when_every_one_of_them_is() -> None:
+    counts = dict.fromkeys(SUMMED, 0) | {"prompts": 10, "max_staleness": 2}
+    clean = {"problem": "", "tokens": {"generated": 100, "lost": 1}, "audit": counts | {"exit_code": 0}}
+    dirty = clean | {"audit": counts | {"lost": 1, "exit_code": 1}}
+    assert total([clean, clean], asked=2, storms=2)["clean"]
+    assert total([clean, clean], asked=2, storms=2)["audit"]["prompts"] == 20
+    assert total([clean, clean], asked=2, storms=2)["tokens_lost_share"] == 0.01
+    assert not total([clean, dirty], asked=2, storms=2)["clean"]
+    assert not total([clean, clean | {"problem": "not back"}], asked=2, storms=2)["clean"]
+    assert not total([clean], asked=2, storms=2)["clean"]  # one never came to its end

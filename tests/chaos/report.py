@@ -1,0 +1,98 @@
+"""Storms in rows, one JSON object a line, and the table over all of them.
+
+    {"storm": 5000, "kill": "learner, any time", "victims": ["learner"], "seconds": 6.1, "step": 31}   as it happens
+    {"storm": 5000, "seconds": 412.0, "problem": "", "tokens": {...}, "audit": {...}}                  when it is over
+    {"kills": 1000, "asked": 1000, "storms": 20, "clean": true, ...}, {"killed": ..., "p50": ...}      over all
+
+A file that was cut off has what happened until then.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tests.chaos.victims import KINDS
+
+Row = Mapping[str, Any]
+
+SUMMED: Final = (
+    *("prompts", "published", "trained", "dropped", "buried", "filtered", "pending"),
+    *("lost", "duplicated", "staleness_violations", "epochs", "retrained", "steps"),
+)
+"""Of the audits."""
+
+
+def append(path: Path | None, row: Row) -> None:
+    """One line, in one write: storms side by side share the file."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Its whole lines."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value with at least ``share`` of all at or below it."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A row for each kind: how often, and how long until all was as before."""
+    found = []
+    for kind in map(str, KINDS):
+        seconds = [row["seconds"] for row in rows if row.get("kill") == kind]
+        if seconds:
+            p50, p95 = quantile(seconds, 0.5), quantile(seconds, 0.95)
+            found.append({"killed": kind, "kills": len(seconds), "p50": p50, "p95": p95, "worst": max(seconds)})
+    return found
+
+
+def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
+    """All storms as one. Clean when every one of them ended with a clean audit."""
+    ends = [row for row in rows if "audit" in row]
+    audits = [row["audit"] for row in ends if row["audit"]]
+    generated, lost = (sum(row["tokens"].get(name, 0) for row in ends) for name in ("generated", "lost"))
+    return {
+        "kills": sum("kill" in row for row in rows),
+        "asked": asked,
+        "storms": storms,
+        "clean": len(ends) == storms and all(is_clean(row) for row in ends),
+        "problems": [row["problem"] for row in ends if row["problem"]],
+        "tokens_generated": generated,
+        "tokens_lost": lost,
+        "tokens_lost_share": round(lost / generated, 5) if generated else 0.0,
+        "audit": {name: sum(audit[name] for audit in audits) for name in SUMMED}
+        | {"max_staleness": max((audit["max_staleness"] for audit in audits), default=0)},
+    }
+
+
+def is_clean(row: Row) -> bool:
+    """Whether a storm's last row says that nobody stayed away and nothing was lost, trained twice or too stale."""
+    return not row["problem"] and row["audit"].get("exit_code") == 0
+
+
+def show(rows: Sequence[Row], summary: Row) -> str:
+    """For a person."""
+    lines = [f"{'killed':40s} {'kills':>6s} {'p50 s':>7s} {'p95 s':>7s} {'worst s':>8s}"]
+    lines += [
+        f"{row['killed']:40s} {row['kills']:6d} {row['p50']:7.1f} {row['p95']:7.1f} {row['worst']:8.1f}"
+        for row in table(rows)
+    ]
+    audit = summary["audit"]
+    lines += [
+        f"{summary['kills']} kills of {summary['asked']} in {summary['storms']} storms, "
+        f"{audit['epochs']} lives of learners, {audit['prompts']} prompt groups, {audit['trained']} trained",
+        f"tokens: {summary['tokens_generated']} generated, {summary['tokens_lost']} of them lost "
+        f"({summary['tokens_lost_share']:.2%})",
+        f"lost {audit['lost']}, duplicated {audit['duplicated']}, violations {audit['staleness_violations']}",
+        *summary["problems"],
+        "clean" if summary["clean"] else "NOT CLEAN",
+    ]
+    return "\n".join(lines)
