@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import uvloop
 
-from asyncrl import app
+from asyncrl import app, assembly
 from asyncrl.actors.base import Actor, Heart
-from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.rollout_worker import RolloutWorker
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.actors.salvage import Salvage
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.watcher import Watcher
@@ -112,7 +113,7 @@ async def _workers(
 
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
-    """As app.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
+    """As assembly.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
     follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=app.channel(run).verify, load=run.load)
     made = RolloutWorker(
         name,
@@ -145,7 +146,7 @@ def learner(parent: Connection, run: RunConfig, token: str) -> None:
 async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
     bus = await app.connect(run, token=token)
     try:
-        made, helpers = await app.build_learner(run, bus=bus, resume=False)
+        made, helpers = await assembly.build_learner(run, bus=bus, resume=False)
         parent.send("ready")
         await supervise(made, *helpers, Heart(made, *helpers), stop_seconds=STOP_SECONDS)
     finally:
