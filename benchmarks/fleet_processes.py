@@ -32,7 +32,7 @@ from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 
 STOP_SECONDS: Final = 120.0
-_JOINING: Final = 32
+_JOINING: Final = 4
 """Workers of a process that connect at a time."""
 
 
