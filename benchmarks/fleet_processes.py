@@ -26,14 +26,17 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.watcher import Watcher
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.policies.faults import Finding
 from asyncrl.processes import signal_on_parent_death
+from asyncrl.protocols import Bus
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 
 STOP_SECONDS: Final = 120.0
 _JOINING: Final = 4
 """Workers of a process that connect at a time."""
+_ATTEMPTS: Final = 10
 
 
 class Processes:
@@ -97,7 +100,7 @@ async def _workers(
     async def live(name: str) -> None:
         nonlocal joined
         async with joining:
-            bus = await app.connect(run, token=token, role="rollout-worker")
+            bus = await _connected(run, token=token)
         try:
             actors = worker(run, bus, name=name, engine=FleetEngine(seconds=seconds, num_tokens=num_tokens))
             joined += 1
@@ -110,6 +113,14 @@ async def _workers(
     async with asyncio.TaskGroup() as group:
         for name in names:
             group.create_task(live(name), name=name)
+
+
+async def _connected(run: RunConfig, *, token: str) -> Bus:
+    """On a machine that is short of processors a connection may take longer than its patience: tried again."""
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(ConfigError):
+            return await app.connect(run, token=token, role="rollout-worker")
+    return await app.connect(run, token=token, role="rollout-worker")
 
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:

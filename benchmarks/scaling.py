@@ -272,6 +272,7 @@ def presence(given: Assumptions) -> Table:
 
 
 def tables(given: Assumptions) -> Iterator[tuple[str, Table]]:
+    yield "fleet", fleet_table(FLEET_RESULTS)
     yield "bytes", bytes_per_gpu(given)
     yield "groups", group_bytes(given)
     yield "presence", presence(given)
@@ -305,13 +306,10 @@ def assumptions_table(given: Assumptions) -> str:
 
 def measured(results: Path) -> dict[str, float]:
     """What fleet.py found for the bus's messages: presence of the largest fleet, and a group's in the smallest."""
-    if not results.is_file():
+    found = _fleets(results)
+    if not found:
         return {}
-    rows: list[dict[str, Any]] = [json.loads(line) for line in results.read_text().splitlines()]
-    fleets = sorted((row for row in rows if "workers" in row), key=lambda row: row["workers"])
-    if not fleets:
-        return {}
-    first, last = fleets[0], fleets[-1]
+    first, last = found[0], found[-1]
     of_group = first["work"]["messages"] * first["group_size"]
     groups = last["trajectories_per_second"] / last["group_size"]
     loads = last["workers"] / last["step_seconds"]
@@ -323,9 +321,43 @@ def measured(results: Path) -> dict[str, float]:
     }
 
 
+def _fleets(results: Path) -> list[dict[str, Any]]:
+    """The rows of fleet.py, smallest first; none where it has not run."""
+    lines = results.read_text().splitlines() if results.is_file() else []
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return sorted((row for row in rows if "workers" in row), key=lambda row: row["workers"])
+
+
 def assumptions(values: dict[str, float] | None = None) -> Assumptions:
     """With what was measured, and ``values`` above it."""
     return Assumptions(**(measured(FLEET_RESULTS) | (values or {})))
+
+
+def fleet_table(results: Path) -> Table:
+    """What fleet.py found, for a person."""
+    rows = []
+    for row in _fleets(results):
+        cpu, per_worker = row["work"]["cpu_milliseconds"], 1e3 / row["workers"]
+        rows.append(
+            (
+                f"{row['workers']:,}",
+                f"{row['trajectories_per_second']:.0f}",
+                f"{row['work']['messages']:.2f}",
+                f"{row['work']['bytes'] / 1e3:.2f}",
+                *(f"{cpu[part]:.2f}" for part in ("server", "workers", "learner")),
+                f"{row['presence']['messages'] / row['workers']:.1f}",
+                f"{per_worker * row['presence']['cpu']['server']:.2f}",
+                f"{per_worker * row['presence']['cpu']['workers']:.2f}",
+                f"{row['whole']['messages']:.1f}",
+                f"{row['staleness_max']} of {row['max_staleness']}",
+                f"{row['outstanding_max']} of {row['window']}",
+                "clean" if row["is_clean"] else "NOT CLEAN",
+                *(f"{row['memory'][part]['max_megabytes']:.0f}" for part in ("server", "learner")),
+            )
+        )
+    head = ("workers", "trajectories/s", "messages", "kB", "server ms", "workers ms", "learner ms")
+    head += ("messages/s", "server ms/s", "worker ms/s", "messages with presence", "staleness", "outstanding", "audit")
+    return "Per trajectory, and per waiting worker", (*head, "server MB", "learner MB"), rows
 
 
 # -- command -----------------------------------------------------------------------------------------------------------
