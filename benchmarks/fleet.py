@@ -75,10 +75,15 @@ class Scene:
     idle_seconds: float
     processes: int
 
+    @property
+    def all_steps(self) -> int:
+        """A window of them comes behind the measured ones: what the last ones train was sampled before."""
+        return self.warmup + self.steps + self.max_staleness + 1
+
     def run_file(self, folder: Path, *, workers: int, url: str) -> RunConfig:
         window = (self.max_staleness + 1) * self.groups_per_batch
         return RunConfig(
-            run=config.Run(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.warmup + self.steps),
+            run=config.Run(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.all_steps),
             bus=config.Bus(url=url),
             model=config.Model(path=str(folder / "model")),
             data=config.Data(path=str(folder / "prompts.jsonl")),
@@ -354,9 +359,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="trajectories of a group (default 8)")
     add("--tokens", type=int, default=128, help="of a trajectory (default 128)")
     add("--seconds", type=float, default=4.0, help="that an answer takes on average (default 4)")
-    add("--groups", type=int, default=128, help="groups per batch (default 128)")
+    add("--groups", type=int, default=96, help="groups per batch (default 96)")
     add("--max-staleness", type=int, default=3, help="the bound (default 3)")
-    add("--warmup", type=int, default=2, help="steps before the measured ones (default 2)")
+    add("--warmup", type=int, default=4, help="steps before the measured ones (default 4)")
     add("--steps", type=int, default=3, help="steps measured (default 3)")
     add("--idle-seconds", type=float, default=15.0, help="how long presence is measured (default 15)")
     add("--processes", type=int, default=4, help="that share the workers (default 4)")
