@@ -337,30 +337,48 @@ def assumptions(values: dict[str, float] | None = None) -> Assumptions:
 
 
 def fleet_table(results: Path) -> Table:
-    """What fleet.py found, for a person."""
-    rows = []
-    for row in _fleets(results):
-        cpu, per_worker = row["work"]["cpu_milliseconds"], 1e3 / row["workers"]
+    """What fleet.py found, for a person: the whole of it, and the three prices that it is made of."""
+    found, rows = _fleets(results), []
+    for row in found:
+        workers, load, presence = row["workers"], row["load"], row["presence"]
+        cpu, work, first = load["cpu"], row["work"]["cpu_milliseconds"], found[0]["work"]
+        rate, loads = row["trajectories_per_second"], workers / row["step_seconds"]
+        above = {
+            part: 1e3 * (cpu[part] - presence["cpu"][part]) - first["cpu_milliseconds"][part] * rate
+            for part in ("server", "workers")
+        }
+        messages = load["messages"] - presence["messages"] - first["messages"] * rate
+        is_enough = workers >= _ENOUGH
         rows.append(
             (
-                f"{row['workers']:,}",
-                f"{row['trajectories_per_second']:.0f}",
-                f"{row['work']['messages']:.2f}",
-                f"{row['work']['bytes'] / 1e3:.2f}",
-                *(f"{cpu[part]:.2f}" for part in ("server", "workers", "learner")),
-                f"{row['presence']['messages'] / row['workers']:.1f}",
-                f"{per_worker * row['presence']['cpu']['server']:.2f}",
-                f"{per_worker * row['presence']['cpu']['workers']:.2f}",
-                f"{row['whole']['messages']:.1f}",
+                f"{workers:,}",
+                f"{rate:.0f}",
+                f"{row['whole']['messages']:.1f}, {row['work']['messages']:.1f}",
+                f"{row['whole']['cpu_milliseconds']['all']:.2f}, {work['all']:.2f}",
+                f"{work['learner']:.2f}",
+                f"{presence['messages'] / workers:.1f}" if is_enough else "-",
+                f"{sum(1e3 * presence['cpu'][part] / workers for part in presence['cpu']):.2f}" if is_enough else "-",
+                f"{messages / loads:.1f}" if is_enough else "-",
+                f"{sum(above.values()) / loads:.1f}" if is_enough else "-",
                 f"{row['staleness_max']} of {row['max_staleness']}",
                 f"{row['outstanding_max']} of {row['window']}",
                 "clean" if row["is_clean"] else "NOT CLEAN",
-                *(f"{row['memory'][part]['max_megabytes']:.0f}" for part in ("server", "learner")),
+                *(
+                    f"{row['memory'][part]['max_megabytes']:.0f} ({row['memory'][part]['megabytes_per_minute']:+.1f})"
+                    for part in ("server", "learner")
+                ),
             )
         )
-    head = ("workers", "trajectories/s", "messages", "kB", "server ms", "workers ms", "learner ms")
-    head += ("messages/s", "server ms/s", "worker ms/s", "messages with presence", "staleness", "outstanding", "audit")
-    return "Per trajectory, and per waiting worker", (*head, "server MB", "learner MB"), rows
+    head = (
+        "workers",
+        "trajectories/s",
+        "messages: whole, work",
+        "CPU ms: whole, work",
+        "learner's",
+        "messages/s a worker",
+    )
+    head += ("ms/s a worker", "messages a load", "ms a load", "staleness", "outstanding", "audit")
+    return "Per trajectory; per waiting worker; per load", (*head, "server MB (a minute)", "learner MB"), rows
 
 
 # -- command -----------------------------------------------------------------------------------------------------------
