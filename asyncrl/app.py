@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from asyncrl import auxiliary, plugins, tables
+from asyncrl.addresses import servers, without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 
 if TYPE_CHECKING:
     from asyncrl.data.prompts import PromptDataset
+    from asyncrl.launchers.port import Launcher
     from asyncrl.policies.algorithms import Algorithm
     from asyncrl.policies.filters import GroupFilter
 
@@ -31,7 +33,12 @@ BACKENDS = {
     "megatron": "asyncrl.backends.megatron:MegatronBackend",
     "reference": "asyncrl.backends.reference:ReferenceBackend",
 }
-CHANNELS = {"files": "asyncrl.weights.files:FilesChannel", "nccl": "asyncrl.weights.nccl:NCCLChannel"}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "objects": "asyncrl.weights.objects:ObjectsChannel",
+}
+LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.actors.rollouts:{name}" for name in ("single_turn", "given")}
 
@@ -120,9 +127,17 @@ def open_rows(run: RunConfig) -> PromptDataset:
     return PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
 
 
-def channel(run: RunConfig) -> WeightChannel:
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
-    extra = {"host": run.weights.host or _own_address(run)} if run.weights.channel == "nccl" else {}
+    extra: dict[str, Any] = {}
+    if run.weights.channel == "nccl":
+        extra = {"host": run.weights.host or _own_address(run)}
+    elif run.weights.channel == "objects":
+        extra = {
+            "objects": bus.objects(),
+            "full_every": run.weights.full_every,
+            "delta_share": run.weights.delta_share,
+        }
     made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
     return made
 
@@ -131,7 +146,8 @@ def _own_address(run: RunConfig) -> str:
     """Of this machine on the way to the bus, where every engine's worker is too."""
     from asyncrl.weights.nccl import own_address
 
-    return own_address(urlsplit(run.bus.url).hostname or "127.0.0.1")
+    url, _ = bus_address(run, token="")
+    return own_address(urlsplit(servers(url)[0]).hostname or "127.0.0.1")
 
 
 def backend(run: RunConfig) -> Backend:
@@ -177,6 +193,20 @@ def engine(run: RunConfig, *, name: str) -> Engine:
     return made
 
 
+def launcher_class(run: RunConfig) -> Any:
+    return plugins.load(run.launcher.kind, where="launcher.kind", table=LAUNCHERS)
+
+
+def launcher(run: RunConfig) -> Launcher:
+    kind = launcher_class(run)
+    made: Launcher = kind(
+        run_name=run.run.name,
+        log_directory=run.run_directory / "logs",
+        options=options(kind, run.launcher.options, "launcher.options"),
+    )
+    return made
+
+
 def device(name: str, section: str) -> str:
     """cpu or cuda; auto takes the GPU when there is one."""
     import torch
@@ -205,8 +235,6 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
 
     role  of bus/access.py; only the learner's makes the run's streams
     """
-    from asyncrl.bus.access import without_secrets
-
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role)
     if bus.max_message_bytes < run.largest_message_bytes:
@@ -220,16 +248,16 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner") -> Bus:
     return bus
 
 
-async def observe(run: RunConfig, *, token: str) -> Bus:
-    """The run's bus for somebody who only looks: nothing is made or changed there. Raises ConfigError."""
+async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
+    """The run's bus for somebody who only looks, or an "operator": nothing is made there. Raises ConfigError."""
     url, token = bus_address(run, token=token)
-    return await _connect(run, url, token=token, role="observer")
+    return await _connect(run, url, token=token, role=role)
 
 
 def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
     """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
-    if run.bus.url:
-        return run.bus.url, token
+    if run.bus.url or run.bus.address:
+        return run.bus.url or run.bus.address, token
     address = run.run_directory / BUS_FILE
     try:
         table = json.loads(address.read_text())
@@ -260,4 +288,5 @@ async def _connect(run: RunConfig, url: str, *, token: str, role: str) -> Bus:
         max_log_bytes=run.bus.max_log_bytes,
         ack_seconds=run.bus.ack_seconds,
         storage=run.bus.store,
+        replicas=run.bus.replicas,
     )

@@ -54,7 +54,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         consumed=Ledger.from_json(state.consumed),
     )
     prompts = await _prompt_source(run, bus=bus, state=state, buffer=buffer)
-    algorithm, channel, backend = app.algorithm(run), app.channel(run), app.backend(run)
+    algorithm, channel, backend = app.algorithm(run), app.channel(run, bus=bus), app.backend(run)
     history = History(run.run_directory / HISTORY_FILE, run_epoch=state.run_epoch)
     history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
     learner = Learner(
@@ -128,6 +128,7 @@ def _learner_settings(run: RunConfig) -> LearnerSettings:
         keep_log=run.checkpoint.keep_log,
         max_buried_in_a_row=max(32, 2 * run.window),
         max_skipped_steps=run.learner.max_skipped_steps,
+        publish_every=run.weights.every_steps,
     )
 
 
@@ -200,7 +201,10 @@ def _fresh() -> LearnerState:
 async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutWorker, WeightFollower]:
     """The worker and what keeps its engine's weights new, ready to be supervised."""
     engine = app.engine(run, name=name)
-    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=app.channel(run).verify, load=run.load)
+    weights = app.channel(run, bus=bus)
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=weights.verify, load=run.load, progress=lambda: weights.progress
+    )
     worker = RolloutWorker(
         name,
         bus,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
-from asyncrl.bus.access import without_secrets
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
@@ -29,9 +29,7 @@ log = logging.getLogger("asyncrl.check")
 
 def check(run: RunConfig) -> None:
     """Refuse, with a ConfigError that says what to change, what cannot work. Starts nothing."""
-    _check_bus(run)
-    _check_sampling(run)
-    check_model(Path(run.model.path))
+    check_worker(run)
     if not Path(run.data.path).is_file():
         raise ConfigError(f"data.path: {run.data.path} does not exist; it must be a .jsonl or .parquet file")
     algorithm = app.algorithm(run)
@@ -47,14 +45,30 @@ def check(run: RunConfig) -> None:
             "remove it or use rollout.group_size = 2 or more"
         )
     auxiliary.check_folders(run, algorithm)
-    for section, device in (("engine", run.engine.device), ("learner", run.learner.device)):
-        if device == "cuda":
-            app.require_gpu(section)
-    app.options(app.engine_class(run), run.engine.options, "engine.options")
+    places = app.launcher_class(run).places
+    if run.learner.device == "cuda" and not places:
+        app.require_gpu("learner")
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+        if gpus and places:
+            raise ConfigError(
+                f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
+                "and GPUs itself; remove the key (launcher.options says how)"
+            )
     app.options(app.backend_class(run), run.learner.options, "learner.options")
     if run.learner.ranks > 1 and run.learner.backend == "reference":
         raise ConfigError('learner.ranks: the reference backend is one process; use backend = "megatron" or ranks = 1')
+    app.options(app.launcher_class(run), run.launcher.options, "launcher.options")
     _check_filters(run)
+
+
+def check_worker(run: RunConfig) -> None:
+    """The part of ``check`` that a rollout worker's machine must stand: it has neither the data nor a learner's GPU."""
+    _check_bus(run)
+    _check_sampling(run)
+    check_model(Path(run.model.path))
+    if run.engine.device == "cuda" and not app.launcher_class(run).places:
+        app.require_gpu("engine")
+    app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
@@ -151,23 +165,33 @@ def placement(run: RunConfig) -> Placement:
 
     Not part of ``check``: a process that was given its GPUs sees no others.
     """
-    import torch
-
-    has_gpu = run.engine.device != "cpu" and run.engine.kind != "none"
     return place(
-        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        num_gpus(),
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
-        gpus_per_worker=int(run.engine.options.get("tensor_parallel", 1)) if has_gpu else 0,
+        gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )
 
 
+def num_gpus() -> int:
+    """GPUs that torch sees in this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpus_per_worker(run: RunConfig) -> int:
+    """GPUs that one rollout worker takes where there are any; 0: its engine computes on the CPU."""
+    has_gpu = run.engine.device != "cpu" and run.engine.kind != "none"
+    return int(run.engine.options.get("tensor_parallel", 1)) if has_gpu else 0
+
+
 def describe(run: RunConfig) -> str:
     """The resolved run file and what follows from it, for a person. Checks first, every row of the data too."""
     check(run)
-    placed = placement(run)
+    placed = "found by the launcher" if app.launcher_class(run).places else placement(run)
     rows = app.open_rows(run)
     lines = []
     for section in dataclasses.fields(run):

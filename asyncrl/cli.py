@@ -6,7 +6,9 @@ Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would again (a full 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
+import json
 import logging
 import os
 import sys
@@ -25,7 +27,8 @@ EXAMPLES = """examples:
   asyncrl run my.toml --set run.steps=10 --resume      go on from the last checkpoint
   asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
   asyncrl check my.toml                                what the run file means, and whether it can work
-  asyncrl rollout-worker my.toml --set bus.url=nats://learner-host:4222    join a run from any node
+  asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any node
+  asyncrl scale runs/demo --rollout-workers 8          grow or shrink the fleet of a run that is up
   asyncrl audit runs/demo                              what became of every prompt group; exit code 1 if one is lost
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
@@ -98,28 +101,41 @@ def _parser() -> argparse.ArgumentParser:
 
     def run_file(sub: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
         sub.add_argument("run_file", metavar="RUN.toml", type=Path, nargs=nargs, help="the run file")
+        setting(sub, "override one key of the run file; repeatable")
+
+    def setting(sub: argparse.ArgumentParser, meaning: str) -> None:
         sub.add_argument(
-            "--set",
-            dest="overrides",
-            action="append",
-            default=[],
-            metavar="SECTION.KEY=VALUE",
-            help="override one key of the run file; repeatable",
+            "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=meaning
         )
 
     run = verb("run", "Start and supervise a whole run on this machine.")
     learner = verb("learner", "Start the learner of a run against its bus.")
     worker = verb("rollout-worker", "Start one rollout worker of a run against its bus, on any node, at any time.")
     check = verb("check", "Print what a run file means and refuse what cannot work.")
-    for sub in (run, learner, worker, check):
+    for sub in (run, learner, check):
         run_file(sub)
+    run_file(worker, nargs="?")
+    run.add_argument(
+        "--launcher",
+        default="",
+        metavar="KIND",
+        help="who starts the processes: local, ray, or package.module:Class (launcher.kind of the run file)",
+    )
     for sub in (run, learner):
         sub.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     worker.add_argument("--name", default="", help="unique in the run (default: host and process id)")
+    worker.add_argument("--join", default="", metavar="nats://HOST:PORT", help="instead of a run file: the run's bus")
+    worker.add_argument("--run", default="", metavar="NAME", help="with --join: the run's name; its settings are there")
 
     doctor = verb("doctor", "Say what every actor of a run waits for and what is wrong; exit code 1 if anything is.")
     run_file(doctor, nargs="?")
     doctor.add_argument("--json", action="store_true", help="for a program")
+
+    scale = verb("scale", "Grow or shrink the fleet of a run that is up; workers that leave drain.")
+    scale.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder, or its run file")
+    scale.add_argument("--rollout-workers", type=int, required=True, metavar="N", help="so many of `asyncrl run`'s own")
+    scale.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="to wait (default: 600)")
+    setting(scale, "override one key of the run, such as bus.url; repeatable")
 
     import_model = verb("import-model", "Turn a GGUF file into a Hugging Face folder.")
     import_model.add_argument("source", help="a .gguf file, or package:NAME for one inside an installed package")
@@ -132,14 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("run_directory", metavar="RUN_DIR", type=Path, help="run.directory/run.name of the run")
         sub.add_argument("--json", action="store_true", help="print one JSON object")
     replay.add_argument("--from-step", type=int, default=1, metavar="K", help="first step to train (default: 1)")
-    replay.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="train with another setting from step K on, such as algorithm.correction=none; repeatable",
-    )
+    setting(replay, "train with another setting from step K on, such as algorithm.correction=none; repeatable")
     replay.add_argument("--out", type=Path, help="folder to write to (default: RUN_DIR/replay-1, -2, ...)")
     return parser
 
@@ -154,6 +163,8 @@ def _run(options: argparse.Namespace) -> int:
     from asyncrl import launch
     from asyncrl.check import check
 
+    if options.launcher:
+        options.overrides.append(f"launcher.kind={json.dumps(options.launcher)}")
     config = _load(options)
     check(config)
     return launch.run(
@@ -166,6 +177,7 @@ def _learner(options: argparse.Namespace) -> int:
 
     config = _load(options)
     processes.end_with_parent()
+    config = _on_its_bus(config)
     if config.weights.channel == "nccl":
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it; unlike settings cannot meet
     _log_to(config.run_directory / "logs" / "learner.log")
@@ -175,11 +187,22 @@ def _learner(options: argparse.Namespace) -> int:
 def _rollout_worker(options: argparse.Namespace) -> int:
     from asyncrl import processes, roles
 
-    config = _load(options)
     processes.end_with_parent()
+    config = _on_its_bus(_joined(options))
     name = options.name or roles.worker_name()
     _log_to(config.run_directory / "logs" / f"{name}.log")
     return roles.run_worker(config, name=name, token=_token(config))
+
+
+def _joined(options: argparse.Namespace) -> RunConfig:
+    """Of a worker: the run file, or what the run's learner left on its bus."""
+    from asyncrl import joining
+
+    if options.run_file is not None and not (options.join or options.run):
+        return _load(options)
+    if options.run_file is not None or not (options.join and options.run):
+        raise ConfigError("rollout-worker: name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME")
+    return joining.joined(options.join, options.run, options.overrides, token=os.environ.get("ASYNCRL_BUS_TOKEN", ""))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -198,6 +221,13 @@ def _doctor(options: argparse.Namespace) -> int:
         )
     run = config.only_overrides(options.overrides) if options.run_file is None else _load(options)
     return doctor.examine(run, token=_token(run), as_json=options.json)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from asyncrl import scale
+
+    run = scale.load(options.where, options.overrides)
+    return scale.scale(run, rollout_workers=options.rollout_workers, token=_token(run), seconds=options.timeout)
 
 
 def _import_model(options: argparse.Namespace) -> int:
@@ -232,10 +262,17 @@ _VERBS = {
     "rollout-worker": _rollout_worker,
     "check": _check,
     "doctor": _doctor,
+    "scale": _scale,
     "import-model": _import_model,
     "audit": _audit,
     "replay": _replay,
 }
+
+
+def _on_its_bus(config: RunConfig) -> RunConfig:
+    """With the address of the server that `asyncrl run` started, if it told us."""
+    url = os.environ.get("ASYNCRL_BUS_URL", "")
+    return dataclasses.replace(config, bus=dataclasses.replace(config.bus, address=url)) if url else config
 
 
 def _token(config: RunConfig) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_launcher import LauncherSection
 from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference, Teacher
@@ -48,7 +49,13 @@ class Run:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bus:
     url: str = ""
-    """nats://HOST:PORT of a running server; empty starts one for this run."""
+    """nats://HOST:PORT of a running server; empty starts one for this run. Of a cluster, several with commas between
+    (nats://A:4222,nats://B:4222,nats://C:4222): whoever loses its server goes on with another."""
+    replicas: int = 1
+    """Servers of the cluster at url that keep a copy of what is on the bus: 3 survive the loss of any one."""
+    address: str = ""
+    """Of the server started for this run, for processes that cannot read it in the run's folder; `asyncrl run` tells
+    them (ASYNCRL_BUS_URL)."""
     token: str = ""
     """The server's token. ASYNCRL_BUS_TOKEN in the environment is better: it is not in a file."""
     credentials: str = ""
@@ -76,6 +83,8 @@ class Bus:
             not self.url or self.url.startswith(("nats://", "tls://")),
             f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
+        _require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
+        _require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
         _require(
             bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
         )
@@ -260,15 +269,24 @@ class Algorithm:
 class Weights:
     channel: str = "files"
     """files: a folder that learner and workers see. nccl: the folder, and straight from the learner's GPU into each
-    engine's (gloo between CPUs). Or "package.module:Class"."""
+    engine's (gloo between CPUs). objects: the bus's object store, for workers far away. Or "package.module:Class"."""
     directory: str = ""
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     host: str = ""
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
+    every_steps: int = 1
+    """Steps between two versions that are published; over 1 where nobody samples (rollout.function = "given"). Each
+    step is a version all the same."""
+    full_every: int = 16
+    """objects: a version is stored as what changed since the one before, and each so many-th as a whole too."""
+    delta_share: float = 0.5
+    """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
+        _positive(self, "every_steps", "full_every")
+        _require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
         _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 
@@ -318,6 +336,7 @@ class RunConfig:
     weights: Weights = field(default_factory=Weights)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    launcher: LauncherSection = field(default_factory=LauncherSection)
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
@@ -326,6 +345,12 @@ class RunConfig:
             overlong <= longest,
             f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
             "be punished",
+        )
+        every = self.weights.every_steps
+        _require(
+            every == 1 or self.rollout.function == "given",
+            f'weights: every_steps {every} needs rollout.function = "given": each prompt is sampled with the version '
+            "it was published at or a newer one, so engines need them all; what publishing takes holds up no step",
         )
 
     @property

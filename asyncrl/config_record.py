@@ -1,18 +1,20 @@
 """A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
 
 Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
-needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token.
+needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token; files with secrets
+are named. ``worker_table`` has more, for workers that join.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit, urlunsplit
 
+from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.tables import build
 
@@ -21,7 +23,9 @@ _SECTIONS: Final = (
     *("staleness", "checkpoint", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
-_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds")
+_SECRET_WORDS: Final = {"key", "token", "password", "secret", "headers", "header", "auth", "authorization"}
+_BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
+_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
@@ -34,15 +38,45 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
-    table["bus"]["url"] = _without_user(table["bus"]["url"])
+    for key in _BUS_PATHS:
+        if table["bus"][key]:
+            table["bus"][key] = str(Path(table["bus"][key]).absolute())
+    table["bus"]["url"] = without_secrets(table["bus"]["url"])
     return table
+
+
+def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a worker needs that has no run file, and the keys left out because their values may be secrets.
+
+    Left out are options with a key such as "headers" or "api-key" or an address with a password, and every option of a
+    reward or engine that is not asyncrl's own. Where a worker keeps its own files is its own business.
+    """
+    table = as_table(run) | {
+        name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
+    }
+    table["run"].pop("directory")
+    for key in _BUS_PATHS:  # who joins has its own
+        table["bus"].pop(key)
+    if run.weights.directory:
+        table["weights"]["directory"] = str(Path(run.weights.directory).absolute())
+    withheld = []
+    for name in ("engine", "reward"):
+        made = table[name]["options"]
+        if made and (":" in table[name]["kind"] or _may_be_secret(made)):
+            table[name].pop("options")
+            withheld.append(f"{name}.options")
+    return table, tuple(withheld)
+
+
+def _may_be_secret(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        words = {word for key in value for word in re.split("[-_ .]", str(key).lower())}
+        return bool(words & _SECRET_WORDS) or any(map(_may_be_secret, value.values()))
+    if isinstance(value, list):
+        return any(map(_may_be_secret, value))
+    return isinstance(value, str) and bool(re.search("://[^/]*@", value))
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
     """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
     return build(RunConfig, table, where)
-
-
-def _without_user(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

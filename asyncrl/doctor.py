@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
+from asyncrl.addresses import without_secrets
 from asyncrl.app import bus_address, observe
-from asyncrl.bus.access import without_secrets
 from asyncrl.config import RunConfig
 from asyncrl.errors import NoSuchRun
 from asyncrl.policies.diagnosis import diagnose

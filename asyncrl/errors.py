@@ -2,10 +2,13 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
-    │   └── NoSuchRun      the bus is there and knows no run of that name
+    │   ├── NoSuchRun      the bus is there and knows no run of that name
+    │   └── NoRoom         no GPUs are free for another process
+    ├── LaunchError        a launcher could not start a process; the next try may work
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
+    │   ├── ObjectGone     a large object is not in the store, or not any more
     │   ├── MessageTooLarge  a message is over the server's max_payload
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
@@ -40,6 +43,14 @@ class NoSuchRun(ConfigError):
     """There is no run of this name: the bus answers and has none, or none is up in the run's folder."""
 
 
+class NoRoom(ConfigError):
+    """No GPUs are free for another process. `asyncrl run` refuses it; a fleet that is up stays as it is."""
+
+
+class LaunchError(AsyncRLError):
+    """A launcher could not start a process. `asyncrl run` takes it for one that died: it may be tried again."""
+
+
 class HopelessError(AsyncRLError):
     """What starting the process again cannot heal. Launchers end the run."""
 
@@ -54,8 +65,16 @@ class Forbidden(BusError):
     """The server does not let our role do this."""
 
 
+class Unanswered(BusError):
+    """The server is there and does not answer this, or has been restarted since it could have."""
+
+
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
+
+
+class ObjectGone(BusError):
+    """An object is not in the store, or was removed while it was read. The weight channel takes another way."""
 
 
 class MessageTooLarge(BusError):

@@ -7,10 +7,10 @@ with the learner. `learner.gpus` and `rollout.gpus` say it otherwise. Processes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoRoom
 
 Gpus = tuple[int, ...]
 
@@ -96,6 +96,23 @@ def _check_exist(given: Sequence[int], num_gpus: int, where: str) -> None:
         if not 0 <= gpu < num_gpus:
             seen = f"{num_gpus}, numbered from 0" if num_gpus else "none that torch sees"
             raise ConfigError(f"{where}: there is no GPU {gpu}; this machine has {seen}")
+
+
+def free(num_gpus: int, *, taken: Collection[int], needed: int, given: Sequence[int] = ()) -> Gpus:
+    """GPUs for one more process, which shares none. ``given``: it may have these alone.
+
+    Raises NoRoom when too few are free. No GPU in the machine, or none needed, is none: it computes on the CPU.
+    """
+    if not num_gpus or not needed:
+        return ()
+    pool = tuple(given) or tuple(range(num_gpus))
+    found = tuple(gpu for gpu in pool if gpu not in taken)[:needed]
+    if len(found) < needed:
+        raise NoRoom(
+            f"another worker needs {needed} GPU{'s' * (needed > 1)}, and of {numbers(pool)} "
+            f"{f'only {numbers(found)} is' if found else 'none is'} free"
+        )
+    return found
 
 
 def visible_devices(gpus: Gpus, *, inherited: str | None) -> str:

@@ -6,6 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 PARENT = "ASYNCRL_PARENT_PID"
 """Set for children by whoever wants them to end with it; its value is that process's id."""
@@ -29,3 +33,51 @@ def end_with_parent() -> None:
 def signal_on_parent_death(number: int) -> None:
     """Have the kernel send us ``number`` when the thread that started us ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def age_seconds() -> float:
+    """Seconds since this process was started, its imports included; off Linux, since it began to count CPU time."""
+    if not sys.platform.startswith("linux"):
+        return time.process_time()
+    started = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What processes have done since they began. read_bytes: from files, caches of the system included."""
+
+    cpu_seconds: float
+    read_bytes: int
+
+
+def work() -> Work | None:
+    """Of this process and all below it that live; None where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return None
+    cpu_seconds, read_bytes = 0.0, 0
+    for pid in _with_descendants(os.getpid()):
+        try:
+            fields = _stat(pid)
+            counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        except OSError:  # it has just ended, or is not ours to look at
+            continue
+        cpu_seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        read_bytes += max(int(counts["rchar"]), int(counts["read_bytes"]))
+    return Work(cpu_seconds=cpu_seconds, read_bytes=read_bytes)
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = path.read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        for child in children:
+            yield from _with_descendants(int(child))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may hold blanks: the state is the first."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -3,12 +3,14 @@
 Bus          tests/test_bus_contract.py       memory, JetStream
 Engine       tests/test_engine_contract.py    in-process Hugging Face model, SGLang
 Backend      tests/test_backend_contract.py   reference PyTorch, Megatron-Core
-WeightChannel tests/test_weights_contract.py  files
+WeightChannel tests/test_weights_contract.py  files, objects (NCCL sends besides: tests/test_nccl.py)
+ObjectStore  tests/test_objects.py            memory, JetStream
+Launcher     tests/test_launcher_contract.py  local, Ray (launchers/port.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +67,8 @@ class Delivery(Protocol[M_co]):
     def problem(self) -> str: ...
 
     async def ack(self) -> None:
-        """Done: when this returns, the bus no longer counts the message."""
+        """Done: when this returns, nobody gets the message again, and the bus no longer counts it (a cluster: a moment
+        later)."""
         ...
 
     async def retry(self, *, delay: float = 0.0) -> None:
@@ -164,6 +167,10 @@ class Bus(Protocol):
         """
         ...
 
+    def objects(self) -> ObjectStore:
+        """The run's large objects; the same store each time. It ends with the bus."""
+        ...
+
     @property
     def max_message_bytes(self) -> int: ...
 
@@ -173,6 +180,41 @@ class Bus(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """sha256: of its bytes, hexadecimal."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    metadata: Mapping[str, str]
+
+
+class ObjectStore(Protocol):
+    """Bytes too many for a message, under a name. Blocking and thread-safe; one writer. May raise BusError."""
+
+    def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
+        """Store an object, whole or not at all; one of that name is replaced. Takes ``blocks`` as it sends them."""
+        ...
+
+    def info(self, name: str) -> ObjectInfo | None:
+        """None when there is none of that name."""
+        ...
+
+    def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+        """Its bytes from ``start`` on, in order, whatever happens to the connection. Raises ObjectGone.
+
+        Nothing is checked against its sha256: who has all of it does that.
+        """
+        ...
+
+    def names(self) -> set[str]: ...
+
+    def remove(self, name: str) -> None:
+        """Nothing happens when it is not there."""
+        ...
 
 
 # -- engine ------------------------------------------------------------------------------------------------------------
@@ -336,7 +378,17 @@ class WeightChannel(Protocol):
         ...
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version whose checksum is right. Raises WeightsError."""
+        """The folder of a version whose checksum is right, fetched if need be. Raises WeightsError."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """Rises while a publish or verify gets on: a sign of life for who waits for it. Any thread may look."""
+        ...
+
+    @property
+    def published_bytes(self) -> int:
+        """What the last publish stored."""
         ...
 
     @property

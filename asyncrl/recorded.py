@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import json
 import os
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl import app, checkpoint, config_record
+from asyncrl import app, checkpoint, config, config_record
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.checkpoint import LearnerState
 from asyncrl.config import RunConfig
@@ -56,11 +57,15 @@ class RecordedRun:
         """The run file of one life of the learner."""
         return config_record.from_table(life.settings, where=f"{self.history_file}: epoch {life.run_epoch}")
 
-    def newest_settings(self) -> RunConfig:
+    def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
+        """Those of the last life, with ``section.key=value`` overrides applied."""
         lives = [entry for entry in self.history() if entry.kind == BEGUN]
         if not lives:
             raise ConfigError(f"{self.history_file}: no learner has begun this run")
-        return self.settings(lives[-1])
+        table = copy.deepcopy(dict(lives[-1].settings))
+        for item in overrides:
+            config.override(table, item)
+        return config_record.from_table(table, where=f"{self.history_file}: epoch {lives[-1].run_epoch}")
 
     def checkpoint(self) -> tuple[LearnerState, Path] | None:
         return checkpoint.latest(self.directory / "checkpoints")

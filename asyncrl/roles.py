@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import gc
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any
 
+from asyncrl import only_learner
 from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
 from asyncrl.app import connect
 from asyncrl.assembly import build_learner, build_worker
-from asyncrl.check import check
+from asyncrl.check import check, check_worker
 from asyncrl.config import RunConfig
-from asyncrl.errors import INTERRUPTED, ConfigError, HopelessError
+from asyncrl.config_record import worker_table
+from asyncrl.errors import INTERRUPTED, HopelessError
+from asyncrl.fleet_messages import RunSettings
+from asyncrl.topics import SETTINGS
 
 
 def run_learner(run: RunConfig, *, resume: bool, token: str) -> int:
     """The learner's process, to the end of the run. Raises ConfigError while another one has this run."""
     check(run)
-    with _only_learner(run.run_directory):
+    with only_learner.in_folder(run.run_directory):
         return _in_event_loop(_learner(run, resume=resume, token=token))
-
-
-@contextlib.contextmanager
-def _only_learner(directory: Path) -> Iterator[None]:
-    """Two learners would publish over each other's weights; the lock goes with the process, however it ends."""
-    path = directory / "learner.lock"
-    with path.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{directory}: another learner has this run ({path} is locked); end it first") from None
-        yield
 
 
 async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
     bus = await connect(run, token=token)
     try:
+        await only_learner.on_bus(bus, run=run.run.name)
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
+        sections, withheld = worker_table(run)
+        await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
         gc.freeze()
         await supervise(learner, *helpers, Heart(learner, *helpers))
         seconds = time.monotonic() - started
@@ -65,7 +57,7 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
 
 def run_worker(run: RunConfig, *, name: str, token: str) -> int:
     """A rollout worker's process, until it is drained or the run is finished."""
-    check(run)
+    check_worker(run)
     return _in_event_loop(_worker(run, name=name, token=token))
 
 

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import (
     Event,
     GroupSegment,
@@ -59,8 +60,14 @@ ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
 SEGMENTS = Topic("segments", "state", GroupSegment, seconds_to_live=6 * 3600.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
 QUARANTINE = Topic("quarantine", "state", Quarantine)
+FLEET = Topic("fleet", "state", FleetSize)
+FLEET_STATUS = Topic("fleet_status", "state", FleetStatus)
+SETTINGS = Topic("settings", "state", RunSettings)
 
-ALL: tuple[Topic[Any], ...] = (PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS, QUARANTINE)
+ALL: tuple[Topic[Any], ...] = (
+    *(PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS, QUARANTINE),
+    *(FLEET, FLEET_STATUS, SETTINGS),
+)
 
 TRANSFERS = Service("transfers", TransferRequest, TransferOffer)
 

@@ -74,6 +74,8 @@ def keeps(group):
 
 class Engine(InProcessEngine):
     async def start(self):
+        if is_on("start"):
+            (HERE / "begun").touch()
         await wait("start")
         await super().start()
 
@@ -351,8 +353,9 @@ def measure(
     seconds: float = NAMED_SECONDS,
 ) -> Measured:
     """Inject until it is named, with ``text``. Raises TimeoutError."""
-    before, began = len(run.said), time.monotonic()
+    before = len(run.said)
     with injected:
+        began = time.monotonic()
         line = run.wait_for(text, after=before, seconds=seconds)
         took = time.monotonic() - began
     return Measured(what, took, line.removeprefix("asyncrl run: "))
@@ -396,7 +399,6 @@ def of_joined_workers(folder: Path) -> Iterator[Measured]:
         run.wait_for("there is no rollout worker", seconds=120)
         with joined(run, "x0") as worker:
             yield measure(run, "last worker leaves", "there is no rollout worker", _drained(worker))
-        # Counted from the start of its process, and beginnings have 25 s: an alarm, not a name within 10 s.
         yield measure(run, "worker starts and hangs", "has been starting", _starting(run), seconds=60)
         proxy = Proxy(run.bus()[0])
         with joined(run, "x1", url=proxy.url):
@@ -422,13 +424,17 @@ def joined(run: Run, name: str, *, url: str = "") -> Iterator[subprocess.Popen[b
 
 @contextlib.contextmanager
 def _starting(run: Run) -> Iterator[None]:
+    """A worker whose engine hangs from the first instant of its start."""
     with hanging(run.folder, "start"):
         worker = run.worker("x3")
         try:
+            while not (run.folder / "begun").exists():  # until then it imports
+                time.sleep(0.01)
             yield
         finally:
             worker.kill()
             worker.wait()
+            (run.folder / "begun").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -314,6 +314,9 @@ class TimedBackend:
 class NullChannel:
     """A WeightChannel without weights; what a load costs is the engine's ``load_seconds``."""
 
+    progress = 0
+    published_bytes = 0
+
     def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         return WeightVersion(run_epoch=run_epoch, policy_version=policy_version)
 

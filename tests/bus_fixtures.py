@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from asyncrl.bus.lease import Lease
-from asyncrl.messages import Heartbeat, Progress, PromptGroup, Sampling, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages import Event, Heartbeat, Progress, PromptGroup, Sampling, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.protocols import Bus, Delivery, Record
-from asyncrl.topics import PROMPTS, TRAJECTORIES, Topic
+from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES, Topic
 
 SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
 
@@ -65,6 +65,11 @@ async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRA
         return [await anext(records) for _ in range(count)]
 
 
+async def first_event(bus: Bus, kind: str) -> Event:
+    async with bus.read(EVENTS) as records:
+        return await anext(record.message async for record in records if record.message.kind == kind)
+
+
 def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of runs made from here on live for a second."""
     monkeypatch.setattr(Lease, "TOPIC", dataclasses.replace(Lease.TOPIC, seconds_to_live=1.0))
@@ -77,8 +82,11 @@ def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:
 class Proxy:
     """A way to a server that can be cut: ``async with Proxy(port) as proxy`` listens at ``proxy.url``."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, bytes_per_second: float = 0.0) -> None:
+        """``bytes_per_second``: to the server; 0 is as fast as it goes.  ``carried``: bytes to the server so far"""
         self._server_port, self._port = port, 0
+        self._pause = 1 / bytes_per_second if bytes_per_second else 0.0
+        self.carried = 0
         self._ways: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     @property
@@ -117,13 +125,14 @@ class Proxy:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         async with asyncio.TaskGroup() as ways:
-            ways.create_task(_pump(reader, server_writer))
-            ways.create_task(_pump(server_reader, writer))
+            ways.create_task(self._pump(reader, server_writer, pause=self._pause))
+            ways.create_task(self._pump(server_reader, writer))
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-            await writer.drain()
-    writer.transport.abort()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, pause: float = 0.0) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**12 if pause else 2**16):
+                await asyncio.sleep(len(data) * pause)
+                self.carried += len(data) if pause else 0
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -86,8 +88,34 @@ async def bus(bus_factory: BusFactory) -> Bus:
     return await bus_factory()
 
 
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Any]:
+    """A Ray cluster, tests/ray_fixtures.py, for the whole session: it takes seconds to start."""
+    pytest.importorskip("ray")
+    from tests.ray_fixtures import TwoNodes
+
+    made = TwoNodes()
+    yield made
+    made.end()
+
+
 @pytest.fixture
 def no_blocking() -> Iterator[None]:
     """A call that blocks the event loop fails the test."""
     with blockbuster.blockbuster_ctx(scanned_modules=["asyncrl.bus"]):
         yield
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(
+        [*command.split(), "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True
+    )
+    return folder / "cert.pem", folder / "key.pem"

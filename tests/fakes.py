@@ -144,6 +144,8 @@ class Channel:
     """Weights that are nowhere."""
 
     sender = None
+    progress = 0
+    published_bytes = 0
 
     def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         digest = hashlib.sha256(repr(list(snapshot.tensors())).encode()).hexdigest()
@@ -237,6 +239,7 @@ class Loop:
     order: str = "oldest_first"
     age_weight: AgeWeight | None = None
     max_skipped_steps: int = 0
+    publish_every: int = 1
     examiner: Examiner | None = None
 
     def __post_init__(self) -> None:
@@ -297,6 +300,7 @@ class Loop:
                 keep_log=False,
                 max_buried_in_a_row=self.max_buried_in_a_row,
                 max_skipped_steps=self.max_skipped_steps,
+                publish_every=self.publish_every,
             ),
             state=state,
             restore_from=restore_from,

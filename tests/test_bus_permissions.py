@@ -7,7 +7,6 @@ import base64
 import binascii
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -23,12 +22,26 @@ from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.access import ROLES, Access
 from asyncrl.bus.connection import Connection
 from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.permissions import WORKER_KEEPS, WORKER_READS, WORKER_WRITES
+from asyncrl.bus.permissions import OPERATOR_WRITES, WORKER_KEEPS, WORKER_READS, WORKER_WRITES
 from asyncrl.bus.server import find_binary
 from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
 from asyncrl.policies.diagnosis import diagnose
-from asyncrl.topics import ACTORS, ALL, EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
+from asyncrl.topics import (
+    ACTORS,
+    ALL,
+    EVENTS,
+    FLEET,
+    FLEET_STATUS,
+    PROGRESS,
+    PROMPTS,
+    QUARANTINE,
+    SETTINGS,
+    TRAJECTORIES,
+    TRANSFERS,
+    WEIGHTS,
+)
 from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
@@ -63,7 +76,7 @@ class Server:
 
     def __init__(self, directory: Path, *extra: str) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "asyncrl.bus.permissions", *RUNS, "--directory", str(directory)]
+        command = [sys.executable, "-m", "asyncrl.bus.nats_config", *RUNS, "--directory", str(directory)]
         made = subprocess.run(
             [*command, "--listen", "127.0.0.1:-1", *extra], capture_output=True, text=True, check=True
         )
@@ -116,8 +129,8 @@ async def forbidden(call: Any) -> None:
 
 
 def test_every_topic_is_somebodys() -> None:
-    learners_alone = {PROMPTS}
-    assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *learners_alone} == set(ALL)
+    learners_alone = {PROMPTS, FLEET_STATUS}
+    assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *OPERATOR_WRITES, *learners_alone} == set(ALL)
 
 
 def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server) -> None:
@@ -133,7 +146,7 @@ def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server
 
 
 def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "asyncrl.bus.permissions", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "asyncrl.bus.nats_config", "--directory", str(tmp_path)]
     subprocess.run([*command, "a"], check=True, capture_output=True)
     before = (tmp_path / "a" / "learner").read_text()
     subprocess.run([*command, "a", "b"], check=True, capture_output=True)
@@ -203,6 +216,22 @@ async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> N
         assert (await asking).problem == "none yet"
 
 
+async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dict[str, Any]) -> None:
+    learner, rollout, observer = (buses[role].objects() for role in ("learner", "rollout-worker", "observer"))
+    data = bytes(range(256)) * 2048
+    await asyncio.to_thread(learner.put, "0-1.full", [data], metadata={"chain": "[]"})
+    info = await asyncio.to_thread(rollout.info, "0-1.full")
+    assert info is not None
+    assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
+    for reader in (rollout, observer):
+        await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
+        await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
+        await forbidden(asyncio.to_thread(reader.names))
+        for subject in (reader._about("0-1.full"), f"$O.{reader._bucket}.C.x"):
+            await forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
+    assert await asyncio.to_thread(learner.names) == {"0-1.full"}
+
+
 async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any]) -> None:
     rollout = buses["rollout-worker"]
     await forbidden(rollout.put(WEIGHTS, WeightVersion(run_epoch=9, policy_version=9)))
@@ -266,6 +295,36 @@ async def test_no_role_sees_another_run(server: Server, role: str) -> None:
                 async with asyncio.timeout(5), connected(server, role, as_run="other"):
                     pass
         assert (await other.states(PROGRESS))[""].step == 5
+
+
+async def test_an_operator_sizes_the_fleet_and_does_nothing_else(buses: dict[str, Any]) -> None:
+    learner, operator = buses["learner"], buses["operator"]
+    size = FleetSize(rollout_workers=3, request="a")
+    await operator.put(FLEET, size)
+    assert (await learner.states(FLEET))[""] == size
+    await learner.put(FLEET_STATUS, FleetStatus(request="a", rollout_workers=3))
+    assert (await operator.states(FLEET_STATUS))[""].request == "a"
+    await learner.put(ACTORS, heartbeat("w0"), key="w0")
+    assert "w0" in await operator.states(ACTORS)
+    await forbidden(operator.put(FLEET_STATUS, FleetStatus()))
+    await forbidden(operator.put(PROGRESS, progress(9)))
+    await forbidden(operator.put(SETTINGS, RunSettings()))
+    await forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
+    await forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
+
+
+async def test_workers_and_observers_do_not_size_the_fleet(buses: dict[str, Any]) -> None:
+    for role in ("rollout-worker", "observer"):
+        await forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
+        await forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
+        await forbidden(buses[role].put(SETTINGS, RunSettings()))
+
+
+async def test_a_worker_reads_the_settings_of_its_run(buses: dict[str, Any]) -> None:
+    settings = RunSettings(sections={"run": {"name": "mine"}})
+    await buses["learner"].put(SETTINGS, settings)
+    async with buses["rollout-worker"].watch(SETTINGS) as found:
+        assert await anext(found) == settings
 
 
 async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> None:
@@ -344,21 +403,6 @@ def _encoded_seed(raw: bytes) -> bytes:
     """A user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
     data = bytes([(18 << 3) | ((20 << 3) >> 5), ((20 << 3) & 31) << 3]) + raw
     return base64.b32encode(data + binascii.crc_hqx(data, 0).to_bytes(2, "little")).rstrip(b"=")
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    )
-    subprocess.run(
-        [*command.split(), "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True
-    )
-    return folder / "cert.pem", folder / "key.pem"
 
 
 async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_not(

@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
-from asyncrl.topics import PROMPTS
-from tests.bus_fixtures import Proxy, brief_leases, publish_prompts, taken
+from asyncrl.topics import PROMPTS, TRAJECTORIES
+from tests.bus_fixtures import Proxy, brief_leases, group, publish_prompts, taken
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -92,6 +92,25 @@ async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_
             async with taken(other, 1) as (theirs,):
                 assert {ours.key, theirs.key} == {"1", "2"}
                 assert theirs.attempt == 1
+
+
+# -- a slow way --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_way_is_given_the_time_that_a_message_takes(
+    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask again would put the same bytes on it once more, and so on, for ever."""
+    monkeypatch.setattr("asyncrl.bus.connection._ANSWER_SECONDS", 0.2)
+    async with Proxy(nats_server.port, bytes_per_second=300_000) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="slow", token=nats_server.token, **SIZES)
+        async with closing(bus):
+            before = proxy.carried
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(4):
+                    large = group(number, tokens=10_000)
+                    tasks.create_task(bus.publish(TRAJECTORIES, large, key=str(number)))
+            assert 4 * 90_000 < proxy.carried - before < 1.2 * 4 * 90_000
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import config, launch
+from asyncrl import children, config, launch
+from asyncrl.bus.memory import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.placement import Placement
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
 SCRIPT = """#!/bin/sh
 # In place of `python -m asyncrl ROLE RUN.toml ...`
@@ -26,7 +28,9 @@ class Stage:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._monkeypatch = folder, monkeypatch
         self._log = folder / "starts"
-        monkeypatch.setattr(launch, "BACK_OFF_SECONDS", 0.0)
+        self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        monkeypatch.setattr(children, "BACK_OFF_SECONDS", 0.0)
+        monkeypatch.setattr(launch, "connect", self._connect)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def run(self, body: str, *, placement: Placement) -> int:
@@ -38,12 +42,15 @@ class Stage:
         self._monkeypatch.setattr(launch, "placement", lambda run: placement)
         return launch.run(self._config(), run_file=Path("RUN.toml"), overrides=[], resume=False, token="")
 
+    async def _connect(self, run: RunConfig, *, token: str) -> MemoryBus:
+        return self.bus
+
     def _config(self) -> RunConfig:
         made = config.load(Path(__file__).parent.parent / "examples" / "demo.toml")
         return dataclasses.replace(
             made,
             run=dataclasses.replace(made.run, directory=str(self._folder)),
-            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server; nobody connects
+            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server
         )
 
     @property
@@ -101,18 +108,22 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
 
 
 def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
-    budget = launch._Budget(restarts=2)
-    assert [budget.pause(0.0) for _ in range(3)] == [1.0, 2.0, None]
-    assert [budget.pause(launch.HEALTHY_SECONDS), budget.pause(0.0), budget.pause(0.0)] == [0.0, 2.0, None]
+    budget = children.Budget(restarts=2)
+    assert [budget.pause(1.0, has_worked=False) for _ in range(3)] == [1.0, 2.0, None]
+    assert budget.pause(children.HEALTHY_SECONDS, has_worked=True) == 0.0
+    assert [budget.pause(1.0, has_worked=False) for _ in range(2)] == [1.0, None]
 
 
 def test_a_back_off_has_an_end() -> None:
-    budget = launch._Budget(restarts=100)
-    pauses = [budget.pause(0.0) for _ in range(100)]
+    budget = children.Budget(restarts=100)
+    pauses = [budget.pause(1.0, has_worked=False) for _ in range(100)]
     assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     assert max(pause or 0.0 for pause in pauses) == 30.0
 
 
-def test_who_lived_longer_than_its_back_off_is_started_again_at_once() -> None:
-    budget = launch._Budget(restarts=4)
-    assert [budget.pause(3.0) for _ in range(4)] == [0.0, 0.0, 1.0, 5.0]  # back-offs 1, 2, 4, 8
+def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() -> None:
+    budget = children.Budget(restarts=6)
+    assert [budget.pause(20.0, has_worked=True) for _ in range(2)] == [0.0, 0.0]
+    assert [budget.pause(20.0, has_worked=False) for _ in range(2)] == [1.0, 2.0]  # it died while it started
+    assert budget.pause(3.0, has_worked=True) == 4.0
+    assert budget.pause(20.0, has_worked=True) == 0.0

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl.codec import decode, encode
 from asyncrl.errors import MessageError
+from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import (
     CallSegment,
     Event,
@@ -82,6 +83,9 @@ SAMPLES: dict[type, Any] = {
             ),
         ),
         Quarantine(worker="w2", run_epoch=1, reason="0.9 nats off"),
+        FleetSize(rollout_workers=8, request="1f"),
+        FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
+        RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
     )
 }

@@ -13,6 +13,7 @@ import pytest
 from asyncrl.bus.layout import reader
 from asyncrl.bus.lender import Lender
 from asyncrl.bus.pull import Pull
+from asyncrl.errors import Unanswered
 
 
 async def nothing() -> None:
@@ -35,7 +36,7 @@ class ScriptedWire:
     async def online(self) -> None:
         pass
 
-    async def api(self, verb: str, body: Any = None) -> dict[str, Any]:
+    async def api(self, verb: str, body: Any = None, *, patience: float = 60.0) -> dict[str, Any]:
         await self.meanwhile()
         self.consumers.append(body["config"])
         return {}
@@ -113,6 +114,21 @@ async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
     assert wire.consumers[1]["opt_start_seq"] == 2
     await wire.deliver(2, consumer=1, consumer_sequence=1)
     assert (await waiting).sequence == 2
+
+
+async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_under_another_name() -> None:
+    wire = ScriptedWire()
+
+    async def nobody_answers() -> None:
+        wire.meanwhile = nothing
+        raise Unanswered("given to a server that has just died")
+
+    pull = reading_pull(wire)
+    wire.meanwhile = nobody_answers
+    await pull.start()
+    assert [consumer["name"] for consumer in wire.consumers] == ["reader-1"]
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await pull.take()).sequence == 1
 
 
 # -- a consumer that others share --------------------------------------------------------------------------------------

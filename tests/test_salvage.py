@@ -15,8 +15,8 @@ from asyncrl.actors.salvage import Parts, assembled
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, Sampling, Trajectory, VersionSpan
 from asyncrl.protocols import Bus, Generate, Generation, Partial
-from asyncrl.topics import EVENTS, PROGRESS, SEGMENTS
-from tests.bus_fixtures import first
+from asyncrl.topics import PROGRESS, SEGMENTS
+from tests.bus_fixtures import first_event
 from tests.conftest import BUS_SIZES
 from tests.salvage_fixtures import Answer, Worker, publish_prompt
 
@@ -67,9 +67,9 @@ async def test_what_is_salvaged_keeps_its_tokens_and_versions(bus: Bus) -> None:
         assert len(trajectory.tokens) == 100
         assert [(span.start, span.policy_version) for span in trajectory.version_spans] == [(0, 3), (40, 5)]
     assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
-    (event,) = await first(bus, 1, topic=EVENTS)
-    assert (event.message.kind, event.message.actor) == ("salvaged", "w1")
-    assert event.message.data == {"group_id": 0, "from": "w0", "tokens": 80, "too_old_tokens": 0}
+    event = await first_event(bus, "salvaged")
+    assert (event.kind, event.actor) == ("salvaged", "w1")
+    assert event.data == {"group_id": 0, "from": "w0", "tokens": 80, "too_old_tokens": 0}
 
 
 async def test_a_published_group_leaves_no_parts(bus: Bus) -> None:

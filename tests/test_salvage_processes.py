@@ -17,8 +17,8 @@ from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.data import demo_task
 from asyncrl.messages import PromptGroup, Sampling
-from asyncrl.topics import EVENTS, PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
-from tests.bus_fixtures import first
+from asyncrl.topics import PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
+from tests.bus_fixtures import first, first_event
 from tests.engine_fixtures import Model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -91,7 +91,7 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
     await bus.put(WEIGHTS, new.version(1))
     with worker(run_file, "w1", token=own_server.token):
         (record,) = await first(bus, 1, topic=TRAJECTORIES)
-        (event,) = await first(bus, 1, topic=EVENTS)
+        event = await first_event(bus, "salvaged")
 
     group = record.message
     assert (group.worker, group.error) == ("w1", "")
@@ -103,8 +103,8 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
         old_span, new_span = trajectory.version_spans
         assert (old_span.policy_version, new_span.policy_version) == (0, 1)
         assert new_span.start >= count  # the second worker may sample before it has loaded
-    assert (event.message.kind, event.message.actor) == ("salvaged", "w1")
-    assert event.message.data == {"group_id": 0, "from": "w0", "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
+    assert (event.kind, event.actor) == ("salvaged", "w1")
+    assert event.data == {"group_id": 0, "from": "w0", "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
     async with asyncio.timeout(30):
         while await bus.states(SEGMENTS) or await bus.depth(PROMPTS):
             await asyncio.sleep(0.05)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.bus.access import Access, without_secrets
+from asyncrl.addresses import without_secrets
+from asyncrl.bus.access import Access
 from asyncrl.check import describe
 from asyncrl.data import demo_task
 from tests.test_bus_permissions import Server
@@ -73,6 +74,8 @@ def test_the_look_for_it_finds_it(code: str) -> None:
         (f"nats://user:a@{SECRET}@host", "nats://host"),
         (f"nats://user:{SECRET}#x@host", "nats://host"),
         ("nats://host:4222", "nats://host:4222"),
+        (f"nats://user:{SECRET}@a:1,nats://u:{SECRET}@b:2", "nats://a:1,nats://b:2"),
+        (f"nats://user:a,{SECRET}@a:1, tls://{SECRET},x@b:2", "nats://a:1,tls://b:2"),
     ],
 )
 def test_a_url_is_shown_without_user_and_password(url: str, left: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asyncrl import app
+from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import Sampling
 from asyncrl.policies.packing import Document, MicroBatch, pack
 from asyncrl.protocols import Generation
@@ -21,6 +22,7 @@ from benchmarks.delayed_channel import SPARE, DelayedChannel
 from benchmarks.staleness_bus import ARMS, Arm
 from benchmarks.staleness_task import LENGTH, Policy
 from benchmarks.tiny_engine import TinyEngine
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,7 +149,7 @@ def test_every_arm_is_a_run_file_that_a_run_accepts(folder: Path) -> None:
         run = arm.run_file(folder, seed=0, steps=30)
         app.options(app.engine_class(run), run.engine.options, "engine.options")
         app.backend(run)
-        app.channel(run)
+        app.channel(run, bus=MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES))
         app.load_reward(run)
 
 

@@ -56,6 +56,18 @@ def test_a_limit_follows_what_is_usual_and_one_hang_does_not_move_it(waits: Wait
         assert (waits.now()[0].usual, waits.now()[0].limit) == (3, 12)
 
 
+def test_what_gets_on_is_no_stall_and_counts_as_usual_with_all_its_time(waits: Waits, clock: Clock) -> None:
+    chunks = [0]
+    with waits.waiting("the weight folder", on="folder", note="", first=6, progress=lambda: chunks[0]):
+        for _ in range(10):
+            clock.now += 5
+            chunks[0] += 1
+            assert waits.now()[0].seconds == 0
+        clock.now += 7
+        assert waits.now()[0].seconds == 7 > waits.now()[0].limit
+    assert waits.usual_seconds("the weight folder", "folder") == 57
+
+
 def test_a_wait_for_another_actor_has_no_limit_of_its_own(waits: Waits) -> None:
     with waits.waiting("trajectories", on=WORKER, note="", first=6):
         assert waits.now()[0].limit == 0

@@ -1,10 +1,12 @@
-"""What every WeightChannel promises (asyncrl/protocols.py), over the files channel."""
+"""What every WeightChannel promises (asyncrl/protocols.py): over files, and over both object stores."""
 
 from __future__ import annotations
 
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,16 @@ import safetensors.torch
 import torch
 import transformers
 
+from asyncrl.bus.stores import Objects
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
 from asyncrl.messages import replace
+from asyncrl.protocols import WeightChannel
 from asyncrl.snapshot import Snapshot
 from asyncrl.weights import files
 from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.objects import ObjectsChannel
+from tests.weight_fixtures import object_store
 
 MODEL_CHARACTERS = "0123456789"
 
@@ -28,8 +34,20 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def channel(tmp_path: Path, model_path: Path) -> FilesChannel:
+def files_channel(tmp_path: Path, model_path: Path) -> FilesChannel:
     return FilesChannel(tmp_path / "weights", keep=2, model_path=model_path)
+
+
+@pytest.fixture(params=["files", "memory", "jetstream"])
+def channel(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) -> Iterator[WeightChannel]:
+    directory = tmp_path / "weights"
+    if request.param == "files":
+        yield FilesChannel(directory, keep=2, model_path=model_path)
+    elif request.param == "memory":
+        yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=Objects())
+    else:
+        with closing(object_store(request.getfixturevalue("nats_server"))) as objects:
+            yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=objects)
 
 
 def tensors(value: float = 1.0) -> Snapshot:
@@ -40,7 +58,7 @@ def visible(channel: FilesChannel) -> set[str]:
     return {path.name for path in channel._directory.iterdir() if not path.name.startswith(".tmp-")}
 
 
-def test_what_is_read_is_bit_equal_to_what_was_published(channel: FilesChannel) -> None:
+def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel) -> None:
     generator = torch.Generator().manual_seed(0)
     published = {
         "odd.bf16": torch.randn(3, 5, generator=generator).bfloat16(),
@@ -59,7 +77,7 @@ def test_what_is_read_is_bit_equal_to_what_was_published(channel: FilesChannel) 
         assert read[name].reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), name
 
 
-def test_a_version_loads_as_a_hugging_face_model(channel: FilesChannel, model_path: Path) -> None:
+def test_a_version_loads_as_a_hugging_face_model(channel: WeightChannel, model_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -72,8 +90,8 @@ def test_a_version_loads_as_a_hugging_face_model(channel: FilesChannel, model_pa
     assert transformers.AutoTokenizer.from_pretrained(folder).encode("12") == [5, 6]
 
 
-def test_the_version_says_what_was_published(channel: FilesChannel) -> None:
-    weights = channel.publish(tensors(), run_epoch=3, policy_version=7)
+def test_the_version_says_what_was_published(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), run_epoch=3, policy_version=7)
     assert weights.order == (3, 7)
     file = Path(weights.uri) / "model.safetensors"
     assert Path(weights.uri).is_absolute()
@@ -83,89 +101,104 @@ def test_the_version_says_what_was_published(channel: FilesChannel) -> None:
     assert other.verify(weights) == Path(weights.uri)
 
 
-def test_a_torn_write_is_never_visible(channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = channel.publish(tensors(), run_epoch=0, policy_version=0)
+def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = files_channel.publish(tensors(), run_epoch=0, policy_version=0)
 
     def killed(self: Path, target: Path) -> Path:
         raise KeyboardInterrupt  # between the last byte and the rename
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(files.Path, "rename", killed)
-        channel.publish(tensors(), run_epoch=0, policy_version=1)
-    assert visible(channel) == {"0-0"}
-    assert channel.verify(first)
-    channel.publish(tensors(), run_epoch=0, policy_version=2)  # the next one removes what was left
-    assert {path.name for path in channel._directory.iterdir()} == {"0-0", "0-2"}
+        files_channel.publish(tensors(), run_epoch=0, policy_version=1)
+    assert visible(files_channel) == {"0-0"}
+    assert files_channel.verify(first)
+    files_channel.publish(tensors(), run_epoch=0, policy_version=2)  # the next one removes what was left
+    assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
 
 
-def test_a_wrong_byte_is_refused(channel: FilesChannel) -> None:
-    weights = channel.publish(tensors(), run_epoch=0, policy_version=0)
+def test_a_version_of_a_resumed_run_is_read_though_its_number_is_lower(channel: WeightChannel) -> None:
+    channel.publish(tensors(1.0), run_epoch=0, policy_version=9)
+    weights = channel.publish(tensors(2.0), run_epoch=1, policy_version=5)
+    read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
+    assert read["b"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_publishing_and_reading_are_seen_to_get_on(channel: WeightChannel) -> None:
+    channel.publish(tensors(1.0), run_epoch=0, policy_version=1)
+    first = channel.progress
+    channel.publish(tensors(2.0), run_epoch=0, policy_version=2)
+    assert channel.progress > first > 0
+    assert channel.published_bytes > 0
+
+
+def test_a_wrong_byte_is_refused(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), run_epoch=0, policy_version=0)
     with (Path(weights.uri) / "model.safetensors").open("r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"\xff")
     with pytest.raises(WeightsError, match="sha256"):
-        channel.verify(weights)
+        files_channel.verify(weights)
 
 
-def test_a_truncated_file_is_refused(channel: FilesChannel) -> None:
-    weights = channel.publish(tensors(), run_epoch=0, policy_version=0)
+def test_a_truncated_file_is_refused(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), run_epoch=0, policy_version=0)
     with (Path(weights.uri) / "model.safetensors").open("r+b") as stream:
         stream.truncate(weights.num_bytes - 1)
     with pytest.raises(WeightsError, match=f"{weights.num_bytes - 1} bytes, {weights.num_bytes} were published"):
-        channel.verify(weights)
+        files_channel.verify(weights)
 
 
-def test_a_wrong_checksum_is_refused(channel: FilesChannel) -> None:
+def test_a_wrong_checksum_is_refused(channel: WeightChannel) -> None:
     weights = channel.publish(tensors(), run_epoch=0, policy_version=0)
     with pytest.raises(WeightsError, match="000000000000"):
         channel.verify(replace(weights, sha256="0" * 64))
 
 
-def test_a_missing_version_is_refused(channel: FilesChannel) -> None:
+def test_a_missing_version_is_refused(channel: WeightChannel) -> None:
     weights = channel.publish(tensors(), run_epoch=0, policy_version=0)
-    with pytest.raises(WeightsError, match="is gone"):
+    with pytest.raises(WeightsError, match="gone"):
         channel.verify(replace(weights, uri=weights.uri + "9"))
 
 
-def test_versions_beyond_keep_are_collected_and_the_newest_never(channel: FilesChannel) -> None:
-    published = [channel.publish(tensors(), run_epoch=0, policy_version=version) for version in range(5)]
-    assert visible(channel) == {"0-3", "0-4"}
+def test_versions_beyond_keep_are_collected_and_the_newest_never(files_channel: FilesChannel) -> None:
+    published = [files_channel.publish(tensors(), run_epoch=0, policy_version=version) for version in range(5)]
+    assert visible(files_channel) == {"0-3", "0-4"}
     with pytest.raises(WeightsError, match="is gone"):
-        channel.verify(published[2])
+        files_channel.verify(published[2])
     # Ten comes after nine: versions are numbers, not text. A skipped version is nothing special.
-    channel.publish(tensors(), run_epoch=0, policy_version=9)
-    channel.publish(tensors(), run_epoch=0, policy_version=10)
-    assert visible(channel) == {"0-9", "0-10"}
+    files_channel.publish(tensors(), run_epoch=0, policy_version=9)
+    files_channel.publish(tensors(), run_epoch=0, policy_version=10)
+    assert visible(files_channel) == {"0-9", "0-10"}
 
 
-def test_a_resumed_run_supersedes_higher_versions_of_the_life_before(channel: FilesChannel) -> None:
-    channel.publish(tensors(), run_epoch=0, policy_version=8)
-    channel.publish(tensors(), run_epoch=0, policy_version=9)
-    rolled_back = channel.publish(tensors(), run_epoch=1, policy_version=5)
-    assert visible(channel) == {"0-9", "1-5"}
-    assert channel.verify(rolled_back)
+def test_a_resumed_run_supersedes_higher_versions_of_the_life_before(files_channel: FilesChannel) -> None:
+    files_channel.publish(tensors(), run_epoch=0, policy_version=8)
+    files_channel.publish(tensors(), run_epoch=0, policy_version=9)
+    rolled_back = files_channel.publish(tensors(), run_epoch=1, policy_version=5)
+    assert visible(files_channel) == {"0-9", "1-5"}
+    assert files_channel.verify(rolled_back)
 
 
-def test_leftovers_of_another_run_do_not_displace_the_newest(channel: FilesChannel, model_path: Path) -> None:
-    channel.publish(tensors(), run_epoch=2, policy_version=50)
-    fresh = FilesChannel(channel._directory, keep=2, model_path=model_path)
+def test_leftovers_of_another_run_do_not_displace_the_newest(files_channel: FilesChannel, model_path: Path) -> None:
+    files_channel.publish(tensors(), run_epoch=2, policy_version=50)
+    fresh = FilesChannel(files_channel._directory, keep=2, model_path=model_path)
     weights = fresh.publish(tensors(), run_epoch=0, policy_version=0)
     assert visible(fresh) == {"0-0"}
     assert fresh.verify(weights)
 
 
-def test_publishing_a_version_again_replaces_it(channel: FilesChannel) -> None:
+def test_publishing_a_version_again_replaces_it(channel: WeightChannel) -> None:
     channel.publish(tensors(1.0), run_epoch=0, policy_version=1)
     weights = channel.publish(tensors(2.0), run_epoch=0, policy_version=1)
     read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
     assert read["b"].tolist() == [2.0, 2.0, 2.0]
 
 
-def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(channel: FilesChannel) -> None:
-    weights = channel.publish(tensors(1.0), run_epoch=0, policy_version=0)
-    with safetensors.safe_open(channel.verify(weights) / "model.safetensors", "pt") as reader:
+def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(1.0), run_epoch=0, policy_version=0)
+    with safetensors.safe_open(files_channel.verify(weights) / "model.safetensors", "pt") as reader:
         for version in range(1, 4):
-            channel.publish(tensors(2.0), run_epoch=0, policy_version=version)
+            files_channel.publish(tensors(2.0), run_epoch=0, policy_version=version)
         assert not Path(weights.uri).exists()
         assert reader.get_tensor("b").tolist() == [1.0, 1.0, 1.0]
 
@@ -198,11 +231,11 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model_path: 
     assert left == "[]"
 
 
-def test_no_space_left_says_how_much_there_is(channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.safetensors_file, "write", full)
     with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free"):
-        channel.publish(tensors(), run_epoch=0, policy_version=0)
-    assert list(channel._directory.iterdir()) == []
+        files_channel.publish(tensors(), run_epoch=0, policy_version=0)
+    assert list(files_channel._directory.iterdir()) == []

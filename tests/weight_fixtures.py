@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,12 @@ import torch
 
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.actors.weight_sender import WeightSender
+from asyncrl.bus.access import Access
+from asyncrl.bus.connection import Connection
+from asyncrl.bus.layout import Layout
 from asyncrl.bus.memory import MemoryBus
+from asyncrl.bus.objects import JetStreamObjects
+from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import WeightsError
 from asyncrl.messages import TransferOffer, TransferRequest, WeightVersion
 from asyncrl.protocols import LoadReport
@@ -112,6 +118,19 @@ class Engine(fakes.Engine):
         self.version = order
         self.took.append((source, order[1]))
         return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+
+def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
+    """Of a run of its own; close it."""
+
+    async def dial() -> Connection:
+        connection = Connection(server.url)
+        options = Access(token=server.token).options()
+        await connection.open(server.url, options=options, inbox="_INBOX.objects", seconds=10)
+        return connection
+
+    layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
+    return JetStreamObjects(dial, layout)
 
 
 async def announce(bus: MemoryBus, version: int, *, folder: bool, run_epoch: int = 0, num_engines: int = 0) -> None:

@@ -10,9 +10,10 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from asyncrl.actors.start_signs import StartSigns, judged
 from asyncrl.actors.waits import OpenWait, Waits
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
@@ -55,21 +56,29 @@ class Actor(abc.ABC):
     async def run(self) -> None: ...
 
     def drain(self) -> None:
+        """End in order: SIGTERM, Ctrl-C. Asked again, an actor may do it faster."""
         self.draining.set()
 
     async def stop(self) -> None:  # noqa: B027
         pass
 
     def waiting(
-        self, what: str, *, on: str = "", note: str = "", first: float = PATIENCE_SECONDS
+        self,
+        what: str,
+        *,
+        on: str = "",
+        note: str = "",
+        first: float = PATIENCE_SECONDS,
+        progress: Callable[[], int] | None = None,
     ) -> contextlib.AbstractContextManager[OpenWait]:
         """Says on the bus, while inside, that this actor waits for ``what`` and since when.
 
         on     who could unblock it: a role, or one of faults.PARTS
         note   said behind ``what``; waits with the same ``what`` are compared with each other
         first  of a part: seconds that the first of them may take
+        progress  rises while it gets on
         """
-        return self.waits.waiting(what, on=on, note=note, first=first)
+        return self.waits.waiting(what, on=on, note=note, first=first, progress=progress)
 
     def heartbeat(self) -> Heartbeat:
         """What this actor does now."""
@@ -135,14 +144,18 @@ class Heart(Actor):
         self._actors = actors
         self._interval = interval
         self._clock = ClockShift()
+        self._signs = StartSigns()
 
     async def run(self) -> None:
         beat = 0
         while True:
             beat += 1
             shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
+            is_starting = any(actor.phase == "starting" for actor in self._actors)
+            quiet = await asyncio.to_thread(self._signs.look) if is_starting else 0.0
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
+                heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
                 await self.bus.put(ACTORS, heartbeat, key=actor.name)
             await asyncio.sleep(self._interval)
 

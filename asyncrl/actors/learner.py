@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl import checkpoint
+from asyncrl import checkpoint, processes
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
 from asyncrl.actors.examiner import Examiner
@@ -32,7 +32,7 @@ from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
-from asyncrl.errors import HopelessError
+from asyncrl.errors import BusError, HopelessError
 from asyncrl.history import History
 from asyncrl.messages import Progress
 from asyncrl.policies.batch import Metric
@@ -59,6 +59,7 @@ class LearnerSettings:
     keep_log: bool
     max_buried_in_a_row: int
     max_skipped_steps: int = 0
+    publish_every: int = 1
 
 
 class Learner(Actor):
@@ -98,6 +99,7 @@ class Learner(Actor):
         self._history = history
         self._standing = Standing.of(state)
         self._batches_taken = state.step
+        self._trained_of: set[str] = set()
         self._lost_before_step = (state.groups_dropped, state.groups_filtered)
         self._skipped = SkippedSteps(settings.max_skipped_steps)
         self._examiner = examiner or Examiner(bus)
@@ -119,6 +121,7 @@ class Learner(Actor):
         self._export_seconds = 0.0
         self._checkpointed = -1  # the step of this life's last checkpoint
         self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
+        self._load_seconds: float | None = None  # until it could train; said with the first step
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -139,8 +142,9 @@ class Learner(Actor):
             if self.run_epoch > 0 or self._weights.sends:  # what engines go on from, and meet the learner for
                 await self._publish_weights(group)
             await self._report_progress()
+            self._load_seconds = processes.age_seconds()
             await self._train(group)
-            await self._finish()
+            await self._finish(group)
             reader.cancel()
             exhaustion.cancel()
             burial.cancel()
@@ -272,7 +276,11 @@ class Learner(Actor):
             "learner/step_seconds": ended - started,
             "data/epoch": float(max(held.group.epoch for held in taken)),
         }
-        await self._publish_weights(group)
+        if self.step % self._settings.publish_every == 0:
+            await self._publish_weights(group)
+        for worker in sorted({held.group.worker for held in taken} - self._trained_of):
+            self._trained_of.add(worker)
+            await self._intake.event("first_trained", worker=worker)
         if changed := self._feed.adapt(result.metrics):
             await self._intake.event("bound", step=self.step, **changed)
         await self._report_progress()
@@ -332,8 +340,10 @@ class Learner(Actor):
             ),
         )
 
-    async def _finish(self) -> None:
+    async def _finish(self, group: asyncio.TaskGroup) -> None:
         """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
+        if self.step % self._settings.publish_every:
+            await self._publish_weights(group)
         await self._weights.wait()
         if self._reporting is not None:
             await self._reporting
@@ -377,8 +387,15 @@ class Learner(Actor):
         self._checkpointed = state.step
         self.log.info("checkpoint %s", folder)
         if not self._settings.keep_log and not self._skipped.in_a_row:
-            await self.bus.trim(TRAJECTORIES, through=state.consumed["watermark"] - 1)
+            await self._trim(through=state.consumed["watermark"] - 1)
         self._checkpoint_seconds = time.monotonic() - started
+
+    async def _trim(self, *, through: int) -> None:
+        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
+        try:
+            await self.bus.trim(TRAJECTORIES, through=through)
+        except BusError as error:
+            self.log.warning("the log is not trimmed: %s", error)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -399,12 +416,15 @@ class Learner(Actor):
             "rollout/quarantined": float(len(self._examiner.quarantined)),
             "weights/version": float(self.policy_version),
             "weights/publish_seconds": self._weights.seconds,
+            "weights/publish_bytes": float(self._weights.num_bytes),
             "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
         }
         if self._checkpoint_seconds is not None:
             metrics["learner/checkpoint_seconds"] = self._checkpoint_seconds
-        self._checkpoint_seconds = None
+        if self._load_seconds is not None:
+            metrics["learner/load_seconds"] = self._load_seconds
+        self._checkpoint_seconds = self._load_seconds = None
         return metrics
 
     async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:

@@ -6,14 +6,16 @@ Invariants (tests/test_actors.py):
   W2 every prompt group becomes exactly one trained, dropped or buried group: what cannot be made is published as
      buried, so that its place in the window comes free.
   W4 a group on its last attempt has the worker to itself: what kills workers takes no other group with it.
-  W3 draining takes no new prompt and finishes what is held.
+  W3 draining takes no new prompt and finishes what is held; asked twice, it hands that over (tests/test_handover.py).
 What it has of unfinished groups lies on the bus too: see salvage.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,10 +39,10 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup, Wait
+from asyncrl.messages import Event, PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
-from asyncrl.topics import PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
+from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
 FULL_LOG_SECONDS = 1.0
@@ -88,6 +90,7 @@ class RolloutWorker(Actor):
         self._room = Room(max_running)
         self._activity = Activity()
         self._answers = Answers()
+        self._hurried = asyncio.Event()
 
     async def start(self) -> None:
         with self.waiting("its engine to start", on="start", first=FIRST_SECONDS):
@@ -97,23 +100,41 @@ class RolloutWorker(Actor):
         await self._engine.close()
         await self._reward.close()
 
+    def drain(self) -> None:
+        """Take no more prompts and finish those that are held; asked again, hand them over as far as they are."""
+        if self.draining.is_set():
+            self._hurried.set()
+        super().drain()
+
     async def run(self) -> None:
         """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
         async with asyncio.TaskGroup() as group:
+            joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
             work = group.create_task(self._work(), name=f"{self.name}.work")
             finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
             salvage = group.create_task(self._salvage.run(), name=f"{self.name}.salvage")
             quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
-            await asyncio.wait((work, finished, quarantined), return_when=asyncio.FIRST_COMPLETED)
+            hurried = group.create_task(self._until_hurried(), name=f"{self.name}.until-hurried")
+            await asyncio.wait((work, finished, quarantined, hurried), return_when=asyncio.FIRST_COMPLETED)
             work.cancel()  # what it holds goes back to the bus
             if quarantined.done() and not finished.done():
                 drained = group.create_task(self.draining.wait())
                 with self.waiting(f"the end of the run: quarantined by the learner, {quarantined.result()}"):
                     await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
                 drained.cancel()
+            joined.cancel()
+            hurried.cancel()
             quarantined.cancel()
             finished.cancel()
             salvage.cancel()
+
+    async def _say_joined(self) -> None:
+        """The engine is up; the learner says "first_trained" when it has trained something of ours."""
+        event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
+        try:
+            await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
+        except BusError as error:
+            self.log.warning("could not say that it has joined: %s", error)
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
@@ -132,6 +153,11 @@ class RolloutWorker(Actor):
             verdict = await anext(verdicts)
         self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
         return verdict.reason
+
+    async def _until_hurried(self) -> None:
+        """Until what is held is to be handed over; it is on the bus then."""
+        await self._hurried.wait()
+        await self._salvage.save()
 
     async def _until_finished(self) -> None:
         run_epoch = 0

@@ -67,15 +67,19 @@ class Salvage:
             await self.save()
 
     async def save(self) -> None:
-        """One round."""
-        for parts in list(self._groups.values()):
-            try:
-                await parts.save(self._bus, worker=self._worker)
-            except (MessageTooLarge, MessageError) as error:
-                parts.close()
-                self._log.warning("group %d is saved no more: %s", parts.group_id, error)
-            except BusError as error:
-                self._log.warning("group %d: could not save what it has so far: %s", parts.group_id, error)
+        """One round: all groups side by side, as far away a round trip each would make it many times as long."""
+        async with asyncio.TaskGroup() as group:
+            for parts in list(self._groups.values()):
+                group.create_task(self._save(parts))
+
+    async def _save(self, parts: Parts) -> None:
+        try:
+            await parts.save(self._bus, worker=self._worker)
+        except (MessageTooLarge, MessageError) as error:
+            parts.close()
+            self._log.warning("group %d is saved no more: %s", parts.group_id, error)
+        except BusError as error:
+            self._log.warning("group %d: could not save what it has so far: %s", parts.group_id, error)
 
     async def open(self, prompt: PromptGroup, *, attempt: int) -> Parts:
         """What is known of a group that is begun, and from now on saved."""

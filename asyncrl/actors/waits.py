@@ -34,9 +34,14 @@ class OpenWait:
     limit: float
     since: float
     pauses: int = 0
+    progress: Callable[[], int] | None = None
+    seen: int = 0
+    alive: float = 0.0
 
     def seconds(self, now: float) -> float:
-        return 0.0 if self.pauses else now - self.since
+        if self.progress is not None and (found := self.progress()) != self.seen:
+            self.seen, self.alive = found, now
+        return 0.0 if self.pauses else now - max(self.since, self.alive)
 
 
 class Waits:
@@ -48,15 +53,21 @@ class Waits:
         self._past: dict[tuple[str, str], deque[float]] = {}
 
     @contextlib.contextmanager
-    def waiting(self, what: str, *, on: str, note: str, first: float) -> Iterator[OpenWait]:
-        """``first``: seconds that the first wait of this kind may take, when none has ended to compare with."""
+    def waiting(
+        self, what: str, *, on: str, note: str, first: float, progress: Callable[[], int] | None = None
+    ) -> Iterator[OpenWait]:
+        """``first``: seconds that the first wait of this kind may take, when none has ended to compare with.
+
+        ``progress``: rises while it gets on, which is a sign of life: what counts is the time since the last one.
+        """
         usual = self.usual_seconds(what, on)
         longest = limit(usual, first=first) if on in PARTS else 0.0
-        wait = OpenWait(what, on, note, usual, longest, self._clock())
+        since = self._clock()
+        wait = OpenWait(what, on, note, usual, longest, since, progress=progress, alive=since)
         self._open.append(wait)
         try:
             yield wait
-            self._past.setdefault((what, on), deque(maxlen=_REMEMBERED)).append(wait.seconds(self._clock()))
+            self._past.setdefault((what, on), deque(maxlen=_REMEMBERED)).append(self._clock() - wait.since)
         finally:
             self._open = [other for other in self._open if other is not wait]
 

@@ -43,12 +43,16 @@ ROLE = "watcher"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began."""
+    """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began.
+
+    host: of its machine; empty is the watcher's own
+    """
 
     name: str
     role: str
     pid: int
     seconds: float
+    host: str = ""
 
 
 class Sightings:
@@ -61,15 +65,18 @@ class Sightings:
         self._seen: dict[str, Seen] = {}
         self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
         self._has_listened = False
-        self._own: dict[str, int] = {}
-        self._ended: set[int] = set()
+        self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
+        self._ended: set[tuple[str, int]] = set()
+        self._worked: set[tuple[str, int]] = set()
 
     def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
         """Take in one look, ``seconds`` of listening after the one before."""
         own = {one.name: one for one in launched}
-        self._ended |= {pid for name, pid in self._own.items() if name not in own or own[name].pid != pid}
-        self._own = {name: one.pid for name, one in own.items() if one.pid}
+        up = {name: (one.host or self._host, one.pid) for name, one in own.items() if one.pid}
+        self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
+        self._own = up
         self._ended -= set(self._own.values())
+        self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
@@ -82,6 +89,10 @@ class Sightings:
         """The bus was away: who could not be heard gets its time again to be."""
         self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
         self._lively.clear()
+
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Whether an own process was ever heard to be past its start. ``host``: empty is the watcher's own."""
+        return (host or self._host, pid) in self._worked
 
     def present(self) -> dict[str, Seen]:
         """All of them, with what this machine says of the silent ones' processes."""
@@ -110,13 +121,24 @@ class Sightings:
         return Seen(beat=beat)
 
     def _is_over(self, beat: Heartbeat) -> bool:
-        return beat.role == ROLE or (beat.host == self._host and beat.pid in self._ended)
+        return beat.role == ROLE or (beat.host, beat.pid) in self._ended
 
     def _starting(self, one: Launched) -> Seen:
         wait = Wait(what="its first sign of life", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
         return Seen(
-            beat=Heartbeat(actor=one.name, role=one.role, phase="starting", waits=(wait,), host=self._host, pid=one.pid)
+            beat=Heartbeat(
+                actor=one.name,
+                role=one.role,
+                phase="starting",
+                waits=(wait,),
+                host=one.host or self._host,
+                pid=one.pid,
+            )
         )
+
+
+def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:
+    return (beat.host, beat.pid) == life and beat.phase != "starting"
 
 
 def _life(beat: Heartbeat) -> tuple[str, int, int]:
@@ -185,6 +207,10 @@ class Watcher:
             bus_process=process_state(self._server()),
             is_finished=self._is_finished,
         )
+
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Whether an own process was ever past its start. ``host``: empty is this one."""
+        return self._sightings.has_worked(host, pid)
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None

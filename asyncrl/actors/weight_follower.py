@@ -7,6 +7,7 @@ import contextlib
 import math
 import zlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
@@ -18,6 +19,7 @@ from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
 
 Verify = Callable[[WeightVersion], Path]
+Progress = Callable[[], int]
 
 ATTEMPTS = 5
 RETRY_SECONDS = 1.0
@@ -41,10 +43,14 @@ class WeightFollower(Actor):
 
     role = "weight-follower"
 
-    def __init__(self, name: str, bus: Bus, *, engine: Engine, verify: Verify, load: str) -> None:
+    def __init__(
+        self, name: str, bus: Bus, *, engine: Engine, verify: Verify, load: str, progress: Progress = lambda: 0
+    ) -> None:
+        """verify, progress: of the WeightChannel"""
         super().__init__(name, bus)
         self._engine = engine
         self._verify = verify
+        self._progress = progress
         self._load = load
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
@@ -163,11 +169,11 @@ class WeightFollower(Actor):
         if stored is None or stored.order <= self._engine.version:
             return  # it is still being written
         note = f"of version {stored.policy_version}"
-        with self.waiting("the weight folder", on="folder", note=note):
-            await asyncio.to_thread(self._verify, stored)
+        with self.waiting("the weight folder", on="folder", note=note, progress=self._progress):
+            folder = await asyncio.to_thread(self._verify, stored)
         async with self._turn():
             with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
-                report = await self._engine.load(stored)
+                report = await self._engine.load(replace(stored, uri=str(folder)))
             self._note(report)
 
     async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:

@@ -45,6 +45,8 @@ class WeightPublisher:
         """Workers known to the learner; goes out with every announcement."""
         self.seconds = 0.0
         """From snapshot to announcement of the folder, of the last version written."""
+        self.num_bytes = 0
+        """Stored for it."""
 
     @property
     def sends(self) -> bool:
@@ -73,6 +75,9 @@ class WeightPublisher:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
+    def _progress(self) -> int:
+        return self._channel.progress
+
     async def _write(self) -> None:
         while (taken := self._next) is not None:
             self._next = None
@@ -83,7 +88,10 @@ class WeightPublisher:
                 policy_version=taken.policy_version,
             )
             note = f"of version {taken.policy_version}"
-            with self._waits.waiting("weights to be written", on="disk", note=note, first=FIRST_SECONDS):
+            with self._waits.waiting(
+                "weights to be written", on="disk", note=note, first=FIRST_SECONDS, progress=self._progress
+            ):
                 version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
             await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines))
+            self.num_bytes = self._channel.published_bytes
             self.seconds = time.monotonic() - taken.since

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 
-ROLES: Final = ("learner", "rollout-worker", "observer")
-"""Who connects. The learner's processes and `asyncrl run`; workers; and those that only look."""
+ROLES: Final = ("learner", "rollout-worker", "operator", "observer")
+"""Who connects. The learner's processes and `asyncrl run`; workers; `asyncrl scale`; and those that only look."""
 
 _JWT: Final = "-----BEGIN NATS USER JWT-----"
 _SEED: Final = "SU"
@@ -90,9 +90,3 @@ class Access:
 
     def _path(self, key: str) -> Path:
         return Path(getattr(self, key).replace("{role}", self.role))
-
-
-def without_secrets(url: str) -> str:
-    """The url without user, password or token: all that is left of it in messages."""
-    scheme, separator, rest = url.partition("://")
-    return scheme + separator + rest.rpartition("@")[2]

@@ -1,11 +1,14 @@
-"""One connection to a nats-server: requests that outlive its restart, and subscriptions.
+"""One connection to a nats-server, or to a cluster of them: requests that outlive its restart, and subscriptions.
 
 The only file that imports nats.
 
 1. A cancellation is never lost: Python 3.11's ``wait_for`` inside nats-py swallows one that races a reply, so every
    nats call goes through ``guarded`` (test_a_cancellation_is_never_lost). It can go with Python 3.11.
 2. While the server is away every call waits; when it is back, what was not answered is sent again
-   (test_a_restarted_server_is_transparent). Message ids make the repetition harmless.
+   (test_a_restarted_server_is_transparent). Message ids make the repetition harmless. The same while a cluster elects
+   a leader for a stream whose leader died, which takes four to ten seconds (tests/test_nats_cluster.py).
+   A way that is slow is no server that is dead: what is asked again is given time to get there, and a connection that
+   still carries is kept (test_a_slow_way_is_given_the_time_that_a_message_takes).
 3. Nobody waits for ever on a server that is there and does not answer: BusError after a minute.
 4. What an acked call promises has been counted by the server when it returns: acks are requests, not notes.
 """
@@ -18,29 +21,42 @@ import itertools
 import json
 import logging
 import re
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 
-from asyncrl.bus.access import without_secrets
-from asyncrl.errors import BusError, ConfigError, Forbidden
+from asyncrl.addresses import servers, without_secrets
+from asyncrl.bus.answers import Answer, Refused, Stored
+from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ANSWER_SECONDS: Final = 10.0
-_BUSY_CODES: Final = {10008, 10012}
-"""JetStream errors that pass: temporarily unavailable; a consumer's store not made while one of that name goes."""
-_BUSY_PAUSES: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
+_ANSWER_SECONDS: Final = 5.0
+"""Then it is asked again: the server that was to answer may be dead, and another one have its streams by now."""
+_SLOW_BYTES_PER_SECOND: Final = 32 * 2**10
+"""A way so slow is still waited for: what was sent and is not answered adds its time to the above."""
+_PING_SECONDS: Final = 5
+_DEAD_SECONDS: Final = 15
+"""The kernel gives up a connection of which nothing was acknowledged for so long, pings included."""
+_FROZEN_SECONDS: Final = 60
+"""A server whose kernel acknowledges and who says nothing; longer, as pings wait behind messages on a slow way."""
+_IN_PROCESS: Final = 10158  # a message of this id is being stored
+_BUSY_CODES: Final = {10004, 10008, 10009, 10012, _IN_PROCESS, 10167}
+"""JetStream errors that pass: incomplete results; temporarily unavailable (no leader); no leader any more; a consumer's
+store not made while one of that name goes; too many requests."""
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LAST_PAUSE_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 60.0
-_NOBODY_SECONDS: Final = 10.0
-"""How long a request that nobody takes is repeated: a server that has just started may still open its streams."""
+_NOBODY_SECONDS: Final = 30.0
+"""How long a request that nobody takes is repeated: a server that has just started may still open its streams, and a
+cluster may elect who leads them."""
 _LEAVE_SECONDS: Final = 5.0
 _OLDEST: Final = (2, 10)
 _FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
@@ -67,28 +83,6 @@ async def guarded(call: Awaitable[T]) -> T:
             raise asyncio.CancelledError
 
 
-class Refused(BusError):
-    """JetStream's own error answer."""
-
-    def __init__(self, what: str, error: Mapping[str, Any]) -> None:
-        self.code = int(error.get("err_code", 0))
-        self.description = str(error.get("description", ""))
-        super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
-
-
-class Unanswered(BusError):
-    """The server is there and does not answer this, or has been restarted since it could have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``in_doubt``: it was asked more than once, so the first time may have had its effect."""
-
-    data: bytes
-    headers: Mapping[str, str]
-    in_doubt: bool
-
-
 class Connection:
     """A nats client that waits and asks again. A ``pull.Wire``."""
 
@@ -107,16 +101,18 @@ class Connection:
         self._numbers = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
         self._asked: dict[str, str] = {}  # number -> subject, in lower case
+        self._unanswered_bytes = 0
         self._listeners: set[Callable[[], None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
 
     async def open(self, url: str, *, options: Mapping[str, Any], inbox: str, seconds: float) -> None:
         """``options``: access.Access's. Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
+        addresses = servers(url)
         try:
             async with asyncio.timeout(seconds):
                 await guarded(
                     self._client.connect(
-                        url,
+                        addresses,
                         **options,
                         inbox_prefix=inbox,
                         name="asyncrl",
@@ -126,8 +122,9 @@ class Connection:
                         closed_cb=self._on_close,
                         max_reconnect_attempts=-1,
                         reconnect_time_wait=0.25,
-                        connect_timeout=seconds,
-                        ping_interval=5,  # a half-open connection is noticed after two of them
+                        connect_timeout=seconds / (len(addresses) + 1),  # time for the others when one is no more
+                        ping_interval=_PING_SECONDS,
+                        max_outstanding_pings=_FROZEN_SECONDS // _PING_SECONDS,
                     )
                 )
         except TimeoutError:
@@ -140,11 +137,14 @@ class Connection:
         except nats.errors.Error as error:
             raise ConfigError(f"bus.url {self.name}: {error}") from None
         except ValueError:  # its text may quote a password
-            raise ConfigError(f"bus.url {self.name}: is no address; write nats://HOST:PORT") from None
+            raise ConfigError(
+                f"bus.url {self.name}: is no address; write nats://HOST:PORT, for a cluster nats://A:PORT,nats://B:PORT"
+            ) from None
         except ssl.SSLError as error:
             raise ConfigError(f"bus.url {self.name}: TLS: {error.reason or error}; see bus.tls_ca") from None
         finally:
             self._is_starting = False
+        self._expect_signs_of_life()
         self._online.set()
         self._inbox = self._client.new_inbox()
         await self.subscribe(f"{self._inbox}.*", self._on_answer)
@@ -181,12 +181,14 @@ class Connection:
         *,
         headers: Mapping[str, str] | None = None,
         only_in: int | None = None,
+        patience: float = _PATIENCE_SECONDS,
     ) -> Answer:
         """The answer, asked again for as long as it takes the server to come back. Raises BusError.
 
-        only_in  a generation: once there is a newer one nobody can answer any more, which raises Unanswered
+        only_in   a generation: once there is a newer one nobody can answer any more, which raises Unanswered
+        patience  seconds for a server that is there, which then raises Unanswered
         """
-        pause, asked = 0.05, 0
+        pause, asked = _FIRST_PAUSE_SECONDS, 0
         generation, since = self.generation, time.monotonic()
         while True:
             await self.online()
@@ -200,7 +202,7 @@ class Connection:
             if message is not None and not is_nobody:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
-            if not self._is_over and waited >= (self._nobody_seconds if is_nobody else _PATIENCE_SECONDS):
+            if not self._is_over and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
                 raise Unanswered(
                     f"bus {self.name}: nothing takes {subject} there; was the server's store removed?"
                     if is_nobody
@@ -208,7 +210,7 @@ class Connection:
                     f"is the server's disk full? Its log says"  # it answers nothing then
                 )
             await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
-            pause = min(2 * pause, 2.0)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
     async def ask(self, subject: str, data: bytes, *, seconds: float) -> bytes | None:
         """The answer of another client, asked once; None when nobody listens there, or it takes too long."""
@@ -222,37 +224,55 @@ class Connection:
             return None
         return bytes(message.data)
 
-    async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One request of the JetStream API. Raises Refused."""
-        data = json.dumps(body).encode() if body else b""
-        for pause in (*_BUSY_PAUSES, None):
-            answer = await self.request(f"$JS.API.{verb}", data)
+    async def api(
+        self, verb: str, body: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE_SECONDS
+    ) -> dict[str, Any]:
+        """One request of the JetStream API. Raises Refused, and Unanswered as ``request``."""
+        answer = await self.store(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"", patience=patience)
+        if "error" in answer.found:
+            raise Refused(verb, answer.found["error"])
+        return answer.found
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> Stored:
+        """JetStream's answer, which may be an error, but none that passes: then it is asked again for a minute."""
+        pause, since, in_doubt = _FIRST_PAUSE_SECONDS, time.monotonic(), False
+        while True:
+            answer = await self.request(subject, data, headers=headers, patience=patience)
+            in_doubt |= answer.in_doubt
             found: dict[str, Any] = json.loads(answer.data)
-            if "error" not in found:
-                break
-            if pause is None or found["error"].get("err_code") not in _BUSY_CODES:
-                raise Refused(verb, found["error"])
+            code = found.get("error", {}).get("err_code")
+            if code not in _BUSY_CODES or time.monotonic() - since > _PATIENCE_SECONDS:
+                return Stored(found, in_doubt)
+            in_doubt |= code != _IN_PROCESS
+            if pause == _LAST_PAUSE_SECONDS:
+                logger.warning("bus %s: %s: %s; asking again", self.name, subject, found["error"].get("description"))
             await asyncio.sleep(pause)
-        return found
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
         """A message that may be lost: who sends it notices when nothing comes back."""
         with contextlib.suppress(nats.errors.Error, OSError):
             await guarded(self._client.publish(subject, data, reply=reply))
 
-    async def _ask(
-        self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = _ANSWER_SECONDS
-    ) -> Any:
-        """The answer, or None when there is none: too late, or the connection went."""
+    async def _ask(self, subject: str, data: bytes, headers: Mapping[str, str] | None, *, seconds: float = 0.0) -> Any:
+        """The answer, or None when there is none: too late, or the connection went.  seconds: 0 is what is usual"""
         if self._no_answers:
             raise Forbidden(self._no_answers)
         number = str(next(self._numbers))
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         self._asked[number] = subject.lower()
+        self._unanswered_bytes += len(data)
         try:
             reply = f"{self._inbox}.{number}"
             await guarded(self._client.publish(subject, data, reply=reply, headers=headers))
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds or _ANSWER_SECONDS + self._unanswered_bytes / _SLOW_BYTES_PER_SECOND):
                 return await future
         except _PASSING:
             return None
@@ -260,6 +280,7 @@ class Connection:
             raise BusError(f"bus {self.name}: {subject}: {error}") from error
         finally:
             del self._answers[number], self._asked[number]
+            self._unanswered_bytes -= len(data)
 
     # -- listening ------------------------------------------------------------------------------------------------
 
@@ -334,7 +355,16 @@ class Connection:
         if not self._is_starting and not self._is_closing:
             logger.warning("bus %s: connection lost; everybody waits until it is back", self.name)
 
+    def _expect_signs_of_life(self) -> None:
+        """Of a host that is gone nothing tells but silence (Linux; elsewhere the pings do, later)."""
+        option = getattr(socket, "TCP_USER_TIMEOUT", None)
+        writer = getattr(self._client._transport, "_io_writer", None)
+        way = writer.get_extra_info("socket") if writer is not None else None
+        if option is not None and way is not None:
+            way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
+
     async def _on_reconnect(self) -> None:
+        self._expect_signs_of_life()
         self.generation += 1
         self._said = ""
         self._online.set()

@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.bus.access import Access
-from asyncrl.bus.connection import Connection, Refused, Unanswered
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.lender import GIVE_BACK, Lender
+from asyncrl.bus.objects import JetStreamObjects
 from asyncrl.bus.pull import Arrival, Pull
 from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.bus.sweep import last_of_each
-from asyncrl.bus.watch import Watch
+from asyncrl.bus.watch import Stored, Watch, last_stored
 from asyncrl.codec import encode
-from asyncrl.errors import BusFull, ConfigError, NoSuchRun
-from asyncrl.protocols import Delivery, Record
+from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
+from asyncrl.protocols import Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
 
@@ -51,14 +52,17 @@ _LONG_PAUSE: Final = 1.6
 _FEW: Final = 8
 """States that are read one by one."""
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
+_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
+_WORD_SECONDS: Final = 5.0
+"""How long a server may take for a word about a loan: after an election the new leader may not know of it."""
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
 
 class JetStreamBus:
     """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
 
-    def __init__(self, connection: Connection, layout: Layout, *, role: str = "learner") -> None:
-        self._connection, self._layout, self._role = connection, layout, role
+    def __init__(self, connection: Connection, layout: Layout, *, role: str, objects: JetStreamObjects) -> None:
+        self._connection, self._layout, self._role, self._objects = connection, layout, role, objects
         self._made: set[str] = set()
         self.refusals = Refusals()
 
@@ -74,23 +78,35 @@ class JetStreamBus:
         max_log_bytes: int,
         ack_seconds: float,
         storage: Literal["file", "memory"],
+        replicas: int = 1,
         connect_seconds: float = 10.0,
     ) -> JetStreamBus:
         """The bus of one run on a server. Raises ConfigError.
 
         access: who we are there; ``token`` is short for one that has nothing else. The learner's role makes the topics
-        that are not there; workers wait until it has; observers change nothing, and find the run or do not.
+        that are not there; workers wait until it has; observers and operators make nothing, and find the run or do not.
         """
         access = access or Access(token=token)
         connection = Connection(url)
         layout = Layout(
-            run=run, max_prompts=max_prompts, max_log_bytes=max_log_bytes, ack_seconds=ack_seconds, storage=storage
+            run=run,
+            max_prompts=max_prompts,
+            max_log_bytes=max_log_bytes,
+            ack_seconds=ack_seconds,
+            storage=storage,
+            replicas=replicas,
         )
-        bus = cls(connection, layout, role=access.role)
+
+        async def open_it(it: Connection) -> Connection:
+            await it.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            return it
+
+        objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)
+        bus = cls(connection, layout, role=access.role, objects=objects)
         try:
-            await connection.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
-            for topic in (*ALL, Lease.TOPIC):
-                await bus._stream(topic)
+            await open_it(connection)
+            topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
+            await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # one round trip, not one each
         except BaseException:
             await connection.close()
             raise
@@ -102,8 +118,8 @@ class JetStreamBus:
         data = encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
         subject, stream = self._layout.subject(topic, key), await self._stream(topic)
         headers = {"Nats-Msg-Id": subject, "Nats-Expected-Stream": stream}
-        answer = await self._connection.request(subject, data, headers=headers)
-        found = json.loads(answer.data)
+        answer = await self._connection.store(subject, data, headers=headers)
+        found = answer.found
         if "error" not in found:
             # A repeated publish may meet what it stored itself the first time.
             return answer.in_doubt or not found.get("duplicate", False)
@@ -203,23 +219,36 @@ class JetStreamBus:
             await watch.stop()
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
-        stream = await self._stream(topic)
         found: dict[str, M] = {}
         subjects = await self._subjects(topic, under=under)
-        if len(subjects) > _FEW and self._role != "rollout-worker":  # which may not make a consumer there
+        # A worker may make no consumer there; and one of a cluster's consumers may be at a server that is behind, which
+        # is no matter for what is gone in seconds anyway (see _last).
+        if len(subjects) > _FEW and topic.seconds_to_live and self._role != "rollout-worker":
+            stream = await self._stream(topic)
             for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
                 key = self._layout.key(topic, item.subject)
                 if (message := self._value(topic, key, item.data, item.headers)) is not None:
                     found[key] = message
             return found
         for subject in subjects:
-            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
-            if answer.headers.get("Status") is not None:
-                continue  # 404: gone since
-            key = self._layout.key(topic, subject)
-            if (message := self._value(topic, key, answer.data, answer.headers)) is not None:
+            key, last = self._layout.key(topic, subject), await self._last(topic, subject)
+            if last is not None and (message := self._value(topic, key, last.data, last.headers)) is not None:
                 found[key] = message
         return found
+
+    async def _last(self, topic: Topic[Any], subject: str) -> Stored | None:
+        """The last message of a subject; None when there is none.
+
+        What is kept without an end is asked of the leader: other servers of a cluster may be behind, and who starts
+        must not meet a run that was finished, or the run epoch before the last (test_a_server_that_is_behind_...).
+        """
+        stream = await self._stream(topic)
+        if topic.seconds_to_live:
+            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+            if answer.headers.get("Status") is not None:
+                return None  # 404: gone
+            return Stored(int(answer.headers["Nats-Sequence"]), answer.data, answer.headers)
+        return await last_stored(self._connection, stream=stream, subject=subject)
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
         if key.endswith("/"):
@@ -228,7 +257,7 @@ class JetStreamBus:
             return
         await self._set(topic, key, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
 
-    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Any) -> M | None:
+    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str]) -> M | None:
         """None when the state was removed, or is none."""
         if "KV-Operation" in headers or "Nats-Marker-Reason" in headers:
             return None
@@ -239,8 +268,7 @@ class JetStreamBus:
 
     async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: dict[str, str]) -> None:
         headers["Nats-Expected-Stream"] = await self._stream(topic)
-        answer = await self._connection.request(self._layout.subject(topic, key), data, headers=headers)
-        found = json.loads(answer.data)
+        found = (await self._connection.store(self._layout.subject(topic, key), data, headers=headers)).found
         if "error" in found:
             raise Refused(f"{topic.name} {key}", found["error"])
 
@@ -279,11 +307,15 @@ class JetStreamBus:
         finally:
             await lease.release()
 
+    def objects(self) -> ObjectStore:
+        return self._objects
+
     @property
     def max_message_bytes(self) -> int:
         return self._connection.max_payload - HEADER_BYTES
 
     async def close(self) -> None:
+        await asyncio.to_thread(self._objects.close)
         await self._connection.close()
 
     async def _info(self, topic: Topic[Any]) -> dict[str, Any]:
@@ -307,7 +339,7 @@ class JetStreamBus:
         if name in self._made:
             return name
         if self._role != "learner":
-            await (self._require(name) if self._role == "observer" else self._until_made(name))
+            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
             return name
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
@@ -319,6 +351,11 @@ class JetStreamBus:
                     raise
                 await self._connection.api(f"STREAM.UPDATE.{name}", config)
         except Refused as refused:
+            if refused.code in _NO_PEERS:
+                raise ConfigError(
+                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
+                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
+                ) from None
             if refused.code in _NO_ROOM:
                 raise ConfigError(
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
@@ -369,7 +406,8 @@ class _Delivery(Generic[M]):
     """A message on loan by one connection.
 
     A late nak would take it from whoever has it by then: the server does not tell them apart. A server that was killed
-    may have forgotten that it lent the message; it leaves an ack for it unanswered, so the message is deleted instead.
+    may have forgotten that it lent the message, and the next leader in a cluster may never have heard of it; it leaves
+    an ack for it unanswered, so the message is deleted instead.
     One word at a time: a keep that overtakes a retry would have the message wait for ack_seconds
     (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
     """
@@ -424,7 +462,7 @@ class _Delivery(Generic[M]):
             await self._tell(GIVE_BACK)
 
     async def _ask(self, word: bytes) -> None:
-        await self._connection.request(self._item.reply, word, only_in=self._item.generation)
+        await self._connection.request(self._item.reply, word, only_in=self._item.generation, patience=_WORD_SECONDS)
 
     async def _tell(self, word: bytes) -> None:
         await self._connection.send(self._item.reply, word, reply="")

@@ -5,6 +5,7 @@ work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                unti
 log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
 state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
+objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
 
 State streams are key-value buckets to the `nats kv` command; the key a/b of a state is a.b in its subject, so that what
 is under a/ can be asked for and removed together. A work or log topic refuses a key it holds (one message a subject)
@@ -40,6 +41,7 @@ class Layout:
     max_log_bytes: int
     ack_seconds: float
     storage: Literal["file", "memory"]
+    replicas: int = 1
 
     def service(self, service: Service[Any, Any]) -> str:
         """Where a service's questions go; no stream takes them."""
@@ -82,7 +84,7 @@ class Layout:
         config = {
             "name": self.stream(topic),
             "storage": self.storage,
-            "num_replicas": 1,
+            "num_replicas": self.replicas,
             "max_consumers": -1,
             "max_msgs": -1,
             "max_bytes": -1,
@@ -104,6 +106,28 @@ class Layout:
         if topic.kind == "work":
             return config | {"retention": "workqueue", "max_msgs": self.max_prompts}
         return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
+
+    @property
+    def objects_bucket(self) -> str:
+        return f"asyncrl-{self.run}-weights"
+
+    @property
+    def objects_stream(self) -> str:
+        return f"OBJ_{self.objects_bucket}"
+
+    def objects_config(self) -> dict[str, Any]:
+        """As the NATS object store makes its buckets."""
+        return {
+            "name": self.objects_stream,
+            "subjects": [f"$O.{self.objects_bucket}.C.>", f"$O.{self.objects_bucket}.M.>"],
+            "storage": self.storage,
+            "num_replicas": self.replicas,
+            "retention": "limits",
+            "discard": "new",
+            "allow_rollup_hdrs": True,
+            "allow_direct": True,
+            "duplicate_window": 120 * _NANOSECONDS,
+        }
 
     def workers(self) -> dict[str, Any]:
         """The consumer all workers share. No max_deliver: a worker that sees a high attempt buries the group."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import uuid
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-from asyncrl.bus.connection import Connection, Refused
+from asyncrl.bus.answers import Refused
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.layout import Layout
 from asyncrl.errors import BusError
 from asyncrl.topics import Topic
@@ -109,8 +109,7 @@ class Lease:
             "Nats-Expected-Last-Subject-Sequence": str(self._revision),
             "Nats-Msg-Id": uuid.uuid4().hex,  # asked again by the connection, it is stored once
         }
-        answer = await self._connection.request(self._subject, self._holder, headers=headers)
-        found = json.loads(answer.data)
+        found = (await self._connection.store(self._subject, self._holder, headers=headers)).found
         if "error" not in found:
             self._revision = int(found["seq"])
             return True

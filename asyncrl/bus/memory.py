@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.service import Asked, Line, answer_of
-from asyncrl.bus.stores import Item, Log, States, Work
+from asyncrl.bus.stores import Item, Log, Objects, States, Work
 from asyncrl.codec import encode
-from asyncrl.protocols import Delivery, Record
+from asyncrl.protocols import Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import Service, Topic
 
@@ -38,6 +38,7 @@ class MemoryBus:
         self._states: dict[str, States] = {}
         self._lines: dict[str, Line[Any, Any]] = {}
         self._leases: dict[str, asyncio.Lock] = {}
+        self._objects = Objects()
 
     async def publish(self, topic: Topic[M], message: M, *, key: str) -> bool:
         await _let_others_run()
@@ -172,6 +173,9 @@ class MemoryBus:
         """Who holds it dies with this process, so that nobody waits for its time."""
         async with self._leases.setdefault(name, asyncio.Lock()):
             yield
+
+    def objects(self) -> ObjectStore:
+        return self._objects
 
     @property
     def max_message_bytes(self) -> int:

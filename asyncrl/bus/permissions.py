@@ -1,10 +1,11 @@
-"""Which role may do what on a nats-server, and a configuration that says so. Pure but for ``main``.
+"""Which role may do what on a nats-server. Pure; nats_config.py writes it down for one.
 
 Every run is a NATS account of its own: its streams, subjects and inboxes do not exist for the users of another. In it
 
   learner         everything: it makes the streams
   rollout-worker  takes prompts; publishes trajectories, events, its heartbeat and its leases; reads what WORKER_READS
-                  lists; asks the learner for weights
+                  lists, and objects; asks the learner for weights
+  operator        reads as an observer; says how large the fleet should be
   observer        reads everything that can be read without taking it away; writes nothing
 
 A worker can still starve its own run (it may take prompts and ack them) and call itself by another worker's name: it
@@ -13,38 +14,32 @@ cannot make weights, progress or prompts, nor read or trim the trajectory log. T
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import re
-import secrets
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.bus.access import ROLES, Access
-from asyncrl.bus.layout import HEADER_BYTES, WORKERS, Layout
+from asyncrl.bus.access import Access
+from asyncrl.bus.layout import WORKERS, Layout
 from asyncrl.bus.lease import Lease
 from asyncrl.topics import (
     ACTORS,
     ALL,
     EVENTS,
+    FLEET,
     PROGRESS,
     PROMPTS,
     QUARANTINE,
     SEGMENTS,
+    SETTINGS,
     TRAJECTORIES,
     TRANSFERS,
     WEIGHTS,
     Topic,
 )
 
-WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE)
+WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE, SETTINGS)
 WORKER_WRITES: Final[tuple[Topic[Any], ...]] = (TRAJECTORIES, EVENTS, ACTORS)
 WORKER_KEEPS: Final[tuple[Topic[Any], ...]] = (SEGMENTS,)
 """What workers leave for each other: written, read and removed."""
-
-CONFIG_FILE: Final = "nats-server.conf"
+OPERATOR_WRITES: Final[tuple[Topic[Any], ...]] = (FLEET,)
 
 
 def permissions(role: str, *, run: str) -> dict[str, Any] | None:
@@ -62,6 +57,8 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
     else:
         subscribe += sorted({layout.told(topic, "*").replace("=2A", ">") for topic in ALL if topic.kind == "state"})
         publish += [subject for stream in streams if stream != layout.stream(PROMPTS) for subject in _reading(stream)]
+        if role == "operator":
+            publish += [f"{layout.prefix(topic)}*" for topic in OPERATOR_WRITES]
     return {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
 
 
@@ -72,6 +69,8 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.CONSUMER.MSG.NEXT.{prompts}.{WORKERS}",
         f"$JS.ACK.{prompts}.{WORKERS}.>",
         f"$JS.API.STREAM.MSG.DELETE.{prompts}",
+        f"$JS.API.DIRECT.GET.{layout.objects_stream}",  # a chunk, by its sequence
+        f"$JS.API.DIRECT.GET.{layout.objects_stream}.$O.{layout.objects_bucket}.M.*",
         *(subject for topic in WORKER_READS for subject in _following(layout.stream(topic), layout.prefix(topic))),
         *(f"{layout.prefix(topic)}*" for topic in WORKER_WRITES),
         *(subject for topic in WORKER_KEEPS for subject in _keeping(layout.stream(topic), layout.prefix(topic))),
@@ -83,7 +82,7 @@ def _of_worker(layout: Layout) -> list[str]:
 
 
 def _reading(stream: str) -> list[str]:
-    """Requests that read a stream."""
+    """Requests that read a stream, and its last messages."""
     return [
         f"$JS.API.CONSUMER.CREATE.{stream}.>",
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.*",
@@ -101,102 +100,3 @@ def _following(stream: str, prefix: str) -> list[str]:
 def _keeping(stream: str, prefix: str) -> list[str]:
     """Requests that write, read and remove states whose keys have parts."""
     return [f"{prefix}>", f"$JS.API.DIRECT.GET.{stream}.{prefix}>", f"$JS.API.STREAM.PURGE.{stream}"]
-
-
-def server_config(
-    passwords: dict[str, dict[str, str]],
-    *,
-    listen: str,
-    store: Path,
-    max_message_bytes: int,
-    tls: dict[str, Any] | None = None,
-) -> str:
-    """A nats-server's configuration (which may be JSON).  ``passwords``: run -> role -> password"""
-    accounts = {
-        run: {
-            "jetstream": "enabled",
-            "users": [
-                {"user": user_name(run, role), "password": password}
-                | ({"permissions": allowed} if (allowed := permissions(role, run=run)) else {})
-                for role, password in roles.items()
-            ],
-        }
-        for run, roles in passwords.items()
-    }
-    config: dict[str, Any] = {
-        "listen": listen,
-        "max_payload": max_message_bytes + HEADER_BYTES,
-        "max_pending": max(256 * 2**20, 4 * max_message_bytes),
-        "jetstream": {"store_dir": str(store)},
-        "accounts": accounts,
-    }
-    if tls:
-        config["tls"] = tls
-    return json.dumps(config, indent=2) + "\n"
-
-
-def user_name(run: str, role: str) -> str:
-    return f"{run}-{role}"
-
-
-# -- bin/nats-config ---------------------------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="bin/nats-config",
-        description="Write a nats-server configuration in which every run is an account of its own and every role has "
-        "a password and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "
-        "then `nats-server --signal reload`.",
-    )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run.name of each run the server may carry")
-    parser.add_argument("--directory", type=Path, required=True, help="gets nats-server.conf and RUN/ROLE, all 0600")
-    parser.add_argument("--listen", default="0.0.0.0:4222", metavar="HOST:PORT", help="(default: %(default)s)")
-    parser.add_argument("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
-    parser.add_argument("--tls-certificate", type=Path, help="PEM of the server; with it only TLS is spoken")
-    parser.add_argument("--tls-key", type=Path)
-    parser.add_argument("--tls-client-ca", type=Path, help="PEM: clients must show a certificate this one signed")
-    options = parser.parse_args(arguments)
-    for run in options.runs:
-        if not re.fullmatch("[A-Za-z0-9_-]+", run):
-            parser.error(f"{run!r} is no run.name: letters, digits, - and _")
-    directory: Path = options.directory.absolute()
-    tls: dict[str, Any] | None = None
-    if options.tls_certificate:
-        if not options.tls_key:
-            parser.error("--tls-certificate needs --tls-key")
-        tls = {"cert_file": str(options.tls_certificate.absolute()), "key_file": str(options.tls_key.absolute())}
-        if options.tls_client_ca:
-            tls |= {"ca_file": str(options.tls_client_ca.absolute()), "verify": True}
-    passwords = {run: {role: _password(directory / run / role, run, role) for role in ROLES} for run in options.runs}
-    text = server_config(
-        passwords,
-        listen=options.listen,
-        store=directory / "jetstream",
-        max_message_bytes=options.max_message_bytes,
-        tls=tls,
-    )
-    _write_private(directory / CONFIG_FILE, text)
-    print(f"nats-server --config {directory / CONFIG_FILE}")
-    for run in options.runs:
-        print(f'run {run}: bus.credentials = "{directory / run}/{{role}}"; a worker\'s node needs only rollout-worker')
-
-
-def _password(path: Path, run: str, role: str) -> str:
-    """The one in the file, or a new one written there."""
-    if path.exists():
-        return path.read_text().strip().partition(":")[2]
-    password = secrets.token_urlsafe(32)
-    _write_private(path, f"{user_name(run, role)}:{password}\n")
-    return password
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
-if __name__ == "__main__":
-    main()

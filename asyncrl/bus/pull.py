@@ -18,13 +18,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from asyncrl.errors import Unanswered
+
 logger = logging.getLogger(__name__)
 
 _EXPIRES_SECONDS: Final = 30.0
-_HEARTBEAT_SECONDS: Final = 5.0
+_HEARTBEAT_SECONDS: Final = 2.0
 SILENCE_SECONDS: Final = 2.5 * _HEARTBEAT_SECONDS
+"""So long it takes to notice that the server of a cluster is gone that had the consumer, when it is not our own."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
+_MAKING_SECONDS: Final = 60.0
+"""How long making a consumer is tried."""
 USED_UP: Final = ("408", "404")  # the order's time is over; nothing there
 _TOO_BIG: Final = "Message Size Exceeds MaxBytes"
 
@@ -41,7 +46,11 @@ class Wire(Protocol):
         """Returns while connected. Raises BusError when the connection is over for good."""
         ...
 
-    async def api(self, verb: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]: ...
+    async def api(
+        self, verb: str, body: Mapping[str, Any] | None = None, *, patience: float = _MAKING_SECONDS
+    ) -> dict[str, Any]:
+        """Raises Unanswered when a server that is there does not answer for ``patience`` seconds."""
+        ...
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
         """May be lost."""
@@ -96,11 +105,12 @@ def arrival(message: Any, *, generation: int) -> Arrival:
     )
 
 
-async def make_consumer(wire: Wire, stream: str, config: Mapping[str, Any]) -> None:
+async def make_consumer(
+    wire: Wire, stream: str, config: Mapping[str, Any], *, patience: float = _MAKING_SECONDS
+) -> None:
     filtered = f".{config['filter_subject']}" if "filter_subject" in config else ""
-    await wire.api(
-        f"CONSUMER.CREATE.{stream}.{config['name']}{filtered}", {"stream_name": stream, "config": dict(config)}
-    )
+    verb, body = f"CONSUMER.CREATE.{stream}.{config['name']}{filtered}", {"stream_name": stream, "config": config}
+    await wire.api(verb, body, patience=patience)
 
 
 def next_pause(pause: float) -> float:
@@ -184,11 +194,24 @@ class Pull:
         # From here on what the consumer so far may still bring is dropped: the new one starts behind ``last``.
         self._is_lost = True
         generation = self._wire.generation
-        config = self._create(self._last)
-        await make_consumer(self._wire, self._stream, config)
+        config = await self._made_consumer()
         self._config, self._generation, self._is_lost = config, generation, False
         self._last_consumer_sequence = 0
         self._open = 0
+
+    async def _made_consumer(self) -> dict[str, Any]:
+        """Its configuration. A cluster may give it to a server that has just died: the next name goes to another."""
+        since, pause = time.monotonic(), 0.0
+        while True:
+            config = self._create(self._last)
+            try:
+                await make_consumer(self._wire, self._stream, config, patience=0.0)
+                return config
+            except Unanswered:
+                if time.monotonic() - since > _MAKING_SECONDS:
+                    raise
+            pause = next_pause(pause)
+            await asyncio.sleep(pause)
 
     async def _place_order(self) -> None:
         self._order += 1

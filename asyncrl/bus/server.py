@@ -1,4 +1,5 @@
-"""The nats-server a run starts for itself: on loopback, with a random token, its store in the run's folder.
+"""The nats-server a run starts for itself: on loopback, or on the address at which its other machines see this one,
+with a random token, its store in the run's folder.
 
 1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
 2. Two servers never share a store: a lock that the server process itself holds, so that it outlives a killed launcher
@@ -29,7 +30,6 @@ from urllib.parse import urlsplit
 from asyncrl.bus.layout import HEADER_BYTES
 from asyncrl.errors import BusError, ConfigError
 
-_HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
@@ -41,15 +41,23 @@ class EmbeddedServer:
     """A nats-server process. ``start`` and ``stop`` block for a moment: call them before and after the event loop runs.
 
     directory           gets nats-server.conf (0600), nats-server.log and the JetStream store
+    host                the address to listen on, and no other
     port                0 takes a free one, once: a restarted server keeps it
     max_message_bytes   the largest message asyncrl may send; max_payload leaves room for headers above it
     start_seconds       how long a server may take until it answers; reading back a large store takes a while
     """
 
     def __init__(
-        self, directory: Path, *, port: int = 0, max_message_bytes: int = 8 * 2**20, start_seconds: float = 60.0
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_message_bytes: int = 8 * 2**20,
+        start_seconds: float = 60.0,
     ) -> None:
         self.directory = directory.absolute()
+        self.host = host
         self.port = port
         self.token = secrets.token_hex(24)
         self._max_message_bytes = max_message_bytes
@@ -58,7 +66,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        return f"nats://{_HOST}:{self.port}"
+        return f"nats://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -69,7 +77,7 @@ class EmbeddedServer:
         """Start the server and wait until it answers. Raises ConfigError or BusError with the reason."""
         binary = find_binary()
         self.directory.mkdir(parents=True, exist_ok=True)
-        if self.port and _is_taken(self.port):
+        if self.port and _is_taken(self.host, self.port):
             raise ConfigError(
                 f"bus.port {self.port}: another program listens there; choose another or 0 for a free one"
             )
@@ -117,7 +125,7 @@ class EmbeddedServer:
         path.unlink(missing_ok=True)
         text = "\n".join(
             (
-                f"listen: {_quote(f'{_HOST}:{self.port or -1}')}",
+                f"listen: {_quote(f'{self.host}:{self.port or -1}')}",
                 f"ports_file_dir: {_quote(self.directory)}",
                 f"log_file: {_quote(self._log)}",
                 f"max_payload: {self._max_message_bytes + HEADER_BYTES}",
@@ -197,11 +205,11 @@ def _end_with_parent() -> Callable[[], object] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _is_taken(port: int) -> bool:
+def _is_taken(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_HOST, port))
+            probe.bind((host, port))
         except OSError:
             return True
     return False

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.bus.layout import DUPLICATE_SECONDS
-from asyncrl.errors import BusFull
+from asyncrl.errors import BusFull, ObjectGone
+from asyncrl.protocols import ObjectInfo
+
+_CHUNK_BYTES = 2**17
 
 
 class Changed:
@@ -207,3 +211,35 @@ class States:
             old = time.monotonic() - self.seconds_to_live
             self.values = {key: value for key, value in self.values.items() if value.time >= old}
         return self.values
+
+
+class Objects:
+    """See ``protocols.ObjectStore``."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
+
+    def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
+        data = b"".join(blocks)
+        info = ObjectInfo(
+            name=name, num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), metadata=dict(metadata)
+        )
+        self._objects[name] = (info, data)
+        return info
+
+    def info(self, name: str) -> ObjectInfo | None:
+        found = self._objects.get(name)
+        return None if found is None else found[0]
+
+    def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+        if name not in self._objects:
+            raise ObjectGone(f"{name}: is not in the object store")
+        data = self._objects[name][1]
+        for first in range(start, len(data), _CHUNK_BYTES):
+            yield data[first : first + _CHUNK_BYTES]
+
+    def names(self) -> set[str]:
+        return set(self._objects)
+
+    def remove(self, name: str) -> None:
+        self._objects.pop(name, None)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncrl.bus.connection import Refused
+from asyncrl.bus.answers import Refused
 from asyncrl.bus.pull import Wire
 
 REFRESH_SECONDS: Final = 30.0
@@ -73,15 +73,8 @@ class Watch:
 
     async def _ask(self) -> None:
         generation = self._wire.generation
-        try:
-            answer = await self._wire.api(f"STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._subject})
-        except Refused as refused:
-            if refused.code != _NO_MESSAGE:
-                raise
-        else:
-            found = answer["message"]
-            data, headers = (base64.b64decode(found.get(name) or "") for name in ("data", "hdrs"))
-            self._hear(Stored(int(found["seq"]), data, _parsed(headers)))
+        if (stored := await last_stored(self._wire, stream=self._stream, subject=self._subject)) is not None:
+            self._hear(stored)
         self._generation = generation
 
     async def _on_message(self, message: Any) -> None:
@@ -92,6 +85,18 @@ class Watch:
         if stored.sequence > self._seen:
             self._seen, self._newest = stored.sequence, stored
             self._changed.set()
+
+
+async def last_stored(wire: Wire, *, stream: str, subject: str) -> Stored | None:
+    """The last message under a subject, as the stream's leader has it; other servers of a cluster may be behind."""
+    try:
+        found = (await wire.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}))["message"]
+    except Refused as refused:
+        if refused.code != _NO_MESSAGE:
+            raise
+        return None
+    data, headers = (base64.b64decode(found.get(name) or "") for name in ("data", "hdrs"))
+    return Stored(int(found["seq"]), data, _parsed(headers))
 
 
 def _parsed(headers: bytes) -> dict[str, str]:

@@ -56,7 +56,7 @@ PARTS: Final[Mapping[str, Part]] = {
     ),
     "rollout": Part("rollout", "'s rollout function has not returned", "mend rollout.function: it waits without end"),
     "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
-    "folder": Part("folder", " has been reading a weight folder", "see to the disk or share of weights.directory"),
+    "folder": Part("folder", " has been reading a weight folder", "see to weights.directory or the way to the bus"),
     "step": Part("step", " has been in one training step", "see the GPUs and the ranks of learner.log"),
     "backend": Part("backend", "'s backend has not answered", "see the GPUs and the ranks of learner.log"),
     "disk": Part("disk", " has been writing a file", "see to the disk of run.directory and weights.directory"),

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +40,8 @@ class FilesChannel:
         self._model_path = model_path
         self._previous: Path | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self.progress = 0
+        self.published_bytes = 0
 
     @property
     def sender(self) -> None:
@@ -64,37 +67,30 @@ class FilesChannel:
             raise self._cannot_write(name, num_bytes, error) from error
         self._previous = folder
         self._collect(newest=(run_epoch, policy_version))
+        self.published_bytes = num_bytes
         return WeightVersion(
             run_epoch=run_epoch, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
 
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version whose size and checksum are right. Raises WeightsError."""
-        folder = Path(weights.uri)
-        file = folder / WEIGHTS_FILE
-        try:
-            num_bytes = file.stat().st_size
-            if num_bytes != weights.num_bytes:
-                raise WeightsError(f"{file}: has {num_bytes} bytes, {weights.num_bytes} were published")
-            found = safetensors_file.sha256(file)
-        except FileNotFoundError:
-            raise WeightsError(f"{file}: is gone; collected for newer versions, or not on this machine") from None
-        except OSError as error:
-            raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
-        if found != weights.sha256:
-            raise WeightsError(f"{file}: sha256 is {found[:12]}..., {weights.sha256[:12]}... was published")
-        return folder
+        return verified(weights)
 
     def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
         """A whole model folder, on disk when this returns; returns the checksum of its weights."""
         temporary.mkdir()
         self._add_companions(temporary)
         with (temporary / WEIGHTS_FILE).open("wb") as stream:
-            sha256 = safetensors_file.write(stream, itertools.chain([header], map(self._to_host, snapshot.buckets)))
+            sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
             stream.flush()
             os.fsync(stream.fileno())
         _sync(temporary)
         return sha256
+
+    def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
+        for bucket in snapshot.buckets:
+            yield self._to_host(bucket)
+            self.progress += bucket.data.numel()
 
     def _to_host(self, bucket: Bucket) -> memoryview:
         """The bucket's bytes on the CPU, good until the next call; the device's other work goes on meanwhile."""
@@ -116,9 +112,7 @@ class FilesChannel:
                 if file.name != WEIGHTS_FILE:
                     os.link(file, folder / file.name)
             return
-        for file in sorted(self._model_path.iterdir()):
-            if file.suffix in _COMPANIONS and not file.name.endswith(".index.json") and file.is_file():
-                shutil.copyfile(file, folder / file.name)
+        add_companions(folder, self._model_path)
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -147,6 +141,31 @@ class FilesChannel:
         return WeightsError(
             f"{self._directory}: cannot write weights {name}: {error.strerror}; it needs {num_bytes:,} bytes{free}"
         )
+
+
+def verified(weights: WeightVersion) -> Path:
+    """The folder of a version whose size and checksum are right. Raises WeightsError."""
+    folder = Path(weights.uri)
+    file = folder / WEIGHTS_FILE
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes != weights.num_bytes:
+            raise WeightsError(f"{file}: has {num_bytes} bytes, {weights.num_bytes} were published")
+        found = safetensors_file.sha256(file)
+    except FileNotFoundError:
+        raise WeightsError(f"{file}: is gone; collected for newer versions, or not on this machine") from None
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
+    if found != weights.sha256:
+        raise WeightsError(f"{file}: sha256 is {found[:12]}..., {weights.sha256[:12]}... was published")
+    return folder
+
+
+def add_companions(folder: Path, model_path: Path) -> None:
+    """What a model folder holds besides weights, copied from the model's."""
+    for file in sorted(model_path.iterdir()):
+        if file.suffix in _COMPANIONS and not file.name.endswith(".index.json") and file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -54,6 +54,14 @@ class NCCLChannel:
         return self._files.verify(weights)
 
     @property
+    def progress(self) -> int:
+        return self._files.progress
+
+    @property
+    def published_bytes(self) -> int:
+        return self._files.published_bytes
+
+    @property
     def sender(self) -> Sender:
         return self._sender
 

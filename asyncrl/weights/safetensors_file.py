@@ -50,6 +50,18 @@ def header(entries: Iterable[TensorEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def sections(entries: Iterable[TensorEntry], *, header_bytes: int) -> list[tuple[int, int, int]]:
+    """(start, stop, itemsize) of the header and of each run of tensors whose elements are of one width."""
+    found = [(0, header_bytes, 1)]
+    for entry in entries:
+        start, stop, itemsize = found[-1]
+        if itemsize == entry.dtype.itemsize:
+            found[-1] = (start, stop + entry.num_bytes, itemsize)
+        else:
+            found.append((stop, stop + entry.num_bytes, entry.dtype.itemsize))
+    return found
+
+
 def write(stream: BinaryIO, blocks: Iterable[bytes | memoryview]) -> str:
     """Header and tensors, in order, to ``stream``; returns the SHA-256 of it all, hexadecimal."""
     digest = hashlib.sha256()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.chaos import report
+from tests.chaos.run_files import ANSWERS
 from tests.chaos.storm import Kill, Storm
 
 _PORTS: Final = range(10_000, 30_000)
@@ -49,6 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=1000, help="in all (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="runs that share the kills (default 1)")
+    parser.add_argument("--answers", choices=ANSWERS, default="short", help="of 6 tokens (default) or of 400")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="kill no more after this; then finish")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line for each kill as it comes, then the sums")
     parser.add_argument("--folder", type=Path, help="where the runs go (default: a folder that is removed)")
@@ -65,7 +67,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     def say(text: str) -> None:
         print(f"[{options.seed}] {text}", flush=True)
 
-    storm = Storm(folder, seed=options.seed, port=options.port, say=say, note=note)
+    storm = Storm(folder, seed=options.seed, answers=options.answers, port=options.port, say=say, note=note)
     started = time.monotonic()
     problem, audit = "", {}
     try:
@@ -90,6 +92,7 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
             "--kills": kills,
             "--seed": options.seed * _SEEDS + number,
             "--limit-seconds": options.limit_seconds,
+            "--answers": options.answers,
             "--json": path,
             "--folder": folder / f"storm-{number}",
             "--port": port,

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-
-from benchmarks import tiny_engine
-from benchmarks.tiny_engine import TinyEngine
 
 _NUMBERS: Final = 2
 
@@ -40,40 +36,12 @@ def generated(folder: Path) -> int:
     return sum(int(numbers[0]) for path in folder.iterdir() if len(numbers := _read(path)) == _NUMBERS)
 
 
-def running(folder: Path, pid: int) -> int:
-    """Sequences that the engine of process ``pid`` decodes; 0 before it has any."""
+def of(folder: Path, pid: int) -> tuple[int, int]:
+    """Tokens sampled by the engine of process ``pid``, and sequences that it decodes now; (0, 0) before it has any."""
     found = max(folder.glob(f"{pid}-*"), key=lambda path: path.stat().st_mtime_ns, default=None)
     numbers = _read(found) if found is not None else ()
-    return int(numbers[1]) if len(numbers) == _NUMBERS else 0
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == _NUMBERS else (0, 0)
 
 
 def _read(path: Path) -> NDArray[np.int64]:
     return np.fromfile(path, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(tiny_engine.Options):
-    meter: str = ""
-    """The folder of the meters."""
-
-
-class MeteredEngine(TinyEngine):
-    """engine.kind = "tests.chaos.meter:MeteredEngine" """
-
-    def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
-    ) -> None:
-        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
-        self._meter = Meter(Path(options.meter))
-
-    def _decode(self) -> None:
-        super()._decode()
-        self._tell()
-
-    def _schedule(self) -> None:
-        super()._schedule()
-        self._tell()
-
-    def _tell(self) -> None:
-        stats = self.stats()
-        self._meter.tell(generated=stats.tokens_generated, running=stats.running)

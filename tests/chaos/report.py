@@ -19,6 +19,9 @@ from tests.chaos.victims import KINDS
 
 Row = Mapping[str, Any]
 
+SLACK_SECONDS: Final = 5.0
+"""How much longer than its load a learner may take to train again."""
+
 SUMMED: Final = (
     *("prompts", "published", "trained", "dropped", "buried", "filtered", "pending"),
     *("lost", "duplicated", "staleness_violations", "epochs", "retrained", "steps"),
@@ -54,6 +57,21 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def learners(rows: Sequence[Row]) -> dict[str, Any]:
+    """How soon the learner trained again, against what its process takes to load; what engines did without it."""
+    kills = [row for row in rows if "load_seconds" in row]
+    over = [row["seconds"] - row["load_seconds"] for row in kills]
+    worker_seconds, idle = (sum(row.get(name, 0.0) for row in rows) for name in ("worker_seconds", "idle_seconds"))
+    found: dict[str, Any] = {"learner_kills": len(kills)}
+    if kills:
+        loads = [row["load_seconds"] for row in kills]
+        found |= {"load_p50": quantile(loads, 0.5), "load_p95": quantile(loads, 0.95)}
+        found |= {"over_load_p50": quantile(over, 0.5), "over_load_p95": quantile(over, 0.95)}
+        found |= {"over_load_worst": max(over), "over_load_by_5_s": sum(seconds > SLACK_SECONDS for seconds in over)}
+    idle_share = idle / worker_seconds if worker_seconds else 0.0
+    return found | {"worker_seconds": round(worker_seconds, 1), "idle_share": round(idle_share, 4)}
+
+
 def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
     """All storms as one. Clean when every one of them ended with a clean audit."""
     ends = [row for row in rows if "audit" in row]
@@ -68,6 +86,7 @@ def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
         "tokens_generated": generated,
         "tokens_lost": lost,
         "tokens_lost_share": round(lost / generated, 5) if generated else 0.0,
+        **learners(rows),
         "audit": {name: sum(audit[name] for audit in audits) for name in SUMMED}
         | {"max_staleness": max((audit["max_staleness"] for audit in audits), default=0)},
     }
@@ -91,6 +110,13 @@ def show(rows: Sequence[Row], summary: Row) -> str:
         f"{audit['epochs']} lives of learners, {audit['prompts']} prompt groups, {audit['trained']} trained",
         f"tokens: {summary['tokens_generated']} generated, {summary['tokens_lost']} of them lost "
         f"({summary['tokens_lost_share']:.2%})",
+        f"learner: trained again {summary['over_load_p50']:.1f} s (p50), {summary['over_load_p95']:.1f} s (p95), "
+        f"{summary['over_load_worst']:.1f} s (worst) after the kill and its load of {summary['load_p50']:.1f} s (p50); "
+        f"over {SLACK_SECONDS:.0f} s: {summary['over_load_by_5_s']} of {summary['learner_kills']}"
+        if summary["learner_kills"]
+        else "learner: not killed",
+        f"engines idle without it while prompts waited: {summary['idle_share']:.2%} of "
+        f"{summary['worker_seconds']:.0f} worker seconds",
         f"lost {audit['lost']}, duplicated {audit['duplicated']}, violations {audit['staleness_violations']}",
         *summary["problems"],
         "clean" if summary["clean"] else "NOT CLEAN",

@@ -5,8 +5,8 @@
 
 "As before" means that the learner has trained another step, and that a killed worker has published another group.
 `asyncrl run` starts its children again by itself; when it was the victim, or when it has ended because one of its
-children used up its restarts, the storm starts it with --resume. The model is the tiny net of the staleness benchmark,
-so that a life of a process takes seconds; learner, buffer, checkpoints, prompt source, workers, followers, launcher and
+children used up its restarts, the storm starts it with --resume. The models are tiny (run_files.py), so that a
+life of a process takes seconds; learner, buffer, checkpoints, prompt source, workers, followers, launcher and
 bus are the real ones.
 """
 
@@ -28,14 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from asyncrl import app, config, processes
-from asyncrl.errors import AsyncRLError
-from asyncrl.launch import NEVER_AGAIN
-from benchmarks import tiny_files
-from benchmarks.staleness_task import Policy
+from asyncrl.errors import AsyncRLError, BusError
+from asyncrl.fleet import NEVER_AGAIN
+from asyncrl.protocols import Bus
+from asyncrl.topics import PROMPTS
 from tests.chaos import meter
+from tests.chaos.outage import Outage
+from tests.chaos.run_files import ANSWERS
 from tests.chaos.seen import Seen
 from tests.chaos.victims import Kind, deal, processes_below
 
@@ -49,73 +49,39 @@ _AFTERMATH_SECONDS: Final = 0.3
 """What the dead still had on its way has arrived."""
 _LAST_STEPS: Final = 3
 
-RUN_FILE: Final = """
-[run]
-name = "storm"
-directory = "{folder}/runs"
-steps = 1000000
-seed = {seed}
-restarts = 6
-
-[model]
-path = "{folder}/model"
-
-[data]
-path = "{folder}/prompts.jsonl"
-
-[bus]
-port = {port}
-ack_seconds = 3.0
-
-[rollout]
-workers = 3
-group_size = 4
-max_new_tokens = 6
-max_running = 32
-
-[engine]
-kind = "tests.chaos.meter:MeteredEngine"
-device = "cpu"
-options = {{ step_seconds = 0.05, meter = "{folder}/meters" }}
-
-[reward]
-kind = "benchmarks.tiny_reward:TinyReward"
-
-[learner]
-backend = "benchmarks.tiny_backend:TinyBackend"
-device = "cpu"
-threads = 1
-groups_per_batch = 8
-micro_batch_tokens = 512
-learning_rate = 1e-3
-options = {{ step_seconds = 0.1 }}
-
-[checkpoint]
-every_steps = 3
-
-[metrics]
-console = false
-mismatch_alarm = 0.0
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """seconds: from the kill until all was as before."""
+    """seconds: from the kill until all was as before.
+
+    load_seconds  of the learner that came back, from the start of its process until it could train, as it says itself;
+                  None when another was killed, or the whole run was started again
+    outage        what the workers did meanwhile; None when the learner was not killed
+    """
 
     kind: Kind
     victims: tuple[str, ...]
     seconds: float
     step: int
+    load_seconds: float | None = None
+    outage: Outage | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return {"kill": str(self.kind), "victims": self.victims, "seconds": round(self.seconds, 3), "step": self.step}
+        row = {"kill": str(self.kind), "victims": self.victims, "seconds": round(self.seconds, 3), "step": self.step}
+        if self.load_seconds is not None:
+            row["load_seconds"] = round(self.load_seconds, 3)
+        if self.outage is not None:
+            row["worker_seconds"] = round(self.outage.seconds, 2)
+            row["idle_seconds"] = round(self.outage.idle_seconds, 2)
+        return row
 
 
 class Storm:
     """One seed. ``folder`` gets the model, the data and the run.
 
+    answers    one of run_files.ANSWERS
     port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
+    overrides  SECTION.KEY=VALUE;  way, token  to the server of `bus.url`, if the observer has one of its own
     say, note  what a person sees of each kill, and what is kept of it
     """
 
@@ -124,7 +90,11 @@ class Storm:
         folder: Path,
         *,
         seed: int,
+        answers: str = "short",
         port: int = 0,
+        overrides: Sequence[str] = (),
+        way: str = "",
+        token: str = "",
         say: Callable[[str], None] = print,
         note: Callable[[Kill], None] = lambda kill: None,
     ) -> None:
@@ -134,18 +104,32 @@ class Storm:
         self._kinds = deal(seed)
         self._say, self._note = say, note
         self._process: subprocess.Popen[bytes] | None = None
-        self._seen = Seen()
+        self.seen = Seen()
+        self.bus: Bus | None = None
+        self._meters = self._folder / "meters"
         self._output = (self._folder / "output.txt").open("ab")
         self._is_finishing = False
+        self._observer: asyncio.Task[None]
         self.kills: list[Kill] = []
         self.runs = 0
         """How often `asyncrl run` was started."""
         self.tokens: dict[str, int] = {}
         """Sampled by engines, and of these not in any group on the log: known when the run has drained."""
-        tiny_files.write(self._folder, Policy.new(torch.Generator().manual_seed(seed)))
-        self._run_file = self._folder / "run.toml"
-        self._run_file.write_text(RUN_FILE.format(folder=self._folder, seed=seed, port=port))
-        self._config = config.load(self._run_file)
+        ANSWERS[answers].write(self._folder, seed)
+        self.run_file = self._folder / "run.toml"
+        self.run_file.write_text(ANSWERS[answers].run_file.format(folder=self._folder, seed=seed, port=port))
+        self._overrides = [word for item in overrides for word in ("--set", item)]
+        self._config = config.load(self.run_file, [*overrides, *([f'bus.url="{way}"'] if way else [])])
+        self._token = token
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | ({"ASYNCRL_BUS_TOKEN": self._token} if self._token else {})
+
+    @property
+    def output(self) -> str:
+        """What `asyncrl run` has said so far."""
+        return Path(self._output.name).read_text()
 
     @property
     def run_directory(self) -> Path:
@@ -157,42 +141,96 @@ class Storm:
         Raises AssertionError when somebody does not come back.
         """
         deadline = time.monotonic() + limit_seconds
+        async with self.up():
+            while len(self.kills) < count and time.monotonic() < deadline:
+                await self._kill(next(self._kinds))
+        return self.audit()
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator[Seen]:
+        """The run, from its first step until it is drained, resumed and finished."""
         try:
             async with self._observed():
-                await self._until(lambda: self._seen.step[1] >= 1, "the first step")
-                while len(self.kills) < count and time.monotonic() < deadline:
-                    await self._kill(next(self._kinds))
+                await self.until(lambda: self.seen.step[1] >= 1, "the first step")
+                yield self.seen
                 await self._finish()
         finally:
             self._end()
-        return self._audit()
 
     # -- one kill ------------------------------------------------------------------------------------------------------
 
     async def _kill(self, kind: Kind) -> None:
         names = self._victims(kind)
         await self._moment(kind, names)
-        before, began = self._seen.step, time.monotonic()
+        before, runs, began = self.seen.step, self.runs, time.monotonic()
+        workers = [pid for name, pid in self.pids().items() if name.startswith("w") and meter.of(self._meters, pid)[0]]
         self._shoot(names)
         await asyncio.sleep(_AFTERMATH_SECONDS)
-        published = dict(self._seen.published)
+        published = dict(self.seen.published)
 
         def is_as_before() -> bool:
             if kind.role in ("learner", "run"):
-                return self._seen.has_trained_since(before[0])
+                return self.seen.has_trained_since(before[0])
             has_published = kind.role == "nats-server" or all(
-                self._seen.published.get(name, 0) > published.get(name, 0) for name in names
+                self.seen.published.get(name, 0) > published.get(name, 0) for name in names
             )
-            return has_published and self._seen.step > before
+            return has_published and self.seen.step > before
 
-        await self._until(is_as_before, f"{', '.join(names)} killed ({kind})")
-        kill = Kill(kind=kind, victims=tuple(names), seconds=time.monotonic() - began, step=self._seen.step[1])
+        outage = None
+        async with contextlib.AsyncExitStack() as watching:
+            if kind.role == "learner":
+                outage = await watching.enter_async_context(self._outage(workers))
+            await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
+        seconds, (run_epoch, step) = time.monotonic() - began, self.seen.step
+        is_launchers = kind.role == "learner" and self.runs == runs
+        kill = Kill(
+            kind=kind,
+            victims=tuple(names),
+            seconds=seconds,
+            step=step,
+            load_seconds=await self._load_seconds(run_epoch) if is_launchers else None,
+            outage=outage,
+        )
         self.kills.append(kill)
         self._note(kill)
         self._say(f"{len(self.kills):5d}  {kind!s:38s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
 
+    @contextlib.asynccontextmanager
+    async def _outage(self, workers: Sequence[int]) -> AsyncIterator[Outage]:
+        outage = Outage()
+        watch = outage.watch(
+            self._meters,
+            workers,
+            group_size=self._config.rollout.group_size,
+            prompts=self._count_prompts,
+        )
+        task = asyncio.create_task(watch, name="outage")
+        try:
+            yield outage
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _count_prompts(self) -> int:
+        if self.bus is None:
+            raise BusError("away")
+        return await self.bus.depth(PROMPTS)
+
+    async def _load_seconds(self, run_epoch: int) -> float | None:
+        """As the first step of this life of the learner says."""
+        deadline = time.monotonic() + _MOMENT_SECONDS
+        while time.monotonic() < deadline:
+            for line in reversed((self.run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)):
+                row = json.loads(line) if line.endswith("\n") else {}
+                if row.get("learner/run_epoch") == run_epoch and "learner/load_seconds" in row:
+                    return float(row["learner/load_seconds"])
+                if row.get("learner/run_epoch", run_epoch) < run_epoch:
+                    break
+            await asyncio.sleep(_LOOK_SECONDS)
+        return None
+
     def _shoot(self, names: Sequence[str]) -> None:
-        pids = self._pids()
+        pids = self.pids()
         for name in names:
             if name in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -206,19 +244,19 @@ class Storm:
     async def _moment(self, kind: Kind, names: list[str]) -> None:
         """Wait for the kind's moment."""
         if kind.moment == "after a step":
-            step = self._seen.step
-            await self._soon(lambda: self._seen.step > step)
+            step = self.seen.step
+            await self._soon(lambda: self.seen.step > step)
         elif kind.moment == "writing a checkpoint":
             checkpoints = self.run_directory / "checkpoints"
             await asyncio.to_thread(_wait_for, checkpoints, ".*.partial", seconds=_MOMENT_SECONDS)
             await asyncio.sleep(self._random.uniform(0.0, 0.01))
         elif kind.moment == "after its publish":
-            count = self._seen.published.get(names[0], 0)
-            await self._soon(lambda: self._seen.published.get(names[0], 0) > count)
+            count = self.seen.published.get(names[0], 0)
+            await self._soon(lambda: self.seen.published.get(names[0], 0) > count)
         elif kind.moment == "starting":
-            pid = self._pids().get("learner")
+            pid = self.pids().get("learner")
             self._shoot(["learner"])
-            await self._soon(lambda: self._pids().get("learner") not in (None, pid))
+            await self._soon(lambda: self.pids().get("learner") not in (None, pid))
             await asyncio.sleep(self._random.uniform(0.0, 2.5))
         else:
             await asyncio.sleep(self._random.uniform(0.0, 1.5))
@@ -230,7 +268,7 @@ class Storm:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
-    def _pids(self) -> dict[str, int]:
+    def pids(self) -> dict[str, int]:
         if self._process is None or self._process.poll() is not None:
             return {}
         return {"run": self._process.pid} | processes_below(self._process.pid)
@@ -239,8 +277,9 @@ class Storm:
         (self.run_directory / app.BUS_FILE).unlink(missing_ok=True)  # the address of a life that is over
         resume = ["--resume"] if (self.run_directory / "checkpoints").exists() else []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "run", str(self._run_file), *resume, *extra],
+            [sys.executable, "-m", "asyncrl", "run", str(self.run_file), *self._overrides, *resume, *extra],
             cwd=REPOSITORY,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -262,26 +301,30 @@ class Storm:
         self._process.send_signal(signal.SIGINT)
         await asyncio.to_thread(self._process.wait, RECOVERY_SECONDS)
         await asyncio.sleep(_AFTERMATH_SECONDS)
-        generated = meter.generated(self._folder / "meters")  # nobody holds anything now
-        self.tokens = {"generated": generated, "lost": generated - self._seen.tokens}
+        generated = meter.generated(self._meters)  # nobody holds anything now
+        self.tokens = {"generated": generated, "lost": generated - self.seen.tokens}
         newest = max((self.run_directory / "checkpoints").glob("step-*"), key=lambda folder: folder.stat().st_mtime)
         steps = json.loads((newest / "learner.json").read_text())["step"] + _LAST_STEPS
         self._start("--set", f"run.steps={steps}")
         code = await asyncio.to_thread(self._process.wait, RECOVERY_SECONDS)
         assert code == 0, f"the run that was to finish ended with exit code {code}; see {self._output.name}"
 
-    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+    async def until(self, is_so: Callable[[], bool], what: str) -> None:
         """Raises AssertionError after RECOVERY_SECONDS."""
         deadline = time.monotonic() + RECOVERY_SECONDS
         while not is_so():
+            if self._observer.done():
+                await self._observer  # it failed
             assert time.monotonic() < deadline, f"not back after {RECOVERY_SECONDS:.0f} s: {what}"
             code = self._process.poll() if self._process else None
             assert code not in NEVER_AGAIN, f"asyncrl run ended with exit code {code}; see {self._output.name}"
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _audit(self) -> dict[str, Any]:
+    def audit(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "asyncrl", "audit", str(self.run_directory), "--json"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True, check=False
+        )
         assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
         found: dict[str, Any] = json.loads(done.stdout)
         return found | {"exit_code": done.returncode}
@@ -290,13 +333,13 @@ class Storm:
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._observe(), name="observer")
+        self._observer = asyncio.create_task(self._observe(), name="observer")
         try:
             yield
         finally:
-            task.cancel()
+            self._observer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await task
+                await self._observer
 
     async def _observe(self) -> None:
         """Start `asyncrl run`, again with --resume when it is gone, and watch the bus of each of its lives."""
@@ -304,15 +347,21 @@ class Storm:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
-                bus = await app.connect(self._config, token="")
+                bus = await app.connect(self._config, token=self._token)
             except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
                 await asyncio.sleep(0.1)
                 continue
-            watches = (self._seen.watch_steps(bus), self._seen.read_groups(bus), self._life())
+            watches = (
+                self.seen.watch_steps(bus),
+                self.seen.read_groups(bus),
+                self._life(),
+            )
+            self.bus = bus
             tasks = [asyncio.create_task(watch) for watch in watches]
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                self.bus = None
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

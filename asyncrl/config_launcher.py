@@ -1,0 +1,15 @@
+"""The [launcher] section of a run file: who starts the run's processes, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherSection:
+    kind: str = "local"
+    """local (processes of this machine), ray (of a Ray cluster), or "package.module:Class" of another Launcher."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """See the Options class beside the launcher."""

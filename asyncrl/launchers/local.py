@@ -1,0 +1,87 @@
+"""Processes on this machine, children of ours. GPUs are dealt by number, in CUDA_VISIBLE_DEVICES.
+
+A child ends with us however we end (processes.py), and has a session of its own: Ctrl-C comes to us alone, who drain
+in the right order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl import processes
+from asyncrl.errors import LaunchError
+from asyncrl.launchers.port import ProcessSpec
+from asyncrl.placement import visible_devices
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalProcess:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.node = socket.gethostname()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    async def ended(self) -> int:
+        return await self._process.wait()
+
+    def signal(self, number: int) -> None:
+        if self.is_running:
+            self._process.send_signal(number)
+
+
+class LocalLauncher:
+    places = False
+
+    def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
+        self._running: list[LocalProcess] = []
+
+    def connect(self) -> str:
+        return LOOPBACK
+
+    def check_room(self, specs: Sequence[ProcessSpec]) -> None:
+        """Whoever deals the GPUs has seen to it."""
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "asyncrl",
+                *spec.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=os.environ | spec.environment | {processes.PARENT: str(os.getpid())} | _visible(spec),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{spec.name}: cannot start {sys.executable}: {error.strerror}") from None
+        self._running = [one for one in self._running if one.is_running] + [LocalProcess(process)]
+        return self._running[-1]
+
+    async def release(self, name: str) -> None:
+        """Nothing is set aside here: whoever deals the numbers takes them back."""
+
+    async def close(self) -> None:
+        for process in self._running:
+            process.signal(signal.SIGKILL)
+        for process in self._running:
+            await process.ended()
+
+
+def _visible(spec: ProcessSpec) -> dict[str, str]:
+    """Its GPUs and no others, however often it is started; without GPUs it sees what we see."""
+    variable = "CUDA_VISIBLE_DEVICES"
+    return {variable: visible_devices(spec.gpus, inherited=os.environ.get(variable))} if spec.gpus else {}

@@ -1,0 +1,382 @@
+"""Processes on the machines of a Ray cluster: an actor owns each, in a placement group of its own.
+
+    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/ray.md
+
+Ray finds the machine and sets the GPUs aside; it carries no data of the run, and it restarts nothing: an actor or a
+machine that dies is a process that ended, and asyncrl/fleet.py decides. A process keeps its place over its restarts;
+when its machine is gone it gets another one, wherever there is room. Groups and actors belong to our job, so that Ray
+takes them back when we are killed, and processes end with their actors (launchers/owner.py).
+
+The only file that imports ray. Tests: tests/test_ray.py, on a cluster of two nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError, LaunchError, NoRoom
+from asyncrl.launchers import room
+from asyncrl.launchers.owner import MARK, News, Order, Owner, Started
+from asyncrl.launchers.port import ProcessSpec
+from asyncrl.launchers.ray_options import Options, require_answer
+from asyncrl.launchers.room import Choice, Machine, Need
+from asyncrl.policies.faults import LEARNER
+
+log = logging.getLogger("asyncrl.launchers.ray")
+
+NODE_ID: Final = "ray.io/node-id"
+"""The label that Ray gives every node."""
+_AT_ONCE_SECONDS: Final = 2.0
+"""Where there is room, a placement group is placed in milliseconds."""
+_LOOK_SECONDS: Final = 5.0
+_AWAY_SECONDS: Final = 1.0
+_ANSWER_SECONDS: Final = 5.0
+_LAST_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """What is set aside for one process.  machine: "" until Ray has found one"""
+
+    need: Need
+    choice: Choice
+    group: Any
+    machine: str = ""
+
+
+class RayProcess:
+    """One life of a process. What it prints is ours to print, its name before each line."""
+
+    def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: Started) -> None:
+        self._actor, self._launcher, self._name = actor, launcher, name
+        self.pid, self.node = started.pid, started.host
+        self._seen = 0
+        self._code: int | None = None
+        self._reading = asyncio.Lock()
+
+    async def ended(self) -> int:
+        async with self._reading:
+            while self._code is None:
+                self._code = await self._next()
+        return self._code
+
+    def signal(self, number: int) -> None:
+        if self._code is None:
+            self._actor.signal.remote(number)
+            if number == signal.SIGKILL:  # works from here as well, should its machine not answer
+                asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._launcher.kill, self._actor)
+
+    async def _next(self) -> int | None:
+        try:
+            news: News = await self._actor.news.remote(self._seen)
+        except self._launcher.errors.ActorUnavailableError:
+            await asyncio.sleep(_AWAY_SECONDS)  # the network, or an end that Ray does not know of yet: ask again
+            return None
+        except self._launcher.errors.RayError as error:
+            log.debug("%s: its actor is gone: %s", self._name, error)
+            return -signal.SIGKILL
+        self._launcher.print(self._name, news)
+        self._seen = news.last
+        if news.code is not None:
+            self._launcher.kill(self._actor)
+        return news.code
+
+
+class RayLauncher:
+    places = True
+
+    def __init__(self, *, run_name: str, log_directory: Path, options: Options) -> None:
+        self._run_name = run_name
+        self._logs = log_directory
+        self._options = options
+        self._ray: Any = None
+        self.errors: Any = None
+        """Ray's exceptions."""
+        self._mark = secrets.token_hex(8)
+        self._marked: set[Path] = set()
+        self._planned: list[Need] = []
+        self._places: dict[str, _Place] = {}
+        self._unfit: dict[str, frozenset[str]] = {}
+        self._running: dict[str, RayProcess] = {}
+        self._turn = asyncio.Lock()
+        self._has_learner = asyncio.Event()
+        self._has_learner.set()
+        self._lives = itertools.count(1)
+
+    def connect(self) -> str:
+        self._ray = ray = _import_ray()
+        self.errors = ray.exceptions
+        address = self._options.address
+        require_answer(address or os.environ.get("RAY_ADDRESS", ""))
+        try:
+            ray.init(
+                address=address or None,
+                namespace=f"asyncrl-{self._run_name}",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"launcher.options: address {address!r}: {_in_a_line(error)}") from None
+        self._refuse_another()
+        return str(ray.util.get_node_ip_address())
+
+    def check_room(self, specs: Sequence[ProcessSpec]) -> None:
+        machines = self._machines()
+        self._planned = [self._need(spec, machines) for spec in specs]
+        self._require_room(self._planned, machines)
+        if any(spec.role == LEARNER for spec in specs):
+            self._has_learner.clear()
+
+    async def start(self, spec: ProcessSpec) -> RayProcess:
+        place = await self._find_place(spec)
+        ray, need = self._ray, place.need
+        taken = {key: amount for key, amount in need.resources.items() if key not in ("CPU", "GPU")}
+        actor = (
+            ray.remote(Owner)
+            .options(
+                name=f"{spec.name}-{next(self._lives)}",
+                num_cpus=need.resources["CPU"],
+                num_gpus=need.resources.get("GPU", 0),
+                resources=taken or None,
+                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(place.group, 0),
+            )
+            .remote()
+        )
+        process: RayProcess | None = None
+        try:
+            started: Started = await actor.start.remote(self._order(spec, place))
+            place.machine = await self._machine_of(place)  # a machine may die, and Ray find another, at any time
+            address = self._address(place.machine)
+            if started.problem:
+                self._unfit[spec.role] = self._unfit.get(spec.role, frozenset()) | {place.machine}
+                raise NoRoom(f"{spec.name} on {address}: {started.problem}")
+            process = self._running[spec.name] = RayProcess(actor, self, name=spec.name, started=started)
+        except self.errors.RayError as error:
+            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
+        finally:
+            if process is None:
+                self.kill(actor)
+        print(f"{spec.name:10s}on {address}: {room.amounts(need.resources)}", flush=True)
+        return process
+
+    async def release(self, name: str) -> None:
+        self._running.pop(name, None)
+        if (place := self._places.pop(name, None)) is not None:
+            await asyncio.to_thread(self._ray.util.remove_placement_group, place.group)
+
+    async def close(self) -> None:
+        if self._ray is None:
+            return
+        ending = list(self._running.values())
+        for process in ending:
+            process.signal(signal.SIGKILL)
+        if ending:
+            await asyncio.wait([asyncio.ensure_future(one.ended()) for one in ending], timeout=_LAST_SECONDS)
+        for name in list(self._places):
+            await self.release(name)
+        for folder in self._marked:
+            (folder / MARK).unlink(missing_ok=True)
+        self._ray.shutdown()
+        self._ray = None
+
+    # -- what a process of ours may do ---------------------------------------------------------------------------------
+
+    def kill(self, actor: Any) -> None:
+        """The actor, and its process with it."""
+        if self._ray is not None:
+            self._ray.kill(actor, no_restart=True)
+
+    def print(self, name: str, news: News) -> None:
+        for stream, line in news.lines:
+            if stream == "log":
+                with (self._logs / f"{name}.log").open("a") as file:
+                    file.write(line + "\n")
+            else:
+                print(f"{name}: {line}", file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+
+    # -- places --------------------------------------------------------------------------------------------------------
+
+    async def _find_place(self, spec: ProcessSpec) -> _Place:
+        """Where it was, if that is still there; else a new place. Waits while the cluster is full, and says so."""
+        if spec.role != LEARNER:
+            await self._has_learner.wait()  # workers without a learner would only be in its way
+        while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
+            if spec.role == LEARNER:
+                self._has_learner.clear()
+            await self.release(spec.name)
+            async with self._turn:  # who comes next should see where this one went
+                machines = await asyncio.to_thread(self._machines)
+                place = self._places[spec.name] = self._reserve(spec, machines)
+                await self._look(place, _AT_ONCE_SECONDS)
+            if not place.machine:
+                await self._wait_for_room(spec.name, place)
+        if spec.role == LEARNER:
+            self._has_learner.set()
+        return place
+
+    def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
+        """Ask Ray for a place. Raises NoRoom when none could be there beside those that our others have."""
+        need, up = self._need(spec, machines), {one.id for one in machines}
+        others = [place for place in self._places.values() if place.machine in up]
+        self._require_room([*(place.need for place in others), need], machines)
+        unfit = self._unfit.get(spec.role, frozenset())
+        if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
+            unfit = self._unfit[spec.role] = frozenset()
+        choice = room.choose(
+            need,
+            strategy=self._options.strategy,
+            machines=machines,
+            ours=[place.machine for place in others],
+            planned=self._planned,
+            unfit=unfit,
+        )
+        if choice.within and choice.within <= choice.without:
+            raise NoRoom(f"launcher: {self._options.strategy}: the machine of the others is not fit for {spec.name}")
+        try:
+            group = self._ray.util.placement_group(
+                [dict(need.resources)],
+                strategy="STRICT_PACK",
+                name=spec.name,
+                bundle_label_selector=[_selector(choice) | dict(need.labels)],
+                _soft_target_node_id=choice.near or None,
+            )
+        except (self.errors.RayError, ValueError) as error:
+            raise LaunchError(f"{spec.name}: {_in_a_line(error)}") from None
+        return _Place(need=need, choice=choice, group=group)
+
+    async def _wait_for_room(self, name: str, place: _Place) -> None:
+        """Until Ray has found a machine, or what we asked for has become impossible."""
+        free = await asyncio.to_thread(self._ray.available_resources)
+        self.say(
+            f"{name} waits for room: {room.amounts(place.need.resources)} on one machine; free in the whole cluster: "
+            f"{room.amounts(free, like=place.need.resources)}"
+        )
+        while not await self._look(place, _LOOK_SECONDS):
+            if not place.choice.may_come_true(await asyncio.to_thread(self._machines)):
+                return
+
+    async def _look(self, place: _Place, seconds: float) -> bool:
+        """Wait so long for a machine."""
+        if await asyncio.to_thread(place.group.wait, seconds):
+            place.machine = await self._machine_of(place)
+        return bool(place.machine)
+
+    async def _machine_of(self, place: _Place) -> str:
+        """Where Ray says that it is; empty while it looks for one, be it anew."""
+        table = await asyncio.to_thread(self._ray.util.placement_group_table, place.group)
+        return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
+
+    async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
+        """Whether its machine is up, may be used, and is not another's where each has its own."""
+        if not place.machine or await self._machine_of(place) != place.machine:
+            return False
+        alive = {one.id for one in await asyncio.to_thread(self._machines)}
+        others = {one.machine for name, one in self._places.items() if name != spec.name}
+        return (
+            place.machine in alive
+            and place.machine not in self._unfit.get(spec.role, frozenset())
+            and not (self._options.strategy == "STRICT_SPREAD" and place.machine in others)
+        )
+
+    def _require_room(self, needs: list[Need], machines: list[Machine]) -> None:
+        if self._options.wait_for_nodes:
+            return
+        if problem := room.refusal(needs, strategy=self._options.strategy, machines=machines):
+            raise NoRoom(f"launcher: {problem}; see launcher.options, or add machines with `ray start`")
+
+    def _need(self, spec: ProcessSpec, machines: list[Machine]) -> Need:
+        role = self._options.learner if spec.role == LEARNER else self._options.rollout_worker
+        has_gpus = any(one.capacity.get("GPU", 0) for one in machines)
+        gpus = role.gpus if role.gpus >= 0 else spec.num_gpus if has_gpus else 0
+        resources = {"CPU": role.cpus} | ({"GPU": float(gpus)} if gpus else {})
+        return Need(
+            name=spec.name,
+            resources=resources | {key: float(amount) for key, amount in role.resources.items()},
+            labels={key: str(value) for key, value in role.labels.items()},
+        )
+
+    def _machines(self) -> list[Machine]:
+        return [
+            Machine(
+                id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                capacity=node["Resources"],
+                labels=node["Labels"],
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _address(self, machine: str) -> str:
+        return next((one.address for one in self._machines() if one.id == machine), machine)
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def _order(self, spec: ProcessSpec, place: _Place) -> Order:
+        for folder in (self._logs, *spec.shared.values()):
+            self._leave_mark(folder)
+        learner = self._places.get(LEARNER)
+        is_with_learner = spec.role != LEARNER and learner is not None and learner.machine == place.machine
+        given = {name: os.environ[name] for name in self._options.environment if name in os.environ}
+        return Order(
+            arguments=spec.arguments,
+            directory=os.getcwd(),
+            environment=given | dict(spec.environment),
+            paths={key: str(path) for key, path in spec.paths.items()},
+            shared={} if is_with_learner else {key: str(folder) for key, folder in spec.shared.items()},
+            mark=self._mark,
+            log=str(self._logs.absolute() / f"{spec.name}.log"),
+        )
+
+    def _leave_mark(self, folder: Path) -> None:
+        if folder not in self._marked:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MARK).write_text(self._mark)
+            self._marked.add(folder)
+
+    def _refuse_another(self) -> None:
+        try:
+            self._ray.util.get_placement_group(LEARNER)
+        except ValueError:
+            return
+        self._ray.shutdown()
+        raise ConfigError(
+            f'run.name: a run "{self._run_name}" is up on this Ray cluster; end it first (one that was just killed is '
+            "gone in a moment), or take another name"
+        )
+
+
+def _selector(choice: Choice) -> dict[str, str]:
+    """As Ray's labels have it: one condition a label, so what is allowed wins over what is not."""
+    if choice.within:
+        return {NODE_ID: f"in({','.join(sorted(choice.within - choice.without))})"}
+    return {NODE_ID: f"!in({','.join(sorted(choice.without))})"} if choice.without else {}
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.exceptions
+        import ray.util
+        import ray.util.scheduling_strategies
+    except ImportError:
+        raise ConfigError('launcher.kind: "ray" needs ray; pip install asyncrl[ray]') from None
+    return ray
+
+
+def _in_a_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,127 @@
+"""Where in a cluster of machines a process may go. Pure: machines and needs in, a choice or a refusal out.
+
+Every process is placed by itself, so that a fleet can grow, shrink and heal one by one; ``strategy`` says how it goes
+with the run's others:
+
+    PACK           with as many of them as there is room for
+    SPREAD         with as few of them as there is room for
+    STRICT_PACK    all on one machine
+    STRICT_SPREAD  each on a machine of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One that is up.  capacity: all it has, used or not"""
+
+    id: str
+    address: str
+    capacity: Resources
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one process takes of one machine, and the labels that it must have (``!``, ``in()``, ``!in()`` as Ray)."""
+
+    name: str
+    resources: Resources
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether it could go there if nobody else was there."""
+        return is_within(self.resources, machine.capacity) and all(
+            wanted.startswith(("!", "in(")) or machine.labels.get(key) == wanted for key, wanted in self.labels.items()
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Machines by id.  within: on one of these, if any are named;  without: on none of these;  near: here if it can"""
+
+    within: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    near: str = ""
+
+    def may_come_true(self, machines: Iterable[Machine]) -> bool:
+        """Whether a machine that it allows is up."""
+        return any((not self.within or one.id in self.within) and one.id not in self.without for one in machines)
+
+
+def choose(
+    need: Need,
+    *,
+    strategy: Strategy,
+    machines: Sequence[Machine],
+    ours: Sequence[str],
+    planned: Sequence[Need],
+    unfit: frozenset[str] = frozenset(),
+) -> Choice:
+    """Where ``need`` may go.
+
+    ours     the machine of each of the run's other processes that has one
+    planned  everything that the run will have at once, for who comes first
+    unfit    machines that lack something
+    """
+    there = [one for one in machines if need.fits(one) and one.id not in unfit]
+    taken = frozenset(ours)
+    if strategy == "STRICT_SPREAD":
+        return Choice(without=taken | unfit)
+    if strategy == "STRICT_PACK":
+        whole = total(planned)
+        fitting = frozenset(one.id for one in there if is_within(whole, one.capacity))
+        return Choice(within=taken or fitting, without=unfit)
+    if not there or not taken:
+        return Choice(without=unfit)
+    by_company = sorted(there, key=lambda one: (ours.count(one.id), one.id))
+    return Choice(without=unfit, near=by_company[0 if strategy == "SPREAD" else -1].id)
+
+
+def refusal(needs: Sequence[Need], *, strategy: Strategy, machines: Sequence[Machine]) -> str:
+    """Why these can never run at once on these machines, in one line; empty when nothing is known against it."""
+    have = total_capacity(machines)
+    for need in needs:
+        if not any(need.fits(one) for one in machines):
+            labels = "".join(f", {key} = {value}" for key, value in need.labels.items())
+            largest = "; ".join(f"{one.address} {amounts(one.capacity, like=need.resources)}" for one in machines)
+            return f"{need.name} needs {amounts(need.resources)}{labels} on one machine; there is {largest or 'none'}"
+    asked, names = total(needs), f"{len(needs)} processes ({needs[0].name} ... {needs[-1].name})" if needs else ""
+    if not is_within(asked, have):
+        return f"{names} need {amounts(asked)}; the cluster has {amounts(have, like=asked)} on {len(machines)} machines"
+    if strategy == "STRICT_PACK" and not any(is_within(asked, one.capacity) for one in machines):
+        largest = "; ".join(f"{one.address} {amounts(one.capacity, like=asked)}" for one in machines)
+        return f"STRICT_PACK: {names} need {amounts(asked)} on one machine; there is {largest}"
+    if strategy == "STRICT_SPREAD" and len(needs) > len(machines):
+        return f"STRICT_SPREAD: {names} need {len(needs)} machines; the cluster has {len(machines)}"
+    return ""
+
+
+def is_within(asked: Resources, have: Resources) -> bool:
+    return all(have.get(key, 0.0) >= amount for key, amount in asked.items())
+
+
+def total(needs: Iterable[Need]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for need in needs:
+        for key, amount in need.resources.items():
+            found[key] = found.get(key, 0.0) + amount
+    return found
+
+
+def total_capacity(machines: Iterable[Machine]) -> dict[str, float]:
+    return total(Need(name=one.id, resources=one.capacity) for one in machines)
+
+
+def amounts(resources: Resources, *, like: Resources | None = None) -> str:
+    """For a person: ``1 CPU, 2 GPU``; with ``like``, of its kinds alone."""
+    kinds = resources if like is None else like
+    return ", ".join(f"{resources.get(key, 0.0):g} {key}" for key in kinds) or "nothing"

@@ -1,0 +1,117 @@
+"""Which objects hold which weight versions, and the cheapest way from what a worker has to the newest. Pure.
+
+A version is stored as what changed since the version before (NAME.delta), as a whole (NAME.full), or both. Every
+version's description lists the links from a whole one on, so that who missed some knows at once what to fetch.
+
+Tests: tests/test_weight_chain.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+
+from asyncrl.errors import WeightsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One version. sha256: of its model.safetensors.  full, delta: bytes of its objects; 0 where it has none."""
+
+    run_epoch: int
+    policy_version: int
+    sha256: str
+    full: int = 0
+    delta: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.run_epoch, self.policy_version)
+
+    @property
+    def name(self) -> str:
+        return f"{self.run_epoch}-{self.policy_version}"
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}.full"
+
+    @property
+    def delta_name(self) -> str:
+        return f"{self.name}.delta"
+
+    @property
+    def uri(self) -> str:
+        """The object that describes this version."""
+        return self.delta_name if self.delta else self.full_name
+
+    @property
+    def objects(self) -> set[str]:
+        return ({self.full_name} if self.full else set()) | ({self.delta_name} if self.delta else set())
+
+
+Chain = tuple[Link, ...]
+"""Versions of one run epoch, each published next after the one before it; the newest last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """From ``base``, which is at hand or fetched whole, over the deltas of ``links``."""
+
+    base: Link
+    is_at_hand: bool
+    links: Chain
+
+    @property
+    def num_bytes(self) -> int:
+        """To fetch."""
+        return (0 if self.is_at_hand else self.base.full) + sum(link.delta for link in self.links)
+
+    @property
+    def objects(self) -> set[str]:
+        return {link.delta_name for link in self.links} | (set() if self.is_at_hand else {self.base.full_name})
+
+
+def grown(chain: Chain, link: Link, *, keep: int) -> Chain:
+    """With a newer link, and without those that none of the newest ``keep`` versions needs."""
+    chain = (*chain, link)
+    oldest = max(0, len(chain) - keep)
+    start = max(index for index in range(oldest + 1) if chain[index].full)
+    return chain[start:]
+
+
+def is_full_due(chain: Chain, *, every: int) -> bool:
+    """Whether the next version is the ``every``-th since a whole one."""
+    since = chain[1 - every :] if every > 1 else ()
+    return not any(link.full for link in since)
+
+
+def route(chain: Chain, *, at_hand: Collection[Link], lost: Collection[str]) -> Route | None:
+    """The way to the last link that fetches least. None: there is none.  ``lost``: objects that cannot be had"""
+    found: list[Route] = []
+    for index, base in enumerate(chain):
+        links = chain[index + 1 :]
+        if base in at_hand:
+            found.append(Route(base=base, is_at_hand=True, links=links))
+        if base.full:
+            found.append(Route(base=base, is_at_hand=False, links=links))
+    possible = [way for way in found if all(link.delta for link in way.links) and not way.objects & set(lost)]
+    return min(possible, key=lambda way: (way.num_bytes, len(way.links)), default=None)
+
+
+def to_text(chain: Chain) -> str:
+    return json.dumps([asdict(link) for link in chain], separators=(",", ":"))
+
+
+def from_text(text: str) -> Chain:
+    """Raises WeightsError."""
+    try:
+        return tuple(Link(**fields) for fields in json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"what describes a weight version does not read: {error}") from error
+
+
+def names(chain: Sequence[Link]) -> set[str]:
+    """Of the objects that it needs."""
+    return set[str]().union(*(link.objects for link in chain))

@@ -1,0 +1,40 @@
+"""The simulated engine of simulated.py as what a run file may name; what is loaded takes time and is not looked at.
+
+engine.kind = "benchmarks.far_engine:FarEngine"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.simulated import Lengths, SimulatedEngine, Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of simulated.Timing and simulated.Lengths."""
+
+    seconds_per_token: float = 0.005
+    seconds_per_sequence: float = 0.00005
+    capacity: int = 256
+    load_seconds: float = 0.05
+    mean_tokens: int = 1000
+    max_tokens: int = 4096
+
+
+class FarEngine(SimulatedEngine):
+    """Answers of lognormal length at a real engine's pace."""
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
+    ) -> None:
+        timing = Timing(
+            seconds_per_token=options.seconds_per_token,
+            seconds_per_sequence=options.seconds_per_sequence,
+            capacity=options.capacity,
+            load_seconds=options.load_seconds,
+            train_tokens_per_second=1.0,
+            train_seconds=0.0,
+        )
+        super().__init__(timing, Lengths("lognormal", mean=options.mean_tokens, maximum=options.max_tokens))

@@ -1,0 +1,38 @@
+"""The in-process engine, slowed down and with a meter."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.engines import inprocess
+from asyncrl.engines.decoder import Decoder
+from asyncrl.engines.inprocess import InProcessEngine
+from tests.chaos.meter import Meter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(inprocess.Options):
+    meter: str = ""
+    """The folder of the meters."""
+    step_seconds: float = 0.0
+    """What a token takes besides computing."""
+
+
+class MeteredModel(InProcessEngine):
+    """engine.kind = "tests.chaos.metered_model:MeteredModel" """
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
+    ) -> None:
+        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
+        self._meter = Meter(Path(options.meter))
+        self._step_seconds = options.step_seconds
+
+    def _step(self, decoder: Decoder) -> None:
+        if self._running:
+            time.sleep(self._step_seconds)
+        super()._step(decoder)
+        stats = self.stats()
+        self._meter.tell(generated=stats.tokens_generated, running=stats.running)

@@ -1,0 +1,38 @@
+"""The tiny net of the staleness benchmark as an engine, with a meter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import tiny_engine
+from benchmarks.tiny_engine import TinyEngine
+from tests.chaos.meter import Meter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(tiny_engine.Options):
+    meter: str = ""
+    """The folder of the meters."""
+
+
+class MeteredNet(TinyEngine):
+    """engine.kind = "tests.chaos.metered_net:MeteredNet" """
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
+    ) -> None:
+        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
+        self._meter = Meter(Path(options.meter))
+
+    def _decode(self) -> None:
+        super()._decode()
+        self._tell()
+
+    def _schedule(self) -> None:
+        super()._schedule()
+        self._tell()
+
+    def _tell(self) -> None:
+        stats = self.stats()
+        self._meter.tell(generated=stats.tokens_generated, running=stats.running)

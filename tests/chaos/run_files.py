@@ -1,0 +1,121 @@
+"""The runs that are killed: short answers, of which many are done between two kills, and long ones, which are not.
+
+short  the tiny net of the staleness benchmark: six tokens an answer, a step every tenth of a second
+long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens an answer, 10 s each,
+       so that a killed worker is always in the middle of some, and the window takes longer to fill than a learner to
+       come back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from asyncrl.data import demo_task
+from asyncrl.data.tiny_model import make_tiny_model
+from benchmarks import tiny_files
+from benchmarks.staleness_task import Policy
+
+COMMON: Final = """
+[run]
+name = "storm"
+directory = "{folder}/runs"
+steps = 1000000
+seed = {seed}
+restarts = 6
+
+[model]
+path = "{folder}/model"
+
+[data]
+path = "{folder}/prompts.jsonl"
+
+[bus]
+port = {port}
+ack_seconds = 3.0
+
+[checkpoint]
+every_steps = 3
+
+[metrics]
+console = false
+mismatch_alarm = 0.0
+"""
+
+SHORT: Final = """
+[rollout]
+workers = 3
+group_size = 4
+max_new_tokens = 6
+max_running = 32
+
+[engine]
+kind = "tests.chaos.metered_net:MeteredNet"
+device = "cpu"
+options = {{ step_seconds = 0.05, meter = "{folder}/meters" }}
+
+[reward]
+kind = "benchmarks.tiny_reward:TinyReward"
+
+[learner]
+backend = "benchmarks.tiny_backend:TinyBackend"
+device = "cpu"
+threads = 1
+groups_per_batch = 8
+micro_batch_tokens = 512
+learning_rate = 1e-3
+options = {{ step_seconds = 0.1 }}
+"""
+
+LONG: Final = """
+[rollout]
+workers = 3
+group_size = 4
+max_new_tokens = 400
+ignore_eos = true
+max_running = 16
+max_attempts = 10  # whoever is killed here did not die of its prompts
+
+[engine]
+kind = "tests.chaos.metered_model:MeteredModel"
+device = "cpu"
+options = {{ threads = 1, step_seconds = 0.025, meter = "{folder}/meters" }}
+
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+
+[learner]
+backend = "reference"
+device = "cpu"
+threads = 1
+groups_per_batch = 4
+micro_batch_tokens = 8192
+learning_rate = 1e-4
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """write: the model and the prompts, into a folder, from a seed."""
+
+    run_file: str
+    write: Callable[[Path, int], None]
+
+
+def _short(folder: Path, seed: int) -> None:
+    tiny_files.write(folder, Policy.new(torch.Generator().manual_seed(seed)))
+
+
+def _long(folder: Path, seed: int) -> None:
+    demo_task.write(folder, seed=seed)
+    make_tiny_model(folder / "model", seed=seed, characters=demo_task.DIGITS, max_positions=512)
+
+
+ANSWERS: Final[Mapping[str, Answers]] = {
+    "short": Answers(run_file=COMMON + SHORT, write=_short),
+    "long": Answers(run_file=COMMON + LONG, write=_long),
+}

@@ -1,0 +1,42 @@
+"""A worker that is told twice to leave hands over what it has generated so far, and loses no more than a token each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from asyncrl.protocols import Bus
+from asyncrl.topics import PROMPTS
+from tests import fakes
+from tests.salvage_fixtures import StepEngine, Worker, publish_prompt
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> None:
+    await publish_prompt(bus, 0)
+    leaving, heir = Worker(bus, "w0"), Worker(bus, "w1")
+    actors = fakes.worker(bus, leaving.engine, name="w0", max_attempts=3, max_running=64, salvage=leaving.salvage)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    await leaving.begun(2)
+    await leaving.engine.steps(41)
+    actors[0].drain()
+    await leaving.engine.steps(1)
+    assert not running.done()  # asked once, it finishes what it holds
+    actors[0].drain()
+    await running
+    assert await bus.depth(PROMPTS) == 1
+    async with heir.working():
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
+    assert leaving.engine.generated + heir.engine.generated - 200 == 2  # of each answer the newest token
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_a_hurried_worker_that_holds_nothing_just_leaves(bus: Bus) -> None:
+    actors = fakes.worker(bus, StepEngine((0, 0)), name="w0", max_running=64)
+    actors[0].drain()
+    actors[0].drain()
+    await fakes.run_worker(actors)

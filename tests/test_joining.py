@@ -1,0 +1,88 @@
+"""What a worker that joins with a bus and a name gets of the run file, and what it is told to say itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import config, joining
+from asyncrl.bus.memory import MemoryBus
+from asyncrl.cli import main
+from asyncrl.config import RunConfig
+from asyncrl.config_record import worker_table
+from asyncrl.errors import ConfigError
+from asyncrl.fleet_messages import RunSettings
+from asyncrl.topics import SETTINGS
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
+URL = "nats://learner-host:4222"
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, run: RunConfig, *overrides: str) -> RunConfig:
+    """The settings of a worker that joins ``run``."""
+    sections, withheld = worker_table(run)
+
+    async def connect(asked: RunConfig, *, token: str, role: str) -> MemoryBus:
+        assert (asked.bus.url, asked.run.name, token, role) == (URL, run.run.name, "t", "rollout-worker")
+        bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        asyncio.get_running_loop().call_later(0.05, later.append, asyncio.ensure_future(put(bus)))
+        return bus
+
+    async def put(bus: MemoryBus) -> None:
+        await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
+
+    later: list[Any] = []
+    monkeypatch.setattr(joining, "connect", connect)
+    return joining.joined(URL, run.run.name, overrides, token="t")
+
+
+def test_it_samples_as_the_run_file_says_and_keeps_its_files_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.load(DEMO, ["run.directory=/shared/runs", "run.seed=7", "rollout.max_running=5", "bus.token=hidden"])
+    made = joined(monkeypatch, run)
+    assert (made.bus.url, made.bus.token) == (URL, "")
+    assert made.run_directory == Path("runs/demo")
+    assert made.model.path == str(Path("runs/demo/model").absolute())
+    for name in ("engine", "reward", "rollout", "staleness", "weights", "algorithm"):
+        assert getattr(made, name) == getattr(run, name)
+    assert (made.run.seed, made.window, made.load) == (7, run.window, run.load)
+
+
+def test_what_it_has_elsewhere_it_says_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = joined(monkeypatch, config.load(DEMO), "model.path=/models/mine", "engine.device=cuda")
+    assert (made.model.path, made.engine.device) == ("/models/mine", "cuda")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'reward.options={headers={Authorization="Bearer hidden"}}',
+        'reward.options={url="https://user:hidden@host/"}',
+        'reward.options={anything="hidden"}',  # of a reward that is not ours, who knows
+        'engine.options={server_arguments={api-key="hidden"}}',
+    ],
+)
+def test_what_may_be_a_secret_is_not_on_the_bus(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    key = override.partition("=")[0]
+    own = ["reward.kind=remote"] if key == "reward.options" and "anything" not in override else []
+    run = config.load(DEMO, [*own, override])
+    assert "hidden" not in str(worker_table(run))
+    with pytest.raises(ConfigError, match=f"its {key} may hold secrets, .* --set {key}.KEY=VALUE"):
+        joined(monkeypatch, run)
+    assert getattr(joined(monkeypatch, run, f"{key}={{}}"), key.split(".")[0]).options == {}
+
+
+def test_options_of_our_own_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.load(DEMO, ["engine.kind=sglang", "engine.options={tensor_parallel=4}"])
+    assert joined(monkeypatch, run).engine.options == {"tensor_parallel": 4}
+
+
+@pytest.mark.parametrize("words", ["", f"--join {URL}", "--run demo", f"run.toml --join {URL} --run demo"])
+def test_a_worker_has_a_run_file_or_a_bus_and_a_name(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rollout-worker", *words.split()])
+    assert ended.value.code == 2
+    assert "name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME" in capsys.readouterr().err

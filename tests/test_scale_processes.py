@@ -1,0 +1,135 @@
+"""Fleets of real processes on a real nats-server: they grow, shrink, are joined and left, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.bus.server import EmbeddedServer
+from benchmarks.running import Running
+from tests.test_bus_permissions import Server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+Make = Callable[..., Running]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """``make(NAME, ...)``: a run that is not started yet; ended behind the test."""
+    made: list[Running] = []
+
+    def one(name: str = "fleet", *overrides: str, folder: str = "here", **more: str) -> Running:
+        made.append(Running(tmp_path / folder, *overrides, name=name, **more))
+        return made[-1]
+
+    yield one
+    for run in made:
+        run.kill()
+
+
+async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_when_resumed(make: Make) -> None:
+    run = make()
+    run.start()
+    async with run.heard():
+        await run.until(lambda: run.event("first_trained", "w0"), "a step")
+        grown = await asyncio.to_thread(run.scale, 3)
+        assert (grown.returncode, grown.stderr) == (0, "")
+        assert grown.stdout.startswith("run fleet: waiting for ")
+        assert "run fleet: 3 rollout workers after" in grown.stdout
+        await run.until(lambda: run.event("first_trained", "w1") and run.event("first_trained", "w2"), "all three")
+        assert "1 -> 3 rollout workers: + w1, w2" in run.said
+
+        shrunk = await asyncio.to_thread(run.scale, 1)
+        assert (shrunk.returncode, shrunk.stderr) == (0, "")
+        assert "3 -> 1 rollout workers: - w1, w2" in run.said
+        assert "w1 has left" in run.said and "w2 has left" in run.said
+        assert (await asyncio.to_thread(run.scale, 0)).returncode == 0
+        assert (await asyncio.to_thread(run.scale, 2)).returncode == 0
+        assert "restart 1 of" not in run.said
+        assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+    run.start("--resume")
+    async with run.heard():
+        await run.until(lambda: "rollout workers: 2, as `asyncrl scale` had it" in run.said, "its size")
+        before = len([event for event in run.events if event.kind == "joined"])
+        await run.until(lambda: len([e for e in run.events if e.kind == "joined"]) >= before + 2, "both workers")
+        assert await asyncio.to_thread(run.drain) == 130
+    assert run.audit()["code"] == 0
+
+
+async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(make: Make, tmp_path: Path) -> None:
+    run = make()
+    run.start()
+    away = tmp_path / "away"
+    away.mkdir()
+    async with run.heard():
+        await run.until(lambda: run.event("first_trained", "w0"), "a step")
+        for name, number in (("polite", signal.SIGTERM), ("rude", signal.SIGKILL)):
+            worker = run.join(name, folder=away)
+            try:
+                await run.until(lambda name=name: run.event("first_trained", name), f"something of {name}")
+                worker.send_signal(number)
+                assert await asyncio.to_thread(worker.wait, 60) == (0 if number == signal.SIGTERM else -9)
+            finally:
+                worker.kill()
+                worker.wait()
+        assert {path.name for path in (away / "runs" / "fleet").iterdir()} == {"logs"}
+        assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+
+async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make, own_server: EmbeddedServer) -> None:
+    """Also runs whose names begin alike, with the same model and prompts, in the same folder."""
+    where = {"url": own_server.url, "token": own_server.token}
+    runs = [make(name, **where) for name in ("one", "one-state")]
+    for run in runs:
+        run.start()
+    async with runs[0].heard(), runs[1].heard():
+        for run in runs:
+            await run.until(lambda run=run: run.event("first_trained", "w0"), "a step")
+        second = make("one", folder="elsewhere", **where)
+        second.start("--resume")
+        assert await asyncio.to_thread(second.wait) == 2
+        assert "run.name: a run 'one' is up on this bus" in second.said
+        assert "w0" not in second.said
+        for run in runs:
+            assert await asyncio.to_thread(run.drain) == 130
+    for run in runs:
+        run.start("--resume", "--set", f"run.steps={run.steps + 4}")
+    async with runs[0].heard(), runs[1].heard():
+        for run in runs:
+            assert await asyncio.to_thread(run.wait) == 0
+        await asyncio.sleep(0.5)  # for the last events to be heard
+        for run in runs:
+            assert {event.actor for event in run.events} == {"w0", "learner"}
+            assert len([event for event in run.events if event.kind == "joined"]) == 2
+    again = make("one", folder="elsewhere", **where)
+    again.start()
+    assert await asyncio.to_thread(again.wait) == 2
+    assert "'one' already has a run" in again.said
+    for run in runs:
+        found = run.audit()
+        assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)
+
+
+async def test_on_a_server_with_roles_the_operators_password_is_enough_to_scale(make: Make, tmp_path: Path) -> None:
+    server = Server(tmp_path / "server")
+    try:
+        run = make("mine", f"bus.credentials={server.directory}/mine/{{role}}", url=f"nats://127.0.0.1:{server.port}")
+        run.start()
+        async with run.heard():
+            await run.until(lambda: run.event("first_trained", "w0"), "a step")
+            for role in ("learner", "rollout-worker"):  # neither is needed to scale
+                (server.directory / "mine" / role).rename(server.directory / "mine" / f"{role}.away")
+            assert (await asyncio.to_thread(run.scale, 0)).returncode == 0
+            assert await asyncio.to_thread(run.drain) == 130
+    finally:
+        server.close()
