@@ -125,7 +125,9 @@ async def _connected(run: RunConfig, *, token: str) -> Bus:
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
     """As assembly.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
-    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=app.channel(run).verify, load=run.load)
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=app.channel(run, bus=bus).verify, load=run.load
+    )
     made = RolloutWorker(
         name,
         bus,
