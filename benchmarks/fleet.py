@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -46,12 +46,13 @@ from asyncrl.topics import PROGRESS, PROMPTS
 from benchmarks import fleet_processes, tiny_files
 from benchmarks.fleet_probe import MonitoredServer, Reading, between, memory, read
 from benchmarks.fleet_processes import Processes
+from benchmarks.fleet_report import HEAD, flatness, line
+from benchmarks.fleet_report import load as as_text
 from benchmarks.staleness_task import Policy
 
 Row = dict[str, Any]
 
 SIZES: Final = (1, 3, 10, 30, 100, 300, 1000)
-FLAT: Final = 0.2
 _NAMES: Final = ("server", "workers", "learner", "watcher")
 _LOOK_SECONDS: Final = 1.0
 
@@ -75,10 +76,15 @@ class Scene:
     idle_seconds: float
     processes: int
 
+    @property
+    def all_steps(self) -> int:
+        """A window of them comes behind the measured ones: what the last ones train was sampled before."""
+        return self.warmup + self.steps + self.max_staleness + 1
+
     def run_file(self, folder: Path, *, workers: int, url: str) -> RunConfig:
         window = (self.max_staleness + 1) * self.groups_per_batch
         return RunConfig(
-            run=config.Run(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.warmup + self.steps),
+            run=config.Run(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.all_steps),
             bus=config.Bus(url=url),
             model=config.Model(path=str(folder / "model")),
             data=config.Data(path=str(folder / "prompts.jsonl")),
@@ -154,7 +160,7 @@ class Fleet:
         first = self._read()
         await asyncio.sleep(scene.idle_seconds)
         presence = between(first, self._read())
-        _say(f"presence {_load(presence)}")
+        _say(f"presence {as_text(presence)}")
         await self._start("learner", fleet_processes.learner, self._run, token)
         marks: dict[int, Reading] = {}
         async with contextlib.aclosing(self._steps(bus)) as steps:
@@ -163,7 +169,7 @@ class Fleet:
                     marks[step] = self._read()
         first, last = marks[scene.warmup], marks[scene.warmup + scene.steps]
         load = between(first, last)
-        _say(f"load     {_load(load)}")
+        _say(f"load     {as_text(load)}")
         steady = [reading for reading in self._readings if first.at <= reading.at <= last.at]
         row = _row(scene, self._run, presence=presence, load=load, readings=steady)
         row |= {"join_seconds": joined, "outstanding_max": self._outstanding, "findings": await self._end()}
@@ -265,47 +271,7 @@ def _row(scene: Scene, run_config: RunConfig, *, presence: Row, load: Row, readi
     return row
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
-
-
-HEAD = (
-    "         traj/s   CPU ms per trajectory                        per trajectory"
-    "   presence, per s    MB at most (per min)\n"
-    "workers        server workers learner watcher  whole   work   messages     kB"
-    "   CPU ms  messages   server      learner"
-)
-
-
-def line(row: Row) -> str:
-    cpu, rss = row["whole"]["cpu_milliseconds"], row["memory"]
-    return (
-        f"{row['workers']:7d} {row['trajectories_per_second']:6.0f} {cpu['server']:7.3f} {cpu['workers']:7.3f}"
-        f" {cpu['learner']:7.3f} {cpu['watcher']:7.3f} {cpu['all']:6.2f} {row['work']['cpu_milliseconds']['all']:6.2f}"
-        f"   {row['whole']['messages']:8.2f} {row['whole']['bytes'] / 1e3:6.2f}"
-        f"   {1e3 * sum(row['presence']['cpu'].values()):6.0f} {row['presence']['messages']:9.0f}"
-        f"   {rss['server']['max_megabytes']:4.0f} ({rss['server']['megabytes_per_minute']:+.1f})"
-        f"  {rss['learner']['max_megabytes']:4.0f} ({rss['learner']['megabytes_per_minute']:+.1f})"
-    )
-
-
-def flatness(rows: Sequence[Row]) -> Iterator[str]:
-    """Each fleet against the smallest: where it is not flat, and by how much."""
-    for row in rows[1:]:
-        for of in ("whole", "work"):
-            for name, pick in _COSTS.items():
-                ratio = pick(row[of]) / pick(rows[0][of])
-                if abs(ratio - 1) > FLAT:
-                    yield f"{row['workers']} workers: {of}, {name}: {ratio:.2f} times that of {rows[0]['workers']}"
-
-
-_COSTS: Final[Mapping[str, Any]] = {
-    "server CPU": lambda cost: cost["cpu_milliseconds"]["server"],
-    "workers' CPU": lambda cost: cost["cpu_milliseconds"]["workers"],
-    "learner's CPU": lambda cost: cost["cpu_milliseconds"]["learner"],
-    "CPU in all": lambda cost: cost["cpu_milliseconds"]["all"],
-    "messages": lambda cost: cost["messages"],
-    "bytes": lambda cost: cost["bytes"],
-}
+# -- command -----------------------------------------------------------------------------------------------------------
 
 
 def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
@@ -316,11 +282,6 @@ def broken_promises(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row['workers']} workers: staleness {row['staleness_max']} over the bound {row['max_staleness']}"
         if row["outstanding_max"] > row["window"]:
             yield f"{row['workers']} workers: {row['outstanding_max']} groups outstanding, of {row['window']}"
-
-
-def _load(reading: Row) -> str:
-    cpu = "  ".join(f"{name} {share:.1%}" for name, share in reading["cpu"].items())
-    return f"{reading['messages']:,.0f} messages/s  {reading['bytes'] / 1e6:.2f} MB/s  CPU: {cpu}"
 
 
 def _say(text: str, *, end: str = "\n") -> None:
@@ -350,14 +311,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--workers", type=int, nargs="+", default=SIZES, metavar="N", help="sizes of the fleet")
-    add("--rate", type=float, default=32.0, help="prompt groups a second, at every size (default 32)")
+    add("--rate", type=float, default=8.0, help="prompt groups a second, at every size (default 8)")
     add("--group-size", type=int, default=8, help="trajectories of a group (default 8)")
     add("--tokens", type=int, default=128, help="of a trajectory (default 128)")
     add("--seconds", type=float, default=4.0, help="that an answer takes on average (default 4)")
-    add("--groups", type=int, default=256, help="groups per batch (default 256)")
+    add("--groups", type=int, default=96, help="groups per batch (default 96)")
     add("--max-staleness", type=int, default=3, help="the bound (default 3)")
-    add("--warmup", type=int, default=3, help="steps before the measured ones (default 3)")
-    add("--steps", type=int, default=5, help="steps measured (default 5)")
+    add("--warmup", type=int, default=4, help="steps before the measured ones (default 4)")
+    add("--steps", type=int, default=3, help="steps measured (default 3)")
     add("--idle-seconds", type=float, default=15.0, help="how long presence is measured (default 15)")
     add("--processes", type=int, default=4, help="that share the workers (default 4)")
     add("--json", type=Path, metavar="FILE", help="write the rows there, one object a line")

@@ -17,22 +17,26 @@ from typing import Any, Final
 
 import uvloop
 
-from asyncrl import app
+from asyncrl import app, assembly
 from asyncrl.actors.base import Actor, Heart
-from asyncrl.actors.rollout_worker import RolloutWorker, single_turn
+from asyncrl.actors.rollout_worker import RolloutWorker
+from asyncrl.actors.rollouts import single_turn
 from asyncrl.actors.salvage import Salvage
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.watcher import Watcher
 from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.policies.faults import Finding
 from asyncrl.processes import signal_on_parent_death
+from asyncrl.protocols import Bus
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 
 STOP_SECONDS: Final = 120.0
-_JOINING: Final = 32
+_JOINING: Final = 4
 """Workers of a process that connect at a time."""
+_ATTEMPTS: Final = 10
 
 
 class Processes:
@@ -96,7 +100,7 @@ async def _workers(
     async def live(name: str) -> None:
         nonlocal joined
         async with joining:
-            bus = await app.connect(run, token=token, role="rollout-worker")
+            bus = await _connected(run, token=token)
         try:
             actors = worker(run, bus, name=name, engine=FleetEngine(seconds=seconds, num_tokens=num_tokens))
             joined += 1
@@ -111,9 +115,19 @@ async def _workers(
             group.create_task(live(name), name=name)
 
 
+async def _connected(run: RunConfig, *, token: str) -> Bus:
+    """On a machine that is short of processors a connection may take longer than its patience: tried again."""
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(ConfigError):
+            return await app.connect(run, token=token, role="rollout-worker")
+    return await app.connect(run, token=token, role="rollout-worker")
+
+
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
-    """As app.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
-    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=app.channel(run).verify, load=run.load)
+    """As assembly.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=app.channel(run, bus=bus).verify, load=run.load
+    )
     made = RolloutWorker(
         name,
         bus,
@@ -145,7 +159,7 @@ def learner(parent: Connection, run: RunConfig, token: str) -> None:
 async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
     bus = await app.connect(run, token=token)
     try:
-        made, helpers = await app.build_learner(run, bus=bus, resume=False)
+        made, helpers = await assembly.build_learner(run, bus=bus, resume=False)
         parent.send("ready")
         await supervise(made, *helpers, Heart(made, *helpers), stop_seconds=STOP_SECONDS)
     finally:
