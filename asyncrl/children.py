@@ -76,6 +76,8 @@ class Child:
     """It came while the run was up."""
     is_leaving: bool = False
     """It was asked to drain while the run goes on: its end is no failure."""
+    is_configured: bool = False
+    """A life of it has worked: when a later one says that its run file is wrong, it is a bus that it cannot reach."""
     lives: int = 0
     dismissed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     """It is not started again."""

@@ -2,7 +2,7 @@
 
 A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
 cannot come back ends the run with its exit code. Exit codes 2 (configuration) and 3 (a full disk, nothing but buried
-groups) are never tried again. A watcher (actors/watcher.py) says what stands still; what is ours and does not heal is
+groups) are never tried again, 2 unless it has worked before. A watcher (actors/watcher.py) says what stands still; what is ours and does not heal is
 killed, which makes it a process that died.
 
 How many rollout workers there are may change while the run is up (``resize``, asked for by `asyncrl scale` over
@@ -146,7 +146,9 @@ class Fleet:
         if end.has_no_room and (child.lives or child.is_hired):
             return self._without_room(child, end)
         has_worked = self._has_worked(end.node, end.pid)
-        pause = None if code in NEVER_AGAIN else child.budget.pause(end.lived_seconds, has_worked=has_worked)
+        child.is_configured |= has_worked
+        is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
+        pause = None if is_hopeless else child.budget.pause(end.lived_seconds, has_worked=has_worked)
         if pause is None:
             self._end(STUCK_EXIT_CODE if child.fault else code, f"{end.reason}; ending the run")
         else:

@@ -328,3 +328,23 @@ def test_a_child_that_is_signalled_before_it_is_there_gets_it_when_it_is() -> No
         assert launcher.started[0].signals == [15]
 
     asyncio.run(main())
+
+
+async def test_a_configuration_that_has_worked_is_not_called_wrong_when_the_bus_is_out_of_reach(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_worked = [True, False]
+    monkeypatch.setattr(Watcher, "has_worked", lambda *_: has_worked.pop(0))
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    for life in range(2):  # the second finds no bus, and has not worked
+        it.launcher.named("w0").code.set_result(1 if life == 0 else 2)
+        await it.until(lambda: "w0" not in it.names)
+        await it.until_up("w0", "w1")
+
+
+async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("w0").code.set_result(2)
+    assert await it.task == 2
