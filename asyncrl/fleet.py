@@ -1,9 +1,9 @@
 """The processes of one run, over any launcher: started, watched, restarted and ended.
 
 A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
-cannot come back ends the run with its exit code. Exit codes 2 (configuration) and 3 (a full disk, nothing but buried
-groups) are never tried again, 2 unless it has worked before. A watcher (actors/watcher.py) says what stands still; what is ours and does not heal is
-killed, which makes it a process that died.
+cannot come back ends the run with its exit code. Exit codes 2 (configuration, unless that has worked before) and 3 (a
+full disk, nothing but buried groups) are never tried again. A watcher (actors/watcher.py) says what stands still; what
+is ours and does not heal is killed, which makes it a process that died.
 
 How many rollout workers there are may change while the run is up (``resize``, asked for by `asyncrl scale` over
 actors/sizer.py): new ones get GPUs that are free, or are refused; the newest leave first, and drain.
