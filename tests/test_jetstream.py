@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,8 @@ from typing import Any
 import nats
 import pytest
 
-from asyncrl.bus.connection import guarded
+from asyncrl.bus.answers import Answer
+from asyncrl.bus.connection import Connection, guarded
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.layout import Layout, key_of, token
 from asyncrl.bus.server import EmbeddedServer
@@ -229,8 +231,29 @@ async def test_another_storage_for_the_same_run_is_a_config_error(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     await connect(nats_server, run="settled", storage="file")
-    with pytest.raises(ConfigError, match="run.name"):
+    with pytest.raises(ConfigError, match=r"the settings it had .* or choose another run.name") as error:
         await connect(nats_server, run="settled", storage="memory")
+    assert "rm" not in str(error.value).split()  # nobody is told to remove a log
+
+
+@pytest.mark.parametrize("code", [10004, 10008, 10009])
+async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The launcher starts again what ended with exit code 1 (the real thing: tests/test_nats_cluster.py)."""
+
+    async def leaderless(*_: Any, **__: Any) -> Answer:
+        return Answer(json.dumps({"error": {"err_code": code, "description": "unavailable"}}).encode(), {}, False)
+
+    monkeypatch.setattr("asyncrl.bus.connection._PATIENCE_SECONDS", 0.0)
+    bus = await connect(nats_server, run="leaderless")
+    bus._made.clear()
+    monkeypatch.setattr(Connection, "request", leaderless)
+    with pytest.raises(BusError, match="no quorum: start the other servers of the cluster") as making:
+        await bus._stream(TRAJECTORIES)
+    with pytest.raises(BusError, match="no quorum: start the other servers of the cluster") as opening:
+        await connect(nats_server, run="leaderless")
+    assert (making.value.exit_code, opening.value.exit_code) == (1, 1)
 
 
 async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedServer, connect: Connect) -> None:

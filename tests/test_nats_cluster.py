@@ -17,7 +17,7 @@ from asyncrl.bus.access import Access
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.server import EmbeddedServer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import BusError, ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS
 from tests.bus_fixtures import group, progress, publish_groups, publish_prompts, taken
 from tests.chaos.storm import Storm
@@ -223,6 +223,38 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
             assert await bus.keys(TRAJECTORIES) == {"1"}
             while await bus.keys(PROMPTS):  # in a cluster it leaves the stream a moment after its ack
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.slow
+async def test_too_few_servers_are_an_error_that_is_tried_again_and_no_mistake_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher starts a process again that ended with exit code 1, and none that ended with 2."""
+    with Cluster(tmp_path / "cluster", runs=("one",)) as cluster:
+        async with cluster.bus("one", at=2) as bus:
+            await cluster.until_whole(bus)
+            for index in (0, 1):
+                cluster.kill(index)
+            monkeypatch.setattr("asyncrl.bus.connection._PATIENCE_SECONDS", 5.0)
+            bus._made.clear()
+            for _ in range(2):  # the first time the server may not know yet, and not answer at all
+                caplog.clear()
+                makings = [bus._stream(topic) for topic in (TRAJECTORIES, PROMPTS, WEIGHTS)]
+                for made in await asyncio.gather(*makings, return_exceptions=True):
+                    _assert_no_quorum(made)
+        assert sum("asking again" in line for line in caplog.messages) == 1
+        for role in ("learner", "rollout-worker"):
+            with pytest.raises(BusError) as opened:
+                async with cluster.bus("one", role=role, at=2):
+                    pass
+            _assert_no_quorum(opened.value)
+
+
+def _assert_no_quorum(error: Any) -> None:
+    assert isinstance(error, BusError)
+    assert error.exit_code == 1
+    assert "no quorum: start the other servers of the cluster" in str(error)
+    assert "\n" not in str(error)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.addresses import servers, without_secrets
-from asyncrl.bus.answers import Answer, Refused, Stored
+from asyncrl.bus.answers import BUSY, IN_PROCESS, Answer, Busy, Nobody, Refused, Stored
 from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,6 @@ _DEAD_SECONDS: Final = 15
 """The kernel gives up a connection of which nothing was acknowledged for so long, pings included."""
 _FROZEN_SECONDS: Final = 60
 """A server whose kernel acknowledges and who says nothing; longer, as pings wait behind messages on a slow way."""
-_IN_PROCESS: Final = 10158  # a message of this id is being stored
-_BUSY_CODES: Final = {10004, 10008, 10009, 10012, _IN_PROCESS, 10167}
-"""JetStream errors that pass: incomplete results; temporarily unavailable (no leader); no leader any more; a consumer's
-store not made while one of that name goes; too many requests."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LAST_PAUSE_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 60.0
@@ -102,11 +98,13 @@ class Connection:
         self._answers: dict[str, asyncio.Future[Any]] = {}
         self._asked: dict[str, str] = {}  # number -> subject, in lower case
         self._unanswered_bytes = 0
+        self._num_busy = 0  # requests that wait for a JetStream that cannot answer now
         self._listeners: set[Callable[[], None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
 
     async def open(self, url: str, *, options: Mapping[str, Any], inbox: str, seconds: float) -> None:
-        """``options``: access.Access's. Raises ConfigError: nobody there, wrong token, no JetStream, an old server."""
+        """``options``: access.Access's. Raises ConfigError: nobody there, wrong token, no JetStream, an old
+        server; BusError: a cluster without a quorum."""
         addresses = servers(url)
         try:
             async with asyncio.timeout(seconds):
@@ -155,7 +153,7 @@ class Connection:
             await self.api("INFO")
         except Forbidden as error:
             raise ConfigError(str(error)) from None
-        except BusError as error:
+        except (Nobody, Refused) as error:
             raise ConfigError(
                 f"bus.url {self.name}: JetStream is off there ({error}); start the server as `nats-server -js`"
             ) from None
@@ -203,10 +201,10 @@ class Connection:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
             if not self._is_over and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
+                if is_nobody:
+                    raise Nobody(f"bus {self.name}: nothing takes {subject} there; was the server's store removed?")
                 raise Unanswered(
-                    f"bus {self.name}: nothing takes {subject} there; was the server's store removed?"
-                    if is_nobody
-                    else f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
+                    f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
                     f"is the server's disk full? Its log says"  # it answers nothing then
                 )
             await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
@@ -241,20 +239,32 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         patience: float = _PATIENCE_SECONDS,
     ) -> Stored:
-        """JetStream's answer, which may be an error, but none that passes: then it is asked again for a minute."""
-        pause, since, in_doubt = _FIRST_PAUSE_SECONDS, time.monotonic(), False
-        while True:
-            answer = await self.request(subject, data, headers=headers, patience=patience)
-            in_doubt |= answer.in_doubt
-            found: dict[str, Any] = json.loads(answer.data)
-            code = found.get("error", {}).get("err_code")
-            if code not in _BUSY_CODES or time.monotonic() - since > _PATIENCE_SECONDS:
-                return Stored(found, in_doubt)
-            in_doubt |= code != _IN_PROCESS
-            if pause == _LAST_PAUSE_SECONDS:
-                logger.warning("bus %s: %s: %s; asking again", self.name, subject, found["error"].get("description"))
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        """JetStream's answer, which may be an error, but none that passes: then it is asked again for a minute.
+
+        Raises Busy after that, and Unanswered as ``request``.
+        """
+        pause, since, in_doubt, is_slow = _FIRST_PAUSE_SECONDS, time.monotonic(), False, False
+        try:
+            while True:
+                answer = await self.request(subject, data, headers=headers, patience=patience)
+                in_doubt |= answer.in_doubt
+                found: dict[str, Any] = json.loads(answer.data)
+                code = found.get("error", {}).get("err_code")
+                if code not in BUSY:
+                    return Stored(found, in_doubt)
+                if time.monotonic() - since >= _PATIENCE_SECONDS:
+                    raise Busy(f"bus {self.name}: {subject}", found["error"])
+                in_doubt |= code != IN_PROCESS
+                if pause == _LAST_PAUSE_SECONDS and not is_slow:
+                    is_slow = True
+                    self._num_busy += 1
+                    if self._num_busy == 1:  # one line for all that wait
+                        description = found["error"].get("description")
+                        logger.warning("bus %s: %s: %s; asking again for a minute", self.name, subject, description)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        finally:
+            self._num_busy -= is_slow
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
         """A message that may be lost: who sends it notices when nothing comes back."""

@@ -48,6 +48,8 @@ _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
 _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
+_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
+"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
 _LONG_PAUSE: Final = 1.6
 _FEW: Final = 8
 """States that are read one by one."""
@@ -361,10 +363,12 @@ class JetStreamBus:
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
                     f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
                 ) from None
-            raise ConfigError(
-                f"{where}: is there with other settings ({refused.description}); choose another run.name "
-                f"or remove it with `nats stream rm {name}`"
-            ) from None
+            if refused.code in _OTHER_SETTINGS:
+                raise ConfigError(
+                    f"{where}: is there with other settings ({refused.description}); go on with the settings it had "
+                    "(bus.storage, bus.replicas) or choose another run.name"
+                ) from None
+            raise
         self._made.add(name)
         return name
 
