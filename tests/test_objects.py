@@ -8,12 +8,14 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.layout import Layout
 from asyncrl.bus.objects import CHUNK_BYTES, JetStreamObjects, Pace
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import BusError, ObjectGone
@@ -180,6 +182,42 @@ async def test_a_closed_bus_ends_who_still_reads(own_server: EmbeddedServer, con
     await bus.close()
     with pytest.raises(BusError, match="closed"):
         await reading
+
+
+async def test_a_closed_bus_ends_who_is_between_two_tries(own_server: EmbeddedServer, connect: Connect) -> None:
+    """Or its thread would be joined for ever when the process ends."""
+    bus = await connect(own_server, run="pause")
+    await put(bus.objects(), "a", b"1")
+    await bus._connection.api(f"STREAM.DELETE.{bus._layout.objects_stream}")  # nobody takes the questions now
+    asking = [asyncio.create_task(asyncio.to_thread(bus.objects().info, "a")) for _ in range(4)]
+    await asyncio.wait(asking, timeout=3.5)  # by now the pauses are two seconds long
+    await bus.close()
+    for asked in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(asked, BusError)
+        assert "closed" in str(asked)
+
+
+async def test_a_closed_bus_ends_who_does_not_hear_that_it_is_closed() -> None:
+    """Whatever it waits for."""
+    entered = threading.Event()
+
+    async def dial() -> Any:
+        entered.set()
+        await asyncio.Event().wait()
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    layout = Layout(run="deaf", max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
+    store = JetStreamObjects(dial, layout)
+    asking = [
+        asyncio.create_task(asyncio.to_thread(call)) for call in (lambda: store.info("a"), lambda: store._call(wait()))
+    ]
+    await asyncio.to_thread(entered.wait)
+    await asyncio.to_thread(store.close)
+    for asked in await asyncio.gather(*asking, return_exceptions=True):
+        assert isinstance(asked, BusError)
+        assert "closed" in str(asked)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ class Connection:
         self.name = without_secrets(url)
         self.generation = 0
         self._online = asyncio.Event()
-        self._is_over = False
+        self._over = asyncio.Event()
         self._is_starting = True
         self._is_closing = False
         self._nobody_seconds = 0.0
@@ -200,14 +200,14 @@ class Connection:
             if message is not None and not is_nobody:
                 return Answer(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
-            if not self._is_over and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
+            if not self._over.is_set() and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
                 if is_nobody:
                     raise Nobody(f"bus {self.name}: nothing takes {subject} there; was the server's store removed?")
                 raise Unanswered(
                     f"bus {self.name}: no answer at {subject} for {waited:.0f} s; "
                     f"is the server's disk full? Its log says"  # it answers nothing then
                 )
-            await asyncio.sleep(pause)  # back off: a server that is busy gets no busier
+            await self._rest(pause)  # back off: a server that is busy gets no busier
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
     async def ask(self, subject: str, data: bytes, *, seconds: float) -> bytes | None:
@@ -261,10 +261,16 @@ class Connection:
                     if self._num_busy == 1:  # one line for all that wait
                         description = found["error"].get("description")
                         logger.warning("bus %s: %s: %s; asking again for a minute", self.name, subject, description)
-                await asyncio.sleep(pause)
+                await self._rest(pause)
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         finally:
             self._num_busy -= is_slow
+
+    async def _rest(self, seconds: float) -> None:
+        """waits for: the clock, the end of the connection"""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
 
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
         """A message that may be lost: who sends it notices when nothing comes back."""
@@ -307,7 +313,7 @@ class Connection:
 
         nats-py keeps the future of a cancelled flush, and the next PONG then ends its read loop for good.
         """
-        is_here = self._online.is_set() and not self._is_over
+        is_here = self._online.is_set() and not self._over.is_set()
         leaving = asyncio.ensure_future(subscription.drain() if drain and is_here else subscription.unsubscribe())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._left)
@@ -321,7 +327,7 @@ class Connection:
 
     async def online(self) -> None:
         await self._online.wait()
-        if self._is_over:
+        if self._over.is_set():
             raise BusError(f"bus {self.name}: the connection is closed ({self._client.last_error or 'by us'})")
 
     def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
@@ -382,7 +388,7 @@ class Connection:
         self._tell()
 
     async def _on_close(self) -> None:
-        self._is_over = True
+        self._over.set()
         self._online.set()  # whoever waits shall hear it
         self._tell()
 

@@ -100,7 +100,11 @@ class JetStreamBus:
         )
 
         async def open_it(it: Connection) -> Connection:
-            await it.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            try:
+                await it.open(url, options=access.options(), inbox=access.inbox(run), seconds=connect_seconds)
+            except BaseException:
+                await it.close()
+                raise
             return it
 
         objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)

@@ -197,19 +197,28 @@ class JetStreamObjects:
                         waiting.append(self._begin(_timed(call, pace)))
                 if not waiting:
                     return
-                yield waiting.popleft().result()
+                yield self._result(waiting.popleft())
         finally:
             for call_left in waiting:
                 call_left.cancel()
 
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._begin(call).result()
+        return self._result(self._begin(call))
+
+    def _result(self, answer: concurrent.futures.Future[T]) -> T:
+        try:
+            return answer.result()
+        except concurrent.futures.CancelledError:
+            raise self._closed() from None
+
+    def _closed(self) -> BusError:
+        return BusError(f"object store {self._stream}: the connection is closed")
 
     def _begin(self, call: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._lock:
             if self._is_closed:
                 call.close()
-                raise BusError(f"object store {self._stream}: the connection is closed")
+                raise self._closed()
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=_run, args=(self._loop,), name="objects", daemon=True)
@@ -225,14 +234,17 @@ class JetStreamObjects:
         return await asyncio.shield(self._connecting)
 
     async def _disconnect(self) -> None:
-        """Whoever still waits hears that the connection is closed."""
+        """Whoever still waits hears that the connection is closed: on a stopped loop a task would wait for ever."""
         if self._connecting is not None:
+            self._connecting.cancel()  # no matter when it is done
             (connecting,) = await asyncio.gather(self._connecting, return_exceptions=True)
             if isinstance(connecting, Connection):
                 await connecting.close()
         ours = asyncio.current_task()
-        if others := [task for task in asyncio.all_tasks() if task is not ours]:
-            await asyncio.wait(others, timeout=1.0)
+        while others := [task for task in asyncio.all_tasks() if task is not ours]:
+            _, left = await asyncio.wait(others, timeout=1.0)
+            for task in left:
+                task.cancel()
 
 
 class Pace:
