@@ -302,6 +302,11 @@ async def test_a_bad_url_is_a_config_error(url: str) -> None:
     assert (await refused(url)).startswith(f"bus.url {url}: ")
 
 
+@pytest.mark.parametrize("url", ["nats://127.0.0.1:1,127.0.0.1:2", "nats://127.0.0.1:99999"])
+async def test_an_address_that_is_none_says_how_to_write_one(url: str) -> None:
+    assert "is no address; write nats://HOST:PORT, for a cluster nats://A:PORT,nats://B:PORT" in await refused(url)
+
+
 class WithoutJetStream(EmbeddedServer):
     def _write_config(self) -> Path:
         path = super()._write_config()

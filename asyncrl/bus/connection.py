@@ -132,12 +132,13 @@ class Connection:
             ) from None
         except ConfigError:
             raise
-        except nats.errors.Error as error:
+        except (nats.errors.Error, ValueError) as error:
+            if isinstance(error, ValueError) or isinstance(error.__context__, ValueError):  # may quote a password
+                raise ConfigError(
+                    f"bus.url {self.name}: is no address; write nats://HOST:PORT, for a cluster "
+                    "nats://A:PORT,nats://B:PORT"
+                ) from None
             raise ConfigError(f"bus.url {self.name}: {error}") from None
-        except ValueError:  # its text may quote a password
-            raise ConfigError(
-                f"bus.url {self.name}: is no address; write nats://HOST:PORT, for a cluster nats://A:PORT,nats://B:PORT"
-            ) from None
         except ssl.SSLError as error:
             raise ConfigError(f"bus.url {self.name}: TLS: {error.reason or error}; see bus.tls_ca") from None
         finally:
