@@ -223,6 +223,7 @@ async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dic
     info = await asyncio.to_thread(rollout.info, "0-1.full")
     assert info is not None
     assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
+    assert await asyncio.to_thread(rollout.info, "0-9.full") is None  # as the leader says
     for reader in (rollout, observer):
         await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
         await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bus.answers import Answer
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.layout import Layout
 from asyncrl.bus.objects import CHUNK_BYTES, JetStreamObjects, Pace
@@ -168,6 +170,30 @@ async def test_a_server_restarted_in_mid_write_stores_every_chunk_once(
 
     await asyncio.to_thread(bus.objects().put, "a", blocks(), metadata={})
     assert await read(bus.objects(), "a") == data
+
+
+async def test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = (await connect(nats_server, run="behind")).objects()
+    data = os.urandom(2 * CHUNK_BYTES + 3)
+    await put(store, "a", data)
+    before = await asyncio.to_thread(store.info, "a")
+    request = Connection.request
+
+    async def behind(connection: Connection, subject: str, body: bytes = b"", **options: Any) -> Answer:
+        if subject.startswith("$JS.API.DIRECT.GET."):
+            return Answer(b"", {"Status": "404", "Description": "Message Not Found"}, False)
+        return await request(connection, subject, body, **options)
+
+    monkeypatch.setattr(Connection, "request", behind)
+    assert await asyncio.to_thread(store.info, "a") == before
+    assert await read(store, "a") == data
+    found = await asyncio.to_thread(store._read_info, "a")
+    await asyncio.to_thread(store.remove, "a")
+    assert await asyncio.to_thread(store.info, "a") is None
+    with pytest.raises(ObjectGone, match="was removed"):
+        await asyncio.to_thread(store._call, store._chunk("a", f"$O.{store._bucket}.C.{found['nuid']}", 1))
 
 
 async def test_a_closed_bus_ends_who_still_reads(own_server: EmbeddedServer, connect: Connect) -> None:

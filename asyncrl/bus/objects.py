@@ -4,8 +4,9 @@ stream OBJ_asyncrl-RUN-weights    chunks on $O.BUCKET.C.ID, in order;  JSON on $
 
 `nats object ls asyncrl-RUN-weights` shows them. An object is there once its JSON is, which is stored last. The JSON
 also says which sequences its chunks have, so that a reader asks for each by itself: many at a time over a long way,
-each again when its answer was lost. A connection of its own, on a thread of its own, carries them: no prompt and no
-heartbeat waits behind gigabytes.
+each again when its answer was lost. Any copy of the stream answers; what one that is behind does not have is asked of
+the leader (test_what_a_copy_that_is_behind_does_not_have_is_asked_of_the_leader). A connection of its own, on a thread
+of its own, carries them: no prompt and no heartbeat waits behind gigabytes.
 
 Tests: tests/test_objects.py.
 """
@@ -28,6 +29,7 @@ from typing import Any, Final, TypeVar
 from asyncrl.bus.answers import Refused
 from asyncrl.bus.connection import Connection
 from asyncrl.bus.layout import HEADER_BYTES, Layout
+from asyncrl.bus.watch import last_stored, leaders_message
 from asyncrl.errors import BusError, ObjectGone
 from asyncrl.protocols import ObjectInfo
 
@@ -151,11 +153,14 @@ class JetStreamObjects:
 
     async def _chunk(self, name: str, subject: str, sequence: int) -> bytes:
         connection = await self._connected()
-        body = json.dumps({"seq": sequence}).encode()
-        answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}", body)
-        if "Status" in answer.headers or answer.headers.get("Nats-Subject") != subject:
+        body = {"seq": sequence}
+        answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(body).encode())
+        if answer.headers.get("Nats-Subject") == subject:
+            return answer.data
+        stored = await leaders_message(connection, self._stream, body)
+        if stored is None or stored.subject != subject:
             raise ObjectGone(f"{name}: was removed from the object store {self._stream} while it was read")
-        return answer.data
+        return stored.data
 
     def _read_info(self, name: str) -> dict[str, Any] | None:
         return self._call(self._ask_info(name))
@@ -163,9 +168,12 @@ class JetStreamObjects:
     async def _ask_info(self, name: str) -> dict[str, Any] | None:
         connection = await self._connected()
         answer = await connection.request(f"$JS.API.DIRECT.GET.{self._stream}.{self._about(name)}")
+        data = answer.data
         if "Status" in answer.headers:
-            return None
-        found: dict[str, Any] = json.loads(answer.data)
+            if (stored := await last_stored(connection, stream=self._stream, subject=self._about(name))) is None:
+                return None
+            data = stored.data
+        found: dict[str, Any] = json.loads(data)
         return None if found.get("deleted") else found
 
     def _about(self, name: str) -> str:

@@ -71,6 +71,7 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.STREAM.MSG.DELETE.{prompts}",
         f"$JS.API.DIRECT.GET.{layout.objects_stream}",  # a chunk, by its sequence
         f"$JS.API.DIRECT.GET.{layout.objects_stream}.$O.{layout.objects_bucket}.M.*",
+        f"$JS.API.STREAM.MSG.GET.{layout.objects_stream}",  # both, of the leader
         *(subject for topic in WORKER_READS for subject in _following(layout.stream(topic), layout.prefix(topic))),
         *(f"{layout.prefix(topic)}*" for topic in WORKER_WRITES),
         *(subject for topic in WORKER_KEEPS for subject in _keeping(layout.stream(topic), layout.prefix(topic))),

@@ -31,6 +31,7 @@ class Stored:
     sequence: int
     data: bytes
     headers: Mapping[str, str]
+    subject: str = ""
 
 
 class Watch:
@@ -89,14 +90,19 @@ class Watch:
 
 async def last_stored(wire: Wire, *, stream: str, subject: str) -> Stored | None:
     """The last message under a subject, as the stream's leader has it; other servers of a cluster may be behind."""
+    return await leaders_message(wire, stream, {"last_by_subj": subject})
+
+
+async def leaders_message(wire: Wire, stream: str, which: Mapping[str, Any]) -> Stored | None:
+    """``which``: {"last_by_subj": SUBJECT} or {"seq": SEQUENCE}."""
     try:
-        found = (await wire.api(f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject}))["message"]
+        found = (await wire.api(f"STREAM.MSG.GET.{stream}", which))["message"]
     except Refused as refused:
         if refused.code != _NO_MESSAGE:
             raise
         return None
     data, headers = (base64.b64decode(found.get(name) or "") for name in ("data", "hdrs"))
-    return Stored(int(found["seq"]), data, _parsed(headers))
+    return Stored(int(found["seq"]), data, _parsed(headers), subject=str(found["subject"]))
 
 
 def _parsed(headers: bytes) -> dict[str, str]:
