@@ -347,13 +347,18 @@ async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> No
     await forbidden(take())
 
 
-async def test_a_worker_that_comes_first_waits_for_the_learner(tmp_path: Path) -> None:
+async def test_a_worker_that_comes_first_waits_for_the_learner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = Server(tmp_path / "server")
     try:
         entering = connected(server, "rollout-worker")
         coming = asyncio.create_task(entering.__aenter__())
-        await asyncio.wait((coming,), timeout=0.5)
+        while not caplog.messages:
+            await asyncio.sleep(0.05)
         assert not coming.done()
+        (line,) = caplog.messages
+        assert line.endswith("no run 'mine' there yet; waiting for its learner")  # it may not list runs
         async with connected(server, "learner"):
             bus = await asyncio.wait_for(coming, 10)
             assert await bus.states(PROGRESS) == {}

@@ -14,6 +14,7 @@ from typing import Any
 import nats
 import pytest
 
+from asyncrl.bus.access import Access
 from asyncrl.bus.answers import Answer
 from asyncrl.bus.connection import Connection, guarded
 from asyncrl.bus.jetstream import JetStreamBus
@@ -254,6 +255,22 @@ async def test_a_jetstream_without_a_leader_is_tried_again_and_no_config_error(
     with pytest.raises(BusError, match="no quorum: start the other servers of the cluster") as opening:
         await connect(nats_server, run="leaderless")
     assert (making.value.exit_code, opening.value.exit_code) == (1, 1)
+
+
+async def test_a_worker_of_a_run_that_is_not_there_names_those_that_are_in_one_line_and_waits(
+    own_server: EmbeddedServer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    await connect(own_server, run="mine")
+    worker = Access(role="rollout-worker", token=own_server.token)
+    joining = asyncio.create_task(connect(own_server, run="mien", access=worker))
+    while not caplog.messages:
+        await asyncio.sleep(0.05)
+    await asyncio.wait((joining,), timeout=2.0)  # time for the other streams to say the same
+    assert not joining.done()
+    (line,) = caplog.messages
+    assert line.endswith("no run 'mien' there yet; waiting for its learner; runs there: mine")
+    await connect(own_server, run="mien")  # the learner
+    await joining
 
 
 async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedServer, connect: Connect) -> None:

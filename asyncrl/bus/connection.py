@@ -347,22 +347,28 @@ class Connection:
                 f"bus.url {self.name}: the server refuses the token or password; set bus.token, ASYNCRL_BUS_TOKEN or "
                 "bus.credentials to its own"
             )
+        is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # "connection lost" said it
         if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
-            self._forbid(*forbidden.groups(), text=text)
+            is_known = self._forbid(*forbidden.groups(), text=text)
         if text != self._said and not self._is_starting:
-            is_known = isinstance(error, (OSError, nats.errors.StaleConnectionError))  # "connection lost" said it
             logger.log(logging.DEBUG if is_known else logging.WARNING, "bus %s: %s", self.name, text)
         self._said = text
 
-    def _forbid(self, what: str, subject: str, *, text: str) -> None:
-        """Who asked there hears it at once: no answer will come. nats-py gives the subject in lower case."""
+    def _forbid(self, what: str, subject: str, *, text: str) -> bool:
+        """Who asked there hears it at once: no answer will come. nats-py gives the subject in lower case.
+
+        False when nobody did, and so nobody has heard it.
+        """
         problem = f"bus {self.name}: {text}; bus.credentials or bus.token are of a role or run that may not do this"
         is_inbox = what == "subscription" and subject == f"{self._inbox}.*".lower()
         if is_inbox:
             self._no_answers = problem
+        has_heard = False
         for number, asked in self._asked.items():
             if (is_inbox or (what == "publish" and asked == subject)) and not self._answers[number].done():
                 self._answers[number].set_exception(Forbidden(problem))
+                has_heard = True
+        return has_heard
 
     async def _on_disconnect(self) -> None:
         self._online.clear()

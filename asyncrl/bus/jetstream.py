@@ -32,7 +32,7 @@ from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.bus.sweep import last_of_each
 from asyncrl.bus.watch import Stored, Watch, last_stored
 from asyncrl.codec import encode
-from asyncrl.errors import BusFull, ConfigError, NoSuchRun, Unanswered
+from asyncrl.errors import BusFull, ConfigError, Forbidden, NoSuchRun, Unanswered
 from asyncrl.protocols import Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
@@ -66,6 +66,7 @@ class JetStreamBus:
     def __init__(self, connection: Connection, layout: Layout, *, role: str, objects: JetStreamObjects) -> None:
         self._connection, self._layout, self._role, self._objects = connection, layout, role, objects
         self._made: set[str] = set()
+        self._is_waiting = False  # for the learner to make the run's streams
         self.refusals = Refusals()
 
     @classmethod
@@ -383,17 +384,21 @@ class JetStreamBus:
         except Refused as refused:
             if not refused.description.endswith(_IS_GONE):
                 raise
-            found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
-            runs = sorted({stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()})
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
-                f"{', '.join(runs) or '(there is none)'}"
+                f"{await self._runs()}"
             ) from None
         self._made.add(name)
 
+    async def _runs(self) -> str:
+        """The runs that are there. Raises Forbidden: a role that may not list them."""
+        found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
+        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()}
+        return ", ".join(sorted(runs)) or "(there is none)"
+
     async def _until_made(self, name: str) -> None:
         """waits for: the learner, which makes the run's streams"""
-        pause = 0.05
+        pause, others = 0.05, ""
         while True:
             try:
                 await self._connection.api(f"STREAM.INFO.{name}")
@@ -401,9 +406,15 @@ class JetStreamBus:
             except Refused as refused:
                 if refused.code != _NO_STREAM:
                     raise
-            if pause == _LONG_PAUSE:
+            if pause == _LONG_PAUSE and not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                with contextlib.suppress(Forbidden):
+                    others = f"; runs there: {await self._runs()}"
                 logger.warning(
-                    "bus %s: no stream %s yet; waiting for the learner to make it", self._connection.name, name
+                    "bus %s: no run %r there yet; waiting for its learner%s",
+                    self._connection.name,
+                    self._layout.run,
+                    others,
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONG_PAUSE + 0.1)
