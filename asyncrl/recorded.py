@@ -49,7 +49,7 @@ def launcher_pid(directory: Path) -> int:
         pid = int(json.loads((directory / app.BUS_FILE).read_text())["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-    return pid if pid != os.getpid() and _is_alive(pid) else 0
+    return pid if _is_alive(pid) else 0
 
 
 class RecordedRun:
