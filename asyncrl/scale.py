@@ -20,6 +20,7 @@ from asyncrl.app import observe
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.fleet_messages import MOST_WORKERS, FleetSize, FleetStatus
+from asyncrl.policies.faults import QUARANTINED
 from asyncrl.protocols import Bus
 from asyncrl.recorded import RecordedRun
 from asyncrl.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
@@ -103,8 +104,11 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
 async def _missing(bus: Bus, status: FleetStatus) -> str:
     """Who is not yet where it should be, for a person; empty when the fleet is as it should be."""
     beats = await bus.states(ACTORS)
-    starting = [name for name in status.workers if name not in beats or beats[name].phase != "running"]
+    phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
+    quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
+    starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
     parts = [f"{', '.join(starting)} to start"] if starting else []
+    parts += [f"{', '.join(quarantined)} to be mended (quarantined; `asyncrl doctor` says why)"] if quarantined else []
     absent = status.rollout_workers - len(status.workers)
     parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
     parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []

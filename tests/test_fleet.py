@@ -17,8 +17,9 @@ from asyncrl.children import Child
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import ProcessSpec
+from asyncrl.messages import Heartbeat
 from asyncrl.placement import free
-from asyncrl.policies.faults import LEARNER
+from asyncrl.policies.faults import LEARNER, WORKER
 from asyncrl.topics import ACTORS, FLEET, FLEET_STATUS
 from tests.bus_fixtures import heartbeat
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -155,6 +156,31 @@ async def test_new_workers_take_the_lowest_free_names_and_the_newest_leave_first
     await it.until(lambda: set(it.names) == {"learner", "w3"})
     assert it.launcher.named("w3").signals == [15]
     assert await it.end() == 0
+
+
+async def test_a_quarantined_worker_leaves_before_a_newer_one_that_works(stage: Callable[..., Stage]) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
+    await it.until(lambda: it.fleet.status().workers == ("w1", "w0"))
+    await it.ask(1)
+    await it.until_up("w1")
+    assert await it.end() == 0
+
+
+async def test_the_command_waits_for_a_quarantined_worker_to_be_mended(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
+    await it.bus.put(ACTORS, heartbeat("w1"), key="w1")
+    assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
+    assert "still waiting for w0 to be mended (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
+
+
+def in_quarantine(name: str) -> Heartbeat:
+    return Heartbeat(actor=name, role=WORKER, phase="quarantined", problem="it lies", host="here", pid=0)
 
 
 async def test_who_was_asked_to_leave_did_not_die(

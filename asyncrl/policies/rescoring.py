@@ -61,6 +61,10 @@ class Rescoring:
     def is_on(self) -> bool:
         return self._bound > 0
 
+    def forget(self, worker: str) -> None:
+        """It is another one of that name."""
+        self._suspects.discard(worker)
+
     def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[Chosen]:
         """Which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
 
