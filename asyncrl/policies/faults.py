@@ -291,6 +291,7 @@ def quarantined(seen: Observation) -> Iterable[Finding]:
                 cause=f"worker {name} is quarantined: {actor.beat.problem}",
                 remedy="mend it and start it again: its next process is judged anew; "
                 "or look at learner.quarantine_mismatch",
+                seconds=actor.beat.waiting_seconds,
                 host=actor.beat.host,
                 pid=actor.beat.pid,
             )
