@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig
-from asyncrl.data.model_folder import check_model
+from asyncrl.data.model_folder import check_model_at
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference
 
@@ -70,10 +70,7 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
     for name, folder in folders(run, algorithm).items():
         if folder == Path(run.model.path):
             continue
-        try:
-            check_model(folder)
-        except ConfigError as error:
-            raise ConfigError(f"{name}.path: {error}") from None
+        check_model_at(f"{name}.path", folder)
         if (difference := _vocabulary_difference(Path(run.model.path), folder)) is not None:
             raise ConfigError(
                 f"{name}.path: the tokenizer in {folder} is not that of model.path: {difference}; its scores would be "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl import app, auxiliary, plugins
 from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
-from asyncrl.data.model_folder import check_model
+from asyncrl.data.model_folder import check_model_at
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement, place
 
@@ -65,7 +65,7 @@ def check_worker(run: RunConfig) -> None:
     """The part of ``check`` that a rollout worker's machine must stand: it has neither the data nor a learner's GPU."""
     _check_bus(run)
     _check_sampling(run)
-    check_model(Path(run.model.path))
+    check_model_at("model.path", Path(run.model.path))
     if run.engine.device == "cuda" and not app.launcher_class(run).places:
         app.require_gpu("engine")
     app.options(app.engine_class(run), run.engine.options, "engine.options")

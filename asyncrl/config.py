@@ -386,12 +386,15 @@ class RunConfig:
         return response + 4 * self.data.max_prompt_tokens + 4096
 
 
-def only_overrides(overrides: Iterable[str]) -> RunConfig:
-    """For who needs the bus and the run's name alone: without a run file, and with neither model nor data."""
+def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConfig:
+    """For who needs the bus and the run's name alone: without a run file, and with neither model nor data.
+
+    ``where``: what the user wrote them after.
+    """
     table: dict[str, Any] = {"model": {"path": ""}, "data": {"path": ""}}
     for item in overrides:
         override(table, item)
-    return build(RunConfig, table, "--set")
+    return build(RunConfig, table, where)
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -29,6 +29,8 @@ def joined(url: str, name: str, overrides: Sequence[str], *, token: str) -> RunC
     Raises ConfigError when the bus does not answer, or withholds what no override says.
     """
     where = [f"bus.url={json.dumps(url)}", f"run.name={json.dumps(name)}"]
+    for flag, item in zip(("--join", "--run"), where, strict=True):
+        config.only_overrides([item], where=flag)  # a mistake in it is named as the user wrote it
     bare = config.only_overrides([*overrides, *where])
     found = asyncio.run(_read(bare, token=token or bare.bus.token))
     for key in found.withheld:

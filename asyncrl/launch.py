@@ -19,7 +19,7 @@ from asyncrl import app, needs, only_learner
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
-from asyncrl.bus.server import EmbeddedServer
+from asyncrl.bus.server import EmbeddedServer, StoreInUse
 from asyncrl.check import gpus_per_worker, num_gpus, placement
 from asyncrl.children import Budget, Child
 from asyncrl.config import RunConfig
@@ -29,6 +29,7 @@ from asyncrl.launchers.port import Launcher, ProcessSpec
 from asyncrl.placement import Gpus, Placement, free, numbers
 from asyncrl.policies.faults import LEARNER, WORKER
 from asyncrl.protocols import Bus
+from asyncrl.recorded import launcher_pid
 from asyncrl.topics import FLEET, PROGRESS
 
 
@@ -39,20 +40,25 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         raise ConfigError(
             f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
         )
-    try:
-        (directory / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     launcher = app.launcher(run_config)
     host = launcher.connect()
     start = functools.partial(_run, run_config, launcher, common, resume=resume, token=token)
     if run_config.bus.url:
         return asyncio.run(start(server=None))
+    _make(directory)
     server = EmbeddedServer(
         directory / "nats", host=host, port=run_config.bus.port, max_message_bytes=run_config.bus.max_message_bytes
     )
-    server.start()  # before the event loop: the server ends with the thread that started it
+    try:
+        server.start()  # before the event loop: the server ends with the thread that started it
+    except StoreInUse:
+        if pid := launcher_pid(directory):
+            raise ConfigError(
+                f"{directory}: this run is up (`asyncrl run`, process {pid}); `asyncrl doctor` says how it is, Ctrl-C "
+                "there ends it"
+            ) from None
+        raise
     address = directory / BUS_FILE
     try:
         _write_private(address, json.dumps({"url": server.url, "token": server.token, "pid": os.getpid()}))
@@ -62,6 +68,13 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     finally:
         address.unlink(missing_ok=True)
         server.stop()
+
+
+def _make(directory: Path) -> None:
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -81,6 +94,7 @@ async def _run(
 ) -> int:
     if run_config.bus.url:  # a server of our own has our run alone
         await _refuse_a_second(run_config, token=token)
+        _make(run_config.run_directory)  # not before somebody answers there
     environment = _bus_access(url=server.url, token=server.token) if server is not None else _bus_access(token=token)
     staff = Staff(run_config, launcher=launcher, common=common, environment=environment)
     workers = await _reopen(run_config, token=token) if resume else None

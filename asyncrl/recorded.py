@@ -43,6 +43,15 @@ class Address:
     token: str
 
 
+def launcher_pid(directory: Path) -> int:
+    """The process of the `asyncrl run` that is up in ``directory``, by what it wrote there; 0 when there is none."""
+    try:
+        pid = int(json.loads((directory / app.BUS_FILE).read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return pid if _is_alive(pid) else 0
+
+
 class RecordedRun:
     """Raises ConfigError for a folder that holds no run."""
 
@@ -115,12 +124,12 @@ class RecordedRun:
         """
         try:
             table = json.loads((self.directory / app.BUS_FILE).read_text())
-            found, launcher = Address(url=table["url"], token=table["token"]), int(table.get("pid", 0))
+            found = Address(url=table["url"], token=table["token"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if _answers(found):
             return found
-        if launcher and _is_alive(launcher):
+        if launcher := launcher_pid(self.directory):
             raise ConfigError(
                 f"{self.directory}: its run is up (process {launcher}), but no nats-server answers at {found.url}; "
                 "it may just be starting again, so try again in a moment"

@@ -39,6 +39,8 @@ def load(where: Path | None, overrides: list[str]) -> RunConfig:
                 "--set run.name=NAME"
             )
         return config.only_overrides(overrides)
+    if not where.exists():
+        raise ConfigError(f"{where}: no such run folder or run file")
     if not where.is_dir():
         return config.load(where, overrides)
     here = f"run.directory={json.dumps(str(where.absolute().parent))}"

@@ -134,7 +134,7 @@ MISTAKES = {
     "unknown choice": ("run.mode=asink", "mode must be one of 'sync', 'one_step_off', 'async', got 'asink'"),
     "not an override": ("steps", "write section.key=value"),
     "data missing": ("data.path=nowhere.jsonl", "nowhere.jsonl"),
-    "model missing": ("model.path=nowhere", "nowhere"),
+    "model missing": ("model.path=nowhere", "model.path: nowhere: no such model folder"),
     "unknown engine": ("engine.kind=sglnag", "engine.kind: 'sglnag' is unknown; did you mean 'sglang'?"),
     "unknown engine option": ("engine.options={speed=1}", "engine.options: unknown key 'speed'"),
     "unknown backend": ("learner.backend=megatorn", "did you mean 'megatron'?"),
@@ -175,6 +175,11 @@ def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest
     (tmp_path / "bad.toml").write_text("[run\nname = 3")
     code, _, err = asyncrl("check", tmp_path / "bad.toml", capsys=capsys)
     assert (code, "line 1" in err) == (2, True)
+
+
+def test_a_run_that_is_not_there_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("scale", tmp_path / "none", "--rollout-workers", "2", capsys=capsys)
+    assert (code, err) == (2, f"asyncrl: {tmp_path / 'none'}: no such run folder or run file\n")
 
 
 def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(

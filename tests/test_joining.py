@@ -86,3 +86,17 @@ def test_a_worker_has_a_run_file_or_a_bus_and_a_name(words: str, capsys: pytest.
         main(["rollout-worker", *words.split()])
     assert ended.value.code == 2
     assert "name a run file, or a bus and a run: --join nats://HOST:PORT --run NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--join localhost:9 --run demo", "--join: bus: url must start with nats:// or tls://, got localhost:..."),
+        (f"--join {URL} --run a/b", "--run: run: name must be letters, digits, - and _, got 'a/b'"),
+    ],
+)
+def test_a_mistake_is_named_as_the_user_wrote_it(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rollout-worker", *words.split()])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"asyncrl: {message}\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import stat
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 
 from asyncrl import children, config, launch
 from asyncrl.bus.memory import MemoryBus
+from asyncrl.bus.server import EmbeddedServer
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
@@ -127,3 +131,27 @@ def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() 
     assert [budget.pause(20.0, has_worked=False) for _ in range(2)] == [1.0, 2.0]  # it died while it started
     assert budget.pause(3.0, has_worked=True) == 4.0
     assert budget.pause(20.0, has_worked=True) == 0.0
+
+
+def launch_demo(folder: Path, *overrides: str) -> int:
+    demo = Path(__file__).parent.parent / "examples" / "demo.toml"
+    run = config.load(demo, [f"run.directory={folder}", *overrides])
+    return launch.run(run, run_file=demo, overrides=[], resume=True, token="")
+
+
+def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_server(tmp_path: Path) -> None:
+    folder, pid = tmp_path / "demo", os.getppid()  # some process that lives
+    with EmbeddedServer(folder / "nats") as server:
+        (folder / "bus.json").write_text(json.dumps({"url": server.url, "token": "", "pid": pid}))
+        with pytest.raises(ConfigError, match=rf"demo: this run is up \(`asyncrl run`, process {pid}\)") as refused:
+            launch_demo(tmp_path)
+        assert "kill" not in str(refused.value)
+        (folder / "bus.json").unlink()
+        with pytest.raises(ConfigError, match=f"end it with `kill {server.pid}`"):
+            launch_demo(tmp_path)
+
+
+def test_a_bus_that_nobody_answers_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="127.0.0.1:9"):
+        launch_demo(tmp_path, "bus.url=nats://127.0.0.1:9")
+    assert list(tmp_path.iterdir()) == []

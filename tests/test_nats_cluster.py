@@ -120,7 +120,9 @@ async def test_a_list_that_is_none_is_one_line_without_its_password(cluster: Clu
 def test_a_host_that_is_none_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nats_config.main(["r", "--directory", str(tmp_path), "--cluster", "a", "b", text])
-    assert "HOST[:PORT[:ROUTE_PORT]]" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "HOST[:PORT[:ROUTE_PORT]]" in said
+    assert len(said.splitlines()) == 1
 
 
 def test_what_is_written_for_a_cluster_is_for_its_owner_alone(cluster: Cluster) -> None:

@@ -259,6 +259,24 @@ def test_fetched_versions_beyond_keep_are_removed(rig: Rig) -> None:
     assert {path.name.rpartition("-")[0] for path in (rig.root / "far").iterdir()} == {"0-4", "0-5", ""}
 
 
+def test_who_is_behind_removes_no_version_that_another_worker_of_the_machine_holds(rig: Rig) -> None:
+    behind, newest = [rig.publish(version) for version in (1, 2, 3)][1:]
+    ahead = rig.host().folder(newest)
+    rig.host().folder(behind)
+    rig.check(ahead)
+
+
+def test_versions_of_longer_runs_that_were_here_before_do_not_pile_up(tmp_path: Path, model_path: Path) -> None:
+    for last in (9, 6, 3):
+        rig = Rig(tmp_path / f"run-{last}", model_path)
+        host = FetchedVersions(tmp_path / "far", keep=2, model_path=model_path, objects=rig.store)
+        for version in range(1, last + 1):
+            folder = host.folder(rig.publish(version))
+    rig.check(folder)
+    kept = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "far").iterdir() if path.is_dir())
+    assert kept == ["0-2", "0-3", "0-5", "0-6"]
+
+
 async def test_an_engine_loads_the_folder_that_its_worker_fetched(rig: Rig) -> None:
     class Reading(Engine):
         async def load(self, weights: WeightVersion) -> LoadReport:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from asyncrl.bus.access import ROLES
 from asyncrl.bus.layout import HEADER_BYTES
@@ -125,11 +125,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--listen is for one server; --cluster says where its servers listen")
     if bool(options.tls_certificate) != bool(options.tls_key):
         parser.error("--tls-certificate and --tls-key need each other")
-    _write(options, nodes)
+    try:
+        _write(options, nodes)
+    except OSError as error:
+        parser.error(f"--directory: cannot write {error.filename}: {error.strerror}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake gets one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="bin/nats-config",
         description="Write a nats-server configuration in which every run is an account of its own and every role has "
         "a password and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "

@@ -55,6 +55,14 @@ def check_model(path: Path) -> ModelFolder:
     )
 
 
+def check_model_at(key: str, path: Path) -> ModelFolder:
+    """``check_model`` of the folder that the run file names at ``key``, such as model.path; errors name it too."""
+    try:
+        return check_model(path)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
 def find_tokenizer(path: Path) -> Path:
     """The file with the tokenizer's vocabulary. Raises ConfigError."""
     if not path.is_dir():

@@ -51,7 +51,7 @@ class FetchedVersions:
                         return verified(replace(weights, uri=str(folder)))
                     shutil.rmtree(folder)
                 self._fetch(weights, folder)
-                self._collect(newest=weights.order)
+                self._collect(fetched=weights.order)
         except OSError as error:
             raise WeightsError(f"{folder}: cannot keep fetched weights there: {error.strerror}") from error
         except BusError as error:
@@ -178,11 +178,17 @@ class FetchedVersions:
         file.rename(temporary / WEIGHTS_FILE)
         temporary.rename(folder)
 
-    def _collect(self, *, newest: tuple[int, int]) -> None:
-        """Also versions newer than the newest: of a run that was here before us."""
+    def _collect(self, *, fetched: tuple[int, int]) -> None:
+        """All but the ``keep`` that came here last, counted apart for versions newer than the one just fetched.
+
+        Newer ones are of a worker that is ahead of this one and may be loading them, or of a run that was here before
+        us: those came before any of ours, so that they go first.
+        """
         found = {path: order for path in self._directory.iterdir() if (order := _order(path)) is not None}
-        older = sorted((path for path, order in found.items() if order <= newest), key=lambda path: found[path])
-        for path in [path for path, order in found.items() if order > newest] + older[: -self._keep]:
+        came = sorted(found, key=lambda path: (path.stat().st_mtime_ns, found[path]))
+        newer = [path for path in came if found[path] > fetched]
+        older = [path for path in came if found[path] <= fetched]
+        for path in newer[: -self._keep] + older[: -self._keep]:
             hidden = path.with_name(f"{_TEMPORARY}old-{path.name}")
             path.rename(hidden)
             shutil.rmtree(hidden)
