@@ -99,7 +99,16 @@ class Child:
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
         seconds = time.monotonic() - self.since
-        return [Launched(name=self.name, role=self.spec.role, pid=pid, host=host, seconds=seconds)]
+        return [
+            Launched(
+                name=self.name,
+                role=self.spec.role,
+                pid=pid,
+                host=host,
+                seconds=seconds,
+                is_leaving=self.is_leaving,
+            )
+        ]
 
     async def live(self, launcher: Launcher) -> End:
         """One life of it, to its end. What keeps it from starting is the end of a life too."""

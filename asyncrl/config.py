@@ -206,9 +206,10 @@ class Learner:
     max_skipped_steps: int = 10
     """So many steps in a row whose loss or gradient was not finite end the run; 0 goes on for ever."""
     quarantine_mismatch: float = 0.5
-    """A worker whose answers, scored again, are further than this off the trainer's logprobs (mean of the absolute
-    difference in nats per token, once more for each version an answer is old) is quarantined: named, told, and none of
-    its groups trained. 0 is off. bfloat16 makes 0.02, a wrong temperature 0.3 and more, other weights whole nats."""
+    """A worker whose fresh answers, scored again, are further than this off the trainer's logprobs (mean of the
+    absolute difference in nats per token) is quarantined: named, told, and none of its groups trained. One whose
+    answers are all of older versions is compared with the other workers. 0 is off. bfloat16 makes 0.02, a wrong
+    temperature 0.3 and more, other weights whole nats."""
     rescore_every: int = 10
     """Steps between two such looks: two answers of each worker, a forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -6,7 +6,8 @@ full disk, nothing but buried groups) are never tried again. A watcher (actors/w
 is ours and does not heal is killed, which makes it a process that died.
 
 How many rollout workers there are may change while the run is up (``resize``, asked for by `asyncrl scale` over
-actors/sizer.py): new ones get GPUs that are free, or are refused; the newest leave first, and drain.
+actors/sizer.py): new ones get GPUs that are free, or are refused; quarantined ones leave first, then the newest, and
+drain.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Fleet:
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
         self._interrupts = 0
         self._failure = 0
+        self._quarantined: set[str] = set()  # names, as the watcher saw them last
 
     def launched(self) -> list[Launched]:
         """What a watcher should know of our processes."""
@@ -233,13 +235,15 @@ class Fleet:
         self.changed.set()
 
     def _staff(self) -> list[Child]:
-        """The rollout workers that are to stay, the newest last."""
-        return [one for one in self._children if one.spec.role == WORKER and one.is_kept and not one.is_leaving]
+        """The rollout workers that are to stay; last who would leave first: the newest, behind them the quarantined."""
+        staff = [one for one in self._children if one.spec.role == WORKER and one.is_kept and not one.is_leaving]
+        return sorted(staff, key=lambda child: child.name in self._quarantined)
 
     # -- what stands still ---------------------------------------------------------------------------------------------
 
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Say what begins and what is over; start again what is ours and does not heal."""
+        self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
         begun, ended = self._lasting.update(findings)
         for finding in begun:
             self._say(f"{finding.text}\n  -> {finding.remedy}")

@@ -358,7 +358,8 @@ class Heartbeat:
     """What one actor does and waits for.  Topic ``actors``, one entry an actor, gone when it stops beating.
 
     beat         counts up: who reads twice sees whether the actor beat in between, whatever the clocks say
-    phase        starting, running or draining
+    life         names this start of the actor: the next process of its name has another
+    phase        starting, running, draining or quarantined
     waits        what it waits for, the longest first
     problem      the last thing that went wrong and has not gone right since, in one line
     clock_shift  seconds that this machine's wall clock moved against its monotonic one in the last minute
@@ -376,6 +377,7 @@ class Heartbeat:
     clock_shift: float = 0.0
     host: str = ""
     pid: int = 0
+    life: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -400,11 +402,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """The learner trains nothing of this worker any more.  Topic ``quarantine``, keyed by worker: learner -> it."""
+    """The learner trains nothing of this worker any more.  Topic ``quarantine``, keyed by worker: learner -> it.
+
+    life  as in its heartbeat; the next worker of that name is not meant. Empty: it had ended already
+    """
 
     worker: str
     run_epoch: int
     reason: str
+    life: str = ""
 
 
 def _counts(message: Any, *names: str) -> None:

@@ -20,6 +20,7 @@ from asyncrl.app import observe
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.fleet_messages import MOST_WORKERS, FleetSize, FleetStatus
+from asyncrl.policies.faults import QUARANTINED, in_words
 from asyncrl.protocols import Bus
 from asyncrl.recorded import RecordedRun
 from asyncrl.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
@@ -50,6 +51,8 @@ def scale(run: RunConfig, *, rollout_workers: int, token: str, seconds: float) -
     """Ask for the size and wait for it, up to ``seconds``. Raises ConfigError, NoRoom when it is refused."""
     if not 0 <= rollout_workers <= MOST_WORKERS:
         raise ConfigError(f"--rollout-workers: must be in 0..{MOST_WORKERS}, got {rollout_workers}")
+    if not seconds > 0:
+        raise ConfigError(f"--timeout: must be > 0 seconds, got {seconds:g}")
     return asyncio.run(_scale(run, rollout_workers, token=token, seconds=seconds))
 
 
@@ -79,12 +82,13 @@ async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
         if missing != said:
             print(f"run {name}: waiting for {missing}", flush=True)
             said = missing
+    waited = in_words(time.monotonic() - started)
     if status is None:
         raise ConfigError(
-            f"run {name}: no `asyncrl run` answered in {ANSWER_SECONDS:.0f} s; the size is kept on the bus and counts "
+            f"run {name}: no `asyncrl run` answered in {waited}; the size is kept on the bus and counts "
             "when the run is resumed"
         )
-    print(f"run {name}: not yet {wanted} rollout workers after {seconds:.0f} s; still waiting for {said}")
+    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {said}")
     return 1
 
 
@@ -105,8 +109,11 @@ async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[F
 async def _missing(bus: Bus, status: FleetStatus) -> str:
     """Who is not yet where it should be, for a person; empty when the fleet is as it should be."""
     beats = await bus.states(ACTORS)
-    starting = [name for name in status.workers if name not in beats or beats[name].phase != "running"]
+    phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
+    quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
+    starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
     parts = [f"{', '.join(starting)} to start"] if starting else []
+    parts += [f"{', '.join(quarantined)} to be mended (quarantined; `asyncrl doctor` says why)"] if quarantined else []
     absent = status.rollout_workers - len(status.workers)
     parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
     parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []

@@ -298,6 +298,20 @@ def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ..
     assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
 
 
+def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for() -> None:
+    def quarantined(name: str) -> Seen:
+        seen = observed(replace(HEALTHY, waits=IDLE)).actors[name]
+        return replace(seen, beat=replace(seen.beat, phase="quarantined", problem="it lies", waits=()))
+
+    healthy = observed(HEALTHY)
+    (found,) = diagnose(replace(healthy, actors=dict(healthy.actors) | {"w1": quarantined("w1")}))
+    assert (found.fault, found.actor, found.cause) == ("quarantine", "w1", "worker w1 is quarantined: it lies")
+    assert "judged anew" in found.remedy
+    idle = observed(replace(HEALTHY, waits=IDLE))
+    both = diagnose(replace(idle, actors=dict(idle.actors) | {name: quarantined(name) for name in ("w1", "w2")}))
+    assert [one.fault for one in both] == ["no worker", "quarantine", "quarantine"]
+
+
 def test_a_process_is_named_once_however_many_actors_it_has() -> None:
     found = diagnose(observed(Row(fault="", says="", waits=ALL_ELSE, silent={1: 9, 11: 9}, process={1: "gone"})))
     assert sorted((finding.fault, finding.actor) for finding in found) == [("gone", LEARNER), ("silent", "w1")]

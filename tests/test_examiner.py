@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.examiner import Examiner
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.errors import HopelessError
-from asyncrl.messages import Quarantine, Sampling
+from asyncrl.messages import Heartbeat, Quarantine, Sampling
 from asyncrl.policies.packing import MicroBatch
 from asyncrl.policies.rescoring import Rescoring
 from asyncrl.policies.vetting import Vetting
@@ -94,6 +94,46 @@ async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_
     assert loop.backend.steps == 8
 
 
+async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_trained(
+    bus: Bus, bus_factory: Any, tmp_path: Path
+) -> None:
+    loop = judged_loop(bus, tmp_path, steps=8)
+    idle = Engine()
+    idle.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        keeps_the_run_up = group.create_task(run_worker(worker(await bus_factory(), idle, name="w1", max_running=2)))
+        await until_alive(bus, "w1")
+        liar = group.create_task(run_worker(worker(await bus_factory(), Liar(), name="w0")))
+        learner = group.create_task(loop.run_learner())
+        while (beat := (await bus.states(ACTORS)).get("w0")) is None or beat.phase != "quarantined":
+            await asyncio.sleep(0.01)
+        assert "3 nats per token off" in beat.problem
+        liar.cancel()
+        await asyncio.wait((liar,))
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w0")))
+        while loop.backend.steps < 4:  # w1 has made nothing yet
+            await asyncio.sleep(0.01)
+        idle.gate.set()
+        await learner
+        keeps_the_run_up.cancel()
+    assert loop.backend.steps == 8
+    assert loop.recorder.rows[-1]["rollout/quarantined"] == 0
+    assert await bus.states(QUARANTINE) == {}
+
+
+async def test_the_second_life_that_lies_is_quarantined_too_and_that_is_said(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    examiner = judged_loop(bus, tmp_path).examiner
+    assert examiner is not None
+    for life in ("first", "second"):
+        await bus.put(ACTORS, Heartbeat(actor="w0", role="rollout-worker", life=life), key="w0")
+        assert ("w0" not in examiner.quarantined) or await examiner.is_another_life("w0")
+        with pytest.raises(HopelessError):
+            await examiner.quarantine("w0", "it lies", run_epoch=0)
+        assert not await examiner.is_another_life("w0")
+        assert (await bus.states(QUARANTINE))["w0"].life == life
+
+
 async def until_alive(bus: Bus, name: str) -> None:
     while name not in await bus.states(ACTORS):
         await asyncio.sleep(0.01)
@@ -134,7 +174,9 @@ async def test_a_quarantined_worker_waits_in_sight_and_gives_its_work_back(tmp_p
         learner = group.create_task(loop.run_learner())
         group.create_task(run_worker((bad, follower)))
         await until(lambda: engine.running > 0)
-        await bus.put(QUARANTINE, Quarantine(worker="w0", run_epoch=0, reason="a test says so"), key="w0")
+        await bus.put(
+            QUARANTINE, Quarantine(worker="w0", run_epoch=0, reason="a test says so", life=bad.life), key="w0"
+        )
         await until(lambda: "quarantined by the learner, a test says so" in bad.heartbeat().waits_for)
         await until(lambda: engine.running == 0)
         group.create_task(run_worker(worker(bus, Engine(), name="w1")))

@@ -31,10 +31,10 @@ def looked(
     return rescoring.judge(chosen, documents, logprobs)[1]
 
 
-def test_the_two_youngest_answers_of_each_worker_are_scored() -> None:
+def test_the_youngest_and_the_oldest_answer_of_each_worker_are_scored() -> None:
     documents = [document(age=age) for age in (3, 1, 2, 0)]
     chosen = Rescoring(bound=0.5, every=10).choose(documents, ["a", "a", "a", "b"], step=20)
-    assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 2), ("b", 0)]
+    assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 3), ("b", 0)]
 
 
 @pytest.mark.parametrize(("bound", "step"), [(0.5, 7), (0.0, 10)])
@@ -46,9 +46,7 @@ def test_a_worker_over_the_bound_twice_is_quarantined_and_the_others_are_not() -
     rescoring = Rescoring(bound=0.5, every=10)
     documents = [document(behavior=-1.0), document(behavior=-3.0)]  # |trainer - behavior| is 0 and 2
     assert looked(rescoring, documents, ["good", "bad"], step=0, trainer=-1.0) == []
-    assert looked(rescoring, documents, ["good", "bad"], step=1, trainer=-1.0) == [
-        "bad"
-    ]  # the suspect alone is looked at
+    assert looked(rescoring, documents, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
 
 
 def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
@@ -58,13 +56,52 @@ def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
     assert looked(rescoring, [document(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
 
 
-def test_an_old_answer_may_differ_by_what_the_policy_moved() -> None:
-    """2 nats off: too much for a fresh answer (0.5) and at 2 versions (1.5), not at 3 versions (2.0)."""
-    for age, expected in ((0, ["w"]), (2, ["w"]), (3, [])):
-        rescoring = Rescoring(bound=0.5, every=1)
-        for step in (0, 1):
-            guilty = looked(rescoring, [document(age=age, behavior=-3.0)], ["w"], step=step, trainer=-1.0)
-        assert guilty == expected
+def guilty_of(documents: list[Document], workers: list[str], *, looks: int = 3) -> list[str]:
+    """Who is quarantined within so many looks at the same answers; the trainer gives every token -1."""
+    rescoring = Rescoring(bound=0.5, every=1)
+    return sorted(
+        {one for step in range(looks) for one in looked(rescoring, documents, workers, step=step, trainer=-1.0)}
+    )
+
+
+def off(nats: float, *, age: int) -> Document:
+    return document(age=age, behavior=-1.0 - nats)
+
+
+def test_no_worker_is_quarantined_for_a_policy_that_moves_fast() -> None:
+    """What a run at learning rate 3e-3 showed: nothing at age 0, and 0.7 to 2.7 nats of everybody behind it."""
+    old = [off(0.7, age=1), off(1.5, age=2), off(2.7, age=3), off(1.4, age=1)]
+    assert guilty_of(old, ["a", "b", "c", "d"]) == []
+    assert guilty_of(old, ["a", "a", "b", "b"]) == []
+    assert guilty_of([off(0.0, age=0), off(2.7, age=1)], ["a", "a"]) == []
+
+
+def test_a_worker_alone_with_old_answers_is_not_judged() -> None:
+    assert guilty_of([off(3.0, age=2)], ["w"]) == []
+
+
+def test_a_worker_without_fresh_answers_is_compared_with_the_others() -> None:
+    assert guilty_of([off(0.1, age=2), off(3.0, age=2), off(0.2, age=3)], ["a", "bad", "c"]) == ["bad"]
+    assert guilty_of([off(0.2, age=2), off(3.0, age=3)], ["a", "bad"]) == ["bad"]
+    fast = [off(2.0, age=2), off(9.0, age=2), off(2.5, age=3)]
+    assert guilty_of(fast, ["a", "bad", "c"]) == ["bad"]
+
+
+def test_one_bad_worker_does_not_make_the_others_guilty_or_hide_behind_its_old_answers() -> None:
+    assert guilty_of([off(0.1, age=0), off(3.0, age=0), off(3.0, age=4)], ["a", "bad", "bad"]) == ["bad"]
+
+
+def test_who_was_off_when_fresh_is_quarantined_when_its_next_answers_are_old() -> None:
+    rescoring = Rescoring(bound=0.5, every=10)
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, [off(3.0, age=2)], ["w"], step=1, trainer=-1.0) == ["w"]
+
+
+def test_the_next_worker_of_a_name_is_no_suspect() -> None:
+    rescoring = Rescoring(bound=0.5, every=1)
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
+    rescoring.forget("w")
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=1, trainer=-1.0) == []
 
 
 def test_a_trainer_that_says_nan_agrees_with_nobody() -> None:

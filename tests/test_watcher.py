@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,33 @@ def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
     beats["w0"] = beat("w0", 1, pid=8)
     heard.hear(beats, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=8, seconds=3)])
     assert [seen.beat.phase for seen in heard.present().values()] == ["running"]
+
+
+@pytest.mark.parametrize("is_leaving", [True, False])
+def test_who_takes_its_entry_away_and_is_still_a_process_is_not_starting(is_leaving: bool) -> None:
+    """Its whole life would count as its start, and it would be killed while it ends in order."""
+    heard = sightings()
+    one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
+    for number in (1, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
+    heard.hear({}, seconds=1, launched=[replace(one, is_leaving=is_leaving)])
+    assert heard.present() == {}
+
+
+def test_who_leaves_before_it_was_heard_is_not_starting() -> None:
+    heard = sightings()
+    heard.hear({}, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=7, seconds=700, is_leaving=True)])
+    assert heard.present() == {}
+
+
+def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() -> None:
+    heard = sightings()
+    one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
+    for number in (1, 2, 2, 2, 2, 2, 2, 2, 2, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
+    for _ in range(400):  # run.stall_seconds may be long
+        heard.hear({}, seconds=1, launched=[one])
+    assert heard.present()["w0"].seconds > 400
 
 
 def test_other_watchers_are_no_part_of_the_run() -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
@@ -45,6 +46,7 @@ class Actor(abc.ABC):
         self.log = logging.getLogger(f"asyncrl.{name}")
         self.phase = "starting"
         """Or "running", from its supervisor."""
+        self.life = uuid.uuid4().hex
         self.problem = ""
         """The last thing that went wrong and has not gone right since, in one line; whoever mends it clears it."""
         self.waits = Waits()
@@ -93,6 +95,7 @@ class Actor(abc.ABC):
             problem=self.problem,
             host=socket.gethostname(),
             pid=os.getpid(),
+            life=self.life,
             numbers=self.numbers(),
         )
 

@@ -2,7 +2,8 @@
 
 A worker is quarantined when the trainer scores its answers otherwise, twice in a row (rescoring.py), or when it has
 sent ``MOST_IMPOSSIBLE`` groups that cannot be (vetting.py). Nothing of it is trained from then on in this run epoch. It
-is told through the state ``quarantine``; a run whose every worker is quarantined ends with the reason.
+is told through the state ``quarantine``; a run whose every worker is quarantined ends with the reason. The verdict is
+on one life of the worker: who is started again under its name is judged anew.
 
 Tests: tests/test_examiner.py.
 """
@@ -55,6 +56,8 @@ class Examiner:
         self._shares = shares
         self._impossible: dict[str, int] = {}
         self.quarantined: dict[str, str] = {}
+        self.lives: dict[str, str] = {}
+        """Which life of a quarantined worker is meant; "" when it had ended."""
         self.mismatch: dict[str, float] = {}
         """``mismatch/<worker>`` of the last look, nats per token."""
 
@@ -132,12 +135,28 @@ class Examiner:
 
     async def quarantine(self, worker: str, reason: str, *, run_epoch: int) -> None:
         """Tell the worker. Raises HopelessError when no worker is left."""
-        self.quarantined[worker] = reason
-        await self._bus.put(QUARANTINE, Quarantine(worker=worker, run_epoch=run_epoch, reason=reason), key=worker)
-        beats = (await self._bus.states(ACTORS)).values()
-        alive = {beat.actor for beat in beats if beat.role == WORKER_ROLE}
-        if alive and alive <= self.quarantined.keys():
+        alive = await self._alive()
+        self.quarantined[worker], self.lives[worker] = reason, alive.get(worker, "")
+        verdict = Quarantine(worker=worker, run_epoch=run_epoch, reason=reason, life=self.lives[worker])
+        await self._bus.put(QUARANTINE, verdict, key=worker)
+        if alive and alive.items() <= self.lives.items():
             raise HopelessError(f"every rollout worker is quarantined; the last, {worker}, for {reason}")
+
+    async def is_another_life(self, worker: str) -> bool:
+        """Whether a quarantined worker was started again; then it is quarantined no longer."""
+        life = (await self._alive()).get(worker, "")
+        if life in ("", self.lives[worker]):  # what came late of one that has ended is its own
+            return False
+        del self.quarantined[worker], self.lives[worker]
+        self._impossible.pop(worker, None)
+        self._rescoring.forget(worker)
+        await self._bus.forget(QUARANTINE, key=worker)
+        return True
+
+    async def _alive(self) -> dict[str, str]:
+        """worker -> life, of those that beat."""
+        beats = (await self._bus.states(ACTORS)).values()
+        return {beat.actor: beat.life for beat in beats if beat.role == WORKER_ROLE}
 
 
 def buried(group_id: int, worker: str, problem: str) -> TrajectoryGroup:

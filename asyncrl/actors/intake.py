@@ -141,14 +141,16 @@ class Intake:
     async def quarantine(self, worker: str, reason: str) -> None:
         """Train nothing of this worker any more, and say so to everybody."""
         self._log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
-        await self.event("quarantined", worker=worker, reason=reason)
-        await self._examiner.quarantine(worker, reason, run_epoch=self._standing.run_epoch)
+        try:
+            await self._examiner.quarantine(worker, reason, run_epoch=self._standing.run_epoch)
+        finally:  # said of the last worker too, whose quarantine ends the run
+            await self.event("quarantined", worker=worker, reason=reason, life=self._examiner.lives.get(worker, ""))
         await self._drop_quarantined()
 
     async def event(self, kind: str, **data: object) -> None:
         """For whoever asks later why a group was not trained."""
         event = Event(kind=kind, actor=self._owner.name, time=time.time(), data=data)
-        subject = next((data[name] for name in ("group_id", "sequence", "step", "worker") if name in data), "")
+        subject = next((data[name] for name in ("group_id", "sequence", "step", "life", "worker") if name in data), "")
         key = f"{self._standing.run_epoch}-{kind}-{subject}"
         await self._bus.publish(EVENTS, event, key=key)
 
@@ -170,6 +172,9 @@ class Intake:
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         self.cursor = record.sequence
+        sender = record.message.worker if record.message is not None else ""
+        if sender in self._examiner.quarantined and await self._examiner.is_another_life(sender):
+            self._log.warning("worker %s was started again: it is judged anew", sender)
         vetted = self._examiner.vetted(
             record,
             is_published=self._prompts.is_published,

@@ -118,6 +118,7 @@ class RolloutWorker(Actor):
             await asyncio.wait((work, finished, quarantined, hurried), return_when=asyncio.FIRST_COMPLETED)
             work.cancel()  # what it holds goes back to the bus
             if quarantined.done() and not finished.done():
+                self.phase, self.problem = "quarantined", quarantined.result()
                 drained = group.create_task(self.draining.wait())
                 with self.waiting(f"the end of the run: quarantined by the learner, {quarantined.result()}"):
                     await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
@@ -148,9 +149,11 @@ class RolloutWorker(Actor):
                     await (asyncio.wait((processing,)) if alone else self._room.free())
 
     async def _until_quarantined(self) -> str:
-        """Until the learner says that it trains nothing of this worker; why."""
+        """Until the learner says that it trains nothing of this worker; why. A verdict on another life is not on it."""
         async with self.bus.watch(QUARANTINE, key=self.name) as verdicts:
             verdict = await anext(verdicts)
+            while verdict.life != self.life:
+                verdict = await anext(verdicts)
         self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
         return verdict.reason
 

@@ -71,6 +71,7 @@ class Sizer:
             await bus.put(FLEET_STATUS, status)
             if asked is not None and asked.request == status.request:
                 kept = FleetSize(rollout_workers=status.rollout_workers, request=status.request)
-                if kept != asked:
+                newest = (await bus.states(FLEET)).get("")  # an operator may have asked for more meanwhile
+                if kept != asked and newest == asked:
                     await bus.put(FLEET, kept)
             await self._fleet.changed.wait()

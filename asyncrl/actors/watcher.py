@@ -45,7 +45,7 @@ ROLE = "watcher"
 class Launched:
     """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began.
 
-    host: of its machine; empty is the watcher's own
+    host: of its machine; empty is the watcher's own.  is_leaving: it was asked to, and may be silent while it ends
     """
 
     name: str
@@ -53,6 +53,7 @@ class Launched:
     pid: int
     seconds: float
     host: str = ""
+    is_leaving: bool = False
 
 
 class Sightings:
@@ -82,6 +83,8 @@ class Sightings:
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
         self._has_listened = True
         for one in own.values():
+            if one.is_leaving or up.get(one.name) in self._worked:  # it took its entry away, and ends
+                continue
             if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
                 self._seen[one.name] = self._starting(one)
 
@@ -107,7 +110,10 @@ class Sightings:
         """Whether somebody whose entry is gone did not take it away when it left in order."""
         if not seen.beat.beat:  # never heard: still starting
             return False
-        return name not in self._lively or SILENT_SECONDS < seen.seconds < REMEMBER_SECONDS
+        if name not in self._lively:
+            return True
+        is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and is a process still
+        return seen.seconds > SILENT_SECONDS and (is_own or seen.seconds < REMEMBER_SECONDS)
 
     def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
         before = self._seen.get(name)

@@ -5,7 +5,7 @@ chain ends in somebody who does not wait for anybody and yet does not go on:
 
   a process that is not heard of any more          frozen, blocked, silent, gone
   a part that takes longer than its limit          engine, reward, rollout, load, ...
-  a role that nobody has                           no worker, no learner
+  a role that nobody has                           no worker, no learner (one in quarantine is none)
   somebody who is in the chain already             window, log, deadlock
   data that has ended                              data
 
@@ -54,7 +54,7 @@ def diagnose(observation: Observation) -> list[Finding]:
     found |= {finding.key: finding for finding in chains.missing() if finding.key not in found}
     blamed = [chains.with_victims(finding) for finding in found.values()]
     blamed.sort(key=lambda finding: (not finding.victims, finding.key))
-    return [*blamed, *faults.idle(seen), *faults.clocks(seen)]
+    return [*blamed, *faults.quarantined(seen), *faults.idle(seen), *faults.clocks(seen)]
 
 
 _Key = tuple[str, str]
@@ -136,7 +136,7 @@ class _Chains:
             return frozenset({self._stuck(name, seen, wait).key}) if _is_stuck(wait) else None
         if wait.seconds + seen.seconds <= PATIENCE_SECONDS:
             return None
-        candidates = [other for other, its in self.actors.items() if its.beat.role == wait.on and other != name]
+        candidates = [other for other, its in self.actors.items() if _is_at(wait.on, its) and other != name]
         if not candidates:
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds)) if wait.on != FOLLOWER else None
         found: set[_Key] = set()
@@ -184,6 +184,10 @@ def _without_echoes(keys: set[_Key]) -> frozenset[_Key]:
 
 def _is_silent(seen: Seen) -> bool:
     return seen.seconds > SILENT_SECONDS
+
+
+def _is_at(role: str, seen: Seen) -> bool:
+    return seen.beat.role == role and seen.beat.phase != faults.QUARANTINED
 
 
 def _is_stuck(wait: Wait) -> bool:

@@ -31,6 +31,8 @@ PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
 
+QUARANTINED: Final = "quarantined"
+"""A worker's phase."""
 ROOM_IN_WINDOW: Final = "room in the window"
 SPACE_IN_LOG: Final = "space in the trajectory log"
 
@@ -277,6 +279,22 @@ def ended(seconds: float, host: str, pid: int) -> Finding:
 
 
 # -- one actor's own words ---------------------------------------------------------------------------------------------
+
+
+def quarantined(seen: Observation) -> Iterable[Finding]:
+    """Workers that wait for the end of the run because the learner trains nothing of theirs."""
+    for name, actor in seen.actors.items():
+        if actor.beat.phase == QUARANTINED and actor.seconds <= SILENT_SECONDS:
+            yield Finding(
+                fault="quarantine",
+                actor=name,
+                cause=f"worker {name} is quarantined: {actor.beat.problem}",
+                remedy="mend it and start it again: its next process is judged anew; "
+                "or look at learner.quarantine_mismatch",
+                seconds=actor.beat.waiting_seconds,
+                host=actor.beat.host,
+                pid=actor.beat.pid,
+            )
 
 
 def idle(seen: Observation) -> Iterable[Finding]:

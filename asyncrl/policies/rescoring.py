@@ -1,14 +1,20 @@
 """Whether a worker's behavior logprobs are those of the policy: a few of its answers are scored again by the trainer.
 
 A step reports the mismatch of the whole batch; here it is kept apart by worker. Every ``every`` steps, of each worker
-the batch's ``SAMPLES`` youngest answers are scored by the weights about to be trained. One forward pass is a third
-of what training an answer takes, so the learner's time grows by SAMPLES x workers / (3 x answers of a batch x every).
+the batch's youngest and oldest answer are scored by the weights about to be trained. One forward pass is a third of
+what training an answer takes, so the learner's time grows by 2 x workers / (3 x answers of a batch x every).
 
-An answer that is ``age`` versions old may differ by what the policy moved meanwhile, so the bound is
+A fresh answer (age 0) was sampled from these very weights:
 
-    mean |trainer - behavior logprob| <= bound x (1 + age)     nats per token
+    mean |trainer - behavior logprob| <= bound     nats per token
 
-Over it twice in a row, the second time at the very next step that has an answer of that worker: it is quarantined.
+An older one may differ by what the policy moved meanwhile, which nobody knows but the other workers: their old answers
+tell how far it moves a version. A worker without fresh answers is judged by its old ones,
+
+    mean |trainer - behavior logprob| <= bound + age x max(bound, SLACK x median of the others' mismatch / age)
+
+and one that has neither fresh answers nor others beside it is no suspect: a policy that moves fast looks the same.
+Over the bound twice in a row, the second time at the next step that has an answer of the worker: it is quarantined.
 Tests: tests/test_rescoring.py.
 """
 
@@ -23,8 +29,8 @@ from numpy.typing import NDArray
 
 from asyncrl.policies.packing import Document
 
-SAMPLES: Final = 2
-"""Answers of one worker that are looked at together."""
+SLACK: Final = 2.0
+"""How much further than others' old answers a worker's may be off: two answers are a small sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +44,15 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """mean |trainer - behavior| in nats per token of a worker's chosen answers, and what it may be."""
+    """mean |trainer - behavior| in nats per token of a worker's answers, and what it may be.
+
+    is_certain  whether the bound is none that a fast policy could break: of fresh answers, or of what others have
+    """
 
     mean: float
     allowed: float
     tokens: int
+    is_certain: bool = True
 
     @property
     def is_over(self) -> bool:
@@ -61,46 +71,70 @@ class Rescoring:
     def is_on(self) -> bool:
         return self._bound > 0
 
+    def forget(self, worker: str) -> None:
+        """It is another one of that name."""
+        self._suspects.discard(worker)
+
     def choose(self, documents: Sequence[Document], workers: Sequence[str], *, step: int) -> list[Chosen]:
         """Which ``documents`` to score before the step after ``step`` steps; ``workers[i]`` made document i.
 
-        Everybody's when it is time, else those of suspects alone; most often nothing.
+        Everybody's when it is time or there are suspects in the batch; most often nothing.
         """
-        if not self.is_on:
+        if not self.is_on or not (step % self._every == 0 or self._suspects & set(workers)):
             return []
-        is_time = step % self._every == 0
         known: dict[str, list[Chosen]] = {}
         for index, (document, worker) in enumerate(zip(documents, workers, strict=True)):
-            if worker and (is_time or worker in self._suspects) and document.response_mask.any():
+            if worker and document.response_mask.any():
                 age = max(0, int(document.staleness[document.response_mask].max()))
                 known.setdefault(worker, []).append(Chosen(document=index, worker=worker, age=age))
-        youngest = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
-        return [chosen for of in youngest for chosen in of[:SAMPLES]]
+        by_age = (sorted(of, key=lambda chosen: (chosen.age, chosen.document)) for of in known.values())
+        return [chosen for of in by_age for chosen in (of if len(of) < 2 else (of[0], of[-1]))]
 
     def judge(
         self, chosen: Sequence[Chosen], documents: Sequence[Document], logprobs: Mapping[int, NDArray[np.float32]]
     ) -> tuple[dict[str, Mismatch], list[str]]:
         """Each worker's mismatch, and those to quarantine.  ``logprobs``: the trainer's, f32[T] by document"""
-        found = {worker: self._mismatch(worker, chosen, documents, logprobs) for worker in {c.worker for c in chosen}}
+        answers = [_Answer.of(one, documents[one.document], logprobs[one.document]) for one in chosen]
+        found = {worker: self._mismatch(worker, answers) for worker in {one.worker for one in answers}}
         over = {worker for worker, mismatch in found.items() if mismatch.is_over}
         guilty = sorted(over & self._suspects)
-        self._suspects = (self._suspects - found.keys()) | over
+        self._suspects = (self._suspects - found.keys()) | {worker for worker in over if found[worker].is_certain}
         return found, guilty
 
-    def _mismatch(
-        self,
-        worker: str,
-        chosen: Sequence[Chosen],
-        documents: Sequence[Document],
-        logprobs: Mapping[int, NDArray[np.float32]],
-    ) -> Mismatch:
-        its = [one for one in chosen if one.worker == worker]
-        differences = [
-            np.abs(logprobs[one.document].astype(np.float64) - documents[one.document].behavior_logprobs)[
-                documents[one.document].response_mask
-            ]
-            for one in its
-        ]
-        tokens = [len(of) for of in differences]
-        allowed = float(np.average([self._bound * (1 + one.age) for one in its], weights=tokens))
-        return Mismatch(mean=float(np.concatenate(differences).mean()), allowed=allowed, tokens=sum(tokens))
+    def _mismatch(self, worker: str, answers: Sequence[_Answer]) -> Mismatch:
+        its = [one for one in answers if one.worker == worker]
+        fresh = [one for one in its if one.age == 0]
+        moved = _moved([one for one in answers if one.worker != worker])
+        judged = fresh or its
+        tokens = [one.tokens for one in judged]
+        age = float(np.average([one.age for one in judged], weights=tokens))
+        return Mismatch(
+            mean=float(np.average([one.mean for one in judged], weights=tokens)),
+            allowed=self._bound + age * max(self._bound, SLACK * (moved or 0.0)),
+            tokens=sum(tokens),
+            is_certain=bool(fresh) or moved is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """One that was scored: ``mean`` |trainer - behavior| of its ``tokens``."""
+
+    worker: str
+    age: int
+    mean: float
+    tokens: int
+
+    @classmethod
+    def of(cls, chosen: Chosen, document: Document, logprobs: NDArray[np.float32]) -> _Answer:
+        differences = np.abs(logprobs.astype(np.float64) - document.behavior_logprobs)[document.response_mask]
+        return cls(worker=chosen.worker, age=chosen.age, mean=float(differences.mean()), tokens=len(differences))
+
+
+def _moved(others: Sequence[_Answer]) -> float | None:
+    """Nats per token and version that the policy moved, as the old answers of ``others`` have it; None without any."""
+    known: dict[str, list[float]] = {}
+    for one in others:
+        if one.age and np.isfinite(one.mean):
+            known.setdefault(one.worker, []).append(one.mean / one.age)
+    return float(np.median([np.mean(of) for of in known.values()])) if known else None
