@@ -151,8 +151,8 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
+    except PermissionError:  # it is there, and somebody else's
+        return True
     return True
 
 

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import shutil
 import statistics
 import sys
@@ -171,7 +172,7 @@ class Bench:
             "pause_first": reports[0].pause_seconds,
             "pauses": [report.pause_seconds for report in reports],
             "pause_p50": statistics.median(pauses),
-            "pause_p99": pauses[min(len(pauses) - 1, round(0.99 * len(pauses)))],
+            "pause_p99": pauses[math.ceil(0.99 * len(pauses)) - 1],
             "export_p50": statistics.median(exports[1:]),
             "export_max": max(exports[1:]),
             "publish_p50": statistics.median(publishes[1:]) if publishes else None,
