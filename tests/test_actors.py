@@ -17,8 +17,6 @@ from asyncrl.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from tests import fakes
 from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def loop(bus: Any, tmp_path: Path) -> Loop:

@@ -32,8 +32,6 @@ from tests.fakes import Engine, Loop, run_worker, worker
 from tests.learning_fixtures import DEMO, demo_run, is_same, train, weights
 from tests.test_cli import asyncrl
 
-pytestmark = pytest.mark.timeout(120)
-
 
 async def account_of(loop: Loop) -> Account:
     return await account_with(RecordedRun(loop.directory), loop.bus)

@@ -27,8 +27,6 @@ from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.topics import PROMPTS
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def group(group_id: int, *, version: int = 0) -> TrajectoryGroup:
     trajectory = Trajectory(

@@ -25,7 +25,7 @@ from tests.bus_fixtures import (
     taken,
 )
 
-pytestmark = [pytest.mark.usefixtures("no_blocking"), pytest.mark.timeout(30)]
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 
 # -- work --------------------------------------------------------------------------------------------------------------

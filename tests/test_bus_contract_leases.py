@@ -10,7 +10,7 @@ import pytest
 from asyncrl.protocols import Bus
 from tests.bus_fixtures import brief_leases
 
-pytestmark = [pytest.mark.usefixtures("no_blocking"), pytest.mark.timeout(30)]
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 
 class Holder:

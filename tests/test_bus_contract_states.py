@@ -22,7 +22,7 @@ from tests.bus_fixtures import (
     taken,
 )
 
-pytestmark = [pytest.mark.usefixtures("no_blocking"), pytest.mark.timeout(30)]
+pytestmark = pytest.mark.usefixtures("no_blocking")
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

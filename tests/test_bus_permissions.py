@@ -46,8 +46,6 @@ from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
 
-pytestmark = pytest.mark.timeout(90)
-
 RUNS = ("mine", "other")
 ROOT = Path(__file__).parent.parent
 

@@ -227,7 +227,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
     run_file: Path, folder: Path, environment: dict[str, str]
 ) -> None:

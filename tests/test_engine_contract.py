@@ -19,7 +19,7 @@ from asyncrl.messages import Sampling, VersionSpan
 from asyncrl.protocols import Engine, Generation, Partial
 from tests.engine_fixtures import PROMPT, Check, Model, announce, switched_logprobs
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 SERVER = [pytest.mark.sglang, pytest.mark.slow]
 ADAPTERS = ["inprocess", pytest.param("sglang", marks=SERVER), pytest.param("sglang-stream", marks=SERVER)]

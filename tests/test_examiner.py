@@ -24,8 +24,6 @@ from asyncrl.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from tests.conftest import BUS_SIZES
 from tests.fakes import Backend, Engine, Loop, Rows, run_worker, until, worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Trainer(Backend):
     """Scores as the fake engine says it sampled: -1 a token."""

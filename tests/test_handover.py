@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROMPTS
 from tests import fakes
 from tests.salvage_fixtures import StepEngine, Worker, publish_prompt
-
-pytestmark = pytest.mark.timeout(60)
 
 
 async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> None:

@@ -137,7 +137,7 @@ async def run_among(hostile: list[tuple[Topic[Any], str, bytes]], directory: Pat
     return loop, bus
 
 
-@pytest.mark.timeout(120 + CASES)
+@pytest.mark.timeout(300 + CASES)
 @settings(max_examples=max(1, CASES // MESSAGES), suppress_health_check=list(HealthCheck))
 @given(hostile=st.lists(messages(), min_size=MESSAGES, max_size=MESSAGES))
 def test_no_message_stops_a_run_or_is_trained_unless_it_can_be(hostile: list[tuple[Topic[Any], str, bytes]]) -> None:

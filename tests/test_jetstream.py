@@ -24,8 +24,6 @@ from asyncrl.errors import BusError, ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.bus_fixtures import group, progress, prompt, publish_groups, publish_prompts, taken
 
-pytestmark = pytest.mark.timeout(60)
-
 Connect = Callable[..., Awaitable[JetStreamBus]]
 SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds": 30.0, "storage": "file"}
 

@@ -15,8 +15,6 @@ from asyncrl.bus.server import EmbeddedServer
 from asyncrl.topics import PROMPTS, TRAJECTORIES
 from tests.bus_fixtures import Proxy, brief_leases, group, publish_prompts, taken
 
-pytestmark = pytest.mark.timeout(60)
-
 Connect = Callable[..., Awaitable[JetStreamBus]]
 SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds": 30.0, "storage": "file"}
 

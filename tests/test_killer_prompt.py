@@ -49,7 +49,7 @@ async def answer(prompt, generate, *, index):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_prompt_that_kills_its_worker_is_buried_after_its_last_attempt(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_FILE)

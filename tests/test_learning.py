@@ -13,7 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from tests.learning_fixtures import demo_run, is_same, memory_bus, train, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(autouse=True)

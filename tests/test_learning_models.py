@@ -14,7 +14,7 @@ from asyncrl.data import demo_task
 from asyncrl.metrics.schema import is_known
 from tests.learning_fixtures import demo_run, is_same, memory_bus, train, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SYNC = ("run.mode=sync", "engine.options={max_batch_size=1, threads=1}", "weights.keep=8")
 PPO = ("algorithm.name=ppo", "algorithm.options={}")

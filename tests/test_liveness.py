@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.faults import hanging, prepare, running, stopped
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -25,8 +25,6 @@ from tests.cluster_fixtures import SIZE, Cluster, info, leader, server_of
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
 
-pytestmark = pytest.mark.timeout(120)
-
 Connect = Callable[..., Awaitable[JetStreamBus]]
 
 

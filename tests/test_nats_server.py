@@ -13,8 +13,6 @@ import pytest
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_taken_port_is_a_config_error(nats_server: EmbeddedServer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"bus.port {nats_server.port}.*another"):

@@ -23,8 +23,6 @@ from asyncrl.weights import nccl
 from asyncrl.weights.nccl import NCCLChannel, Sender
 from tests.nccl_fixtures import PATIENCE, Peer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:

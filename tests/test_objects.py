@@ -24,8 +24,6 @@ from asyncrl.errors import BusError, ObjectGone
 from tests.bus_fixtures import Proxy
 from tests.conftest import BUS_SIZES, BusFactory
 
-pytestmark = pytest.mark.timeout(90)
-
 
 async def put(store: Any, name: str, data: bytes, **metadata: str) -> Any:
     """In blocks of a size that fits nothing."""

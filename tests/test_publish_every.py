@@ -14,8 +14,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.topics import WEIGHTS
 from tests.fakes import Engine, Loop, run_worker, worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_only_each_third_version_and_the_last_are_published(bus_factory: Any, tmp_path: Path) -> None:
     loop, engine = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, publish_every=3), Engine()

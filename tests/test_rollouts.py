@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from asyncrl.actors.rollouts import single_turn
@@ -16,8 +15,6 @@ from asyncrl.messages import PromptGroup, Sampling, Trajectory
 from asyncrl.protocols import Generate, Generation, Partial
 from tests import fakes
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
-
-pytestmark = pytest.mark.timeout(60)
 
 GROUPS_SAMPLING = Sampling(max_new_tokens=4)
 

@@ -20,8 +20,6 @@ from tests.bus_fixtures import first_event
 from tests.conftest import BUS_SIZES
 from tests.salvage_fixtures import Answer, Worker, publish_prompt
 
-pytestmark = pytest.mark.timeout(60)
-
 PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
 
 

@@ -21,7 +21,7 @@ from asyncrl.topics import PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
 from tests.bus_fixtures import first, first_event
 from tests.engine_fixtures import Model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
 
@@ -92,6 +92,9 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
     with worker(run_file, "w1", token=own_server.token):
         (record,) = await first(bus, 1, topic=TRAJECTORIES)
         event = await first_event(bus, "salvaged")
+        async with asyncio.timeout(60):  # its acknowledgement comes after both, and needs it alive
+            while await bus.states(SEGMENTS) or await bus.depth(PROMPTS):
+                await asyncio.sleep(0.05)
 
     group = record.message
     assert (group.worker, group.error) == ("w1", "")
@@ -105,9 +108,6 @@ async def test_another_worker_goes_on_with_the_tokens_of_one_that_was_killed(
         assert new_span.start >= count  # the second worker may sample before it has loaded
     assert (event.kind, event.actor) == ("salvaged", "w1")
     assert event.data == {"group_id": 0, "from": "w0", "tokens": sum(map(tokens_of, left)), "too_old_tokens": 0}
-    async with asyncio.timeout(30):
-        while await bus.states(SEGMENTS) or await bus.depth(PROMPTS):
-            await asyncio.sleep(0.05)
 
 
 async def saved(bus: JetStreamBus) -> list[Recorded]:

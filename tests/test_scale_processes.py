@@ -13,7 +13,7 @@ from asyncrl.bus.server import EmbeddedServer
 from benchmarks.running import Running
 from tests.test_bus_permissions import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 Make = Callable[..., Running]
 

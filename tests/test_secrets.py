@@ -124,7 +124,7 @@ def test_who_we_are_is_written_without_our_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_run_on_a_server_with_roles_writes_no_secret_anywhere(folder: Path, tmp_path: Path) -> None:
     server = Server(tmp_path / "server")
     path = written(folder, "[bus]", f'url = "nats://127.0.0.1:{server.port}"')

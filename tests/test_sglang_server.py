@@ -195,7 +195,7 @@ async def test_a_server_that_dies_while_starting_is_noticed(
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_real_server_goes_with_its_owner_and_says_so(model: Model, tmp_path: Path) -> None:
     owner = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -25,8 +25,6 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import EVENTS, PROMPTS, TRAJECTORIES
 from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGroup:
     made = Trajectory(

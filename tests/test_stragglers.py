@@ -8,14 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from asyncrl.actors.stragglers import Stragglers
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.topics import EVENTS
 from tests.fakes import Engine, Loop, run_worker, single_turn, worker
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Group:

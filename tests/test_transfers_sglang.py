@@ -44,7 +44,7 @@ def on_a_server(test: T) -> T:
     marks = (
         pytest.mark.sglang,
         pytest.mark.slow,
-        pytest.mark.timeout(300),
+        pytest.mark.timeout(600),
         pytest.mark.asyncio(loop_scope="module"),
     )
     for mark in marks:

@@ -17,8 +17,6 @@ from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture
 def bus() -> MemoryBus:

@@ -8,8 +8,6 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
-
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import WeightVersion
@@ -19,8 +17,6 @@ from tests import fakes
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import SNAPSHOT, Sender
-
-pytestmark = pytest.mark.timeout(30)
 
 
 class Channel(fakes.Channel):

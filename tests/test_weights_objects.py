@@ -29,8 +29,6 @@ from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import Engine, running
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Store(Objects):
     """Remembers what was read; ``wrong`` objects give other bytes, ``cut`` ones end with a lost bus after a chunk."""
