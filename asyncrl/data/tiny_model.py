@@ -7,7 +7,7 @@ vocabulary: the weights are small, so are the logits.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import safetensors.torch
 import torch
@@ -22,6 +22,9 @@ CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<assistant>")
 """Ids 0 to 3; the characters follow from 4 on. A character that is not in the vocabulary is left out of the tokens."""
+
+_CONFIGS: Final[dict[Architecture, str]] = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
+"""Names: to look at one here would load all of its model's code, for three seconds, into everyone who imports this."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -51,7 +54,7 @@ def make_tiny_model(
     The same arguments write the same bytes. The vocabulary is SPECIAL_TOKENS and ``characters``.
     """
     tokenizer = make_tokenizer(characters, max_positions=max_positions)
-    config_type = _CONFIGS[architecture]
+    config_type = getattr(transformers, _CONFIGS[architecture])
     config = config_type(
         architectures=[config_type.__name__.removesuffix("Config") + "ForCausalLM"],
         vocab_size=len(tokenizer),
@@ -113,10 +116,3 @@ def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) ->
 def _tied(model: Any) -> set[str]:
     """Names that share another name's storage and so are not written."""
     return set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
-
-
-_CONFIGS: dict[str, Any] = {
-    "qwen3": transformers.Qwen3Config,
-    "qwen2": transformers.Qwen2Config,
-    "llama": transformers.LlamaConfig,
-}
