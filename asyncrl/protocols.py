@@ -80,6 +80,22 @@ class Delivery(Protocol[M_co]):
         ...
 
 
+class Deliveries(Protocol[M_co]):
+    """Work messages as they come, an AsyncIterator. A cancelled ``anext`` is a ``stop``."""
+
+    def __aiter__(self) -> AsyncIterator[Delivery[M_co]]: ...
+
+    async def __anext__(self) -> Delivery[M_co]: ...
+
+    def want(self, count: int) -> None:
+        """How many may be lent ahead of ``anext``, so that far away they need no round trip each; 1 at first."""
+        ...
+
+    async def stop(self) -> None:
+        """Nothing more is lent until the next ``anext``; what was lent ahead of it goes to others."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Generic[M]):
     """One entry of a log. ``sequence`` rises by one per entry from 1; ``message`` is None when it did not decode."""
@@ -110,7 +126,7 @@ class Bus(Protocol):
         """
         ...
 
-    def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[AsyncIterator[Delivery[M]]]:
+    def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[Deliveries[M]]:
         """Work, one message at a time, shared with every other consumer. Leaving gives back what was not acked."""
         ...
 

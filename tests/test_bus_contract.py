@@ -199,6 +199,44 @@ async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_fac
             await delivery.ack()
 
 
+async def test_what_is_lent_ahead_comes_in_order_and_no_more_than_is_wanted(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, *range(8))
+    async with bus.consume(PROMPTS) as deliveries:
+        deliveries.want(4)
+        assert [(await anext(deliveries)).key for _ in range(4)] == ["0", "1", "2", "3"]
+        async with taken(other, 4) as theirs:
+            assert {(delivery.key, delivery.attempt) for delivery in theirs} == {(key, 1) for key in "4567"}
+
+
+async def test_who_wants_many_leaves_others_their_share(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as ours, other.consume(PROMPTS) as theirs:
+        for deliveries in (ours, theirs):
+            deliveries.want(4)
+        waiting = [asyncio.ensure_future(anext(deliveries)) for deliveries in (ours, theirs)]
+        for queue in (bus, other):
+            await queue.depth(PROMPTS)  # by now both orders stand
+        await publish_prompts(bus, 0, 1)
+        assert {(await one).key for one in waiting} == {"0", "1"}
+
+
+async def test_what_was_lent_ahead_goes_to_others_when_its_consumer_stops(bus_factory: Any) -> None:
+    """As a worker does that drains: what it has begun stays its own."""
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 0, 1, 2)
+    async with bus.consume(PROMPTS) as deliveries:
+        deliveries.want(3)
+        begun = await anext(deliveries)
+        await deliveries.stop()
+        async with taken(other, 2) as theirs:
+            assert {delivery.key for delivery in theirs} == {"1", "2"}
+            await begun.ack()
+            assert await bus.depth(PROMPTS) == 2
+        deliveries.want(1)
+        assert (await anext(deliveries)).key in "12"
+
+
 async def test_a_retry_is_not_undone_by_a_keep_in_the_same_moment(bus: Bus) -> None:
     await publish_prompts(bus, 1)
     async with bus.consume(PROMPTS) as deliveries:

@@ -54,8 +54,7 @@ async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
 ) -> None:
     """Blocked for longer than the silence and the order's time: its timer and the message are ready together."""
     monkeypatch.setattr("asyncrl.bus.lender.SILENCE_SECONDS", 0.1)
-    monkeypatch.setattr("asyncrl.bus.pull._EXPIRES_SECONDS", 0.2)
-    monkeypatch.setattr("asyncrl.bus.pull._HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("asyncrl.bus.lender.EXPIRES_SECONDS", 0.2)
     bus, other = await connect(nats_server, run="blocked"), await connect(nats_server, run="blocked")
     for number in range(0, 20, 2):
         async with bus.consume(PROMPTS) as deliveries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ class ScriptedWire:
         self.generation = 0
         self.consumers: list[dict[str, Any]] = []
         self.orders: list[str] = []
+        self.batches: list[int] = []
         self.sent: list[tuple[str, bytes]] = []
         self.meanwhile: Callable[[], Awaitable[None]] = nothing
         self.leaving: Callable[[], Awaitable[None]] = nothing
@@ -44,6 +46,7 @@ class ScriptedWire:
     async def send(self, subject: str, data: bytes, *, reply: str) -> None:
         if ".MSG.NEXT." in subject:
             self.orders.append(reply)
+            self.batches.append(json.loads(data)["batch"])
         else:
             self.sent.append((subject, data))
 
@@ -73,9 +76,9 @@ class ScriptedWire:
         reply = f"$JS.ACK.s.{name}.{attempt}.{sequence}.{consumer_sequence}.0.0"
         await on_message(SimpleNamespace(subject="s.k", data=b"", headers=None, reply=reply))
 
-    async def refuse(self, status: str, description: str) -> None:
+    async def refuse(self, status: str, description: str, *, pending: int = 1) -> None:
         ((inbox, on_message),) = self.listening.items()
-        headers = {"Status": status, "Description": description}
+        headers = {"Status": status, "Description": description, "Nats-Pending-Messages": str(pending)}
         await on_message(SimpleNamespace(subject=inbox, data=b"", headers=headers, reply=""))
 
 
@@ -155,7 +158,67 @@ async def test_an_order_that_ran_out_is_placed_again_and_the_consumer_stays() ->
     await wire.deliver(1, consumer=0, consumer_sequence=1)
     assert (await waiting).sequence == 1
     assert len(wire.consumers) == 1
+    await lent.stop()
     assert not wire.listening
+    assert given_back(wire) == []
+
+
+async def test_no_more_is_ordered_than_is_wanted() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    lent.want(3)
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+    lent.want(2)  # two are on order
+    waiting = asyncio.create_task(lent.take())
+    await asyncio.sleep(0)
+    lent.want(5)
+    await wire.ordered(2)
+    lent.want(6)  # one more is not worth an order
+    for sequence in range(2, 7):
+        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+    assert (await waiting).sequence == 2
+    assert [(await lent.take()).sequence for _ in range(4)] == [3, 4, 5, 6]
+    assert wire.batches == [3, 3]
+
+
+async def test_who_waits_for_long_ends_up_with_one_order() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    lent.want(4)
+    await wire.ordered(2)
+    await wire.refuse("408", "Request Timeout", pending=1)  # three are still on order
+    await wire.refuse("408", "Request Timeout", pending=3)
+    await wire.ordered(3)
+    assert wire.batches == [1, 3, 4]
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+
+
+async def test_who_stops_gives_back_what_came_ahead() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    lent.want(3)
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    for sequence in (1, 2):
+        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+    assert (await waiting).sequence == 1
+    wire.leaving = lambda: wire.deliver(3, consumer=0, consumer_sequence=3)
+    await lent.stop()
+    assert sorted(given_back(wire)) == [2, 3]
+    assert not wire.listening
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(2)
+    await wire.deliver(4, consumer=0, consumer_sequence=4)
+    assert (await waiting).sequence == 4
 
 
 async def test_a_shared_consumer_that_is_gone_is_made_anew() -> None:
@@ -216,7 +279,7 @@ async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
     waiting = asyncio.create_task(lent.take())
     await wire.ordered(1)
     wire.generation += 1
-    await wire.refuse("100", "Idle Heartbeat")  # woken, as by a reconnect
+    lent.want(1)  # woken, as by a reconnect
     await wire.ordered(2)
     assert list(wire.listening) == [wire.orders[1]]
     await wire.deliver(1, consumer=1, consumer_sequence=1)

@@ -13,6 +13,7 @@ IN_PROCESS: Final = 10158
 LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
 """What a cluster says while it elects a leader, or has too few servers to: incomplete results; temporarily unavailable;
 no leader any more; a message that is being stored, and never is."""
+IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
 BUSY: Final = {*LEADERLESS, 10012, 10167}
 """JetStream errors that pass; besides: a consumer's store not made while one of that name goes; too many requests."""
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.bus.access import Access
 from asyncrl.bus.answers import Refused
@@ -25,15 +24,16 @@ from asyncrl.bus.connection import Connection
 from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.layout import HEADER_BYTES, Layout, reader
 from asyncrl.bus.lease import Lease
-from asyncrl.bus.lender import GIVE_BACK, Lender
+from asyncrl.bus.loans import Loans
 from asyncrl.bus.objects import JetStreamObjects
-from asyncrl.bus.pull import Arrival, Pull
+from asyncrl.bus.pull import Pull
 from asyncrl.bus.service import Asked, Line, answer_of
+from asyncrl.bus.streams import Streams
 from asyncrl.bus.sweep import last_of_each
 from asyncrl.bus.watch import Stored, Watch, last_stored
 from asyncrl.codec import encode
-from asyncrl.errors import BusFull, ConfigError, Forbidden, NoSuchRun, Unanswered
-from asyncrl.protocols import Delivery, ObjectStore, Record
+from asyncrl.errors import BusFull
+from asyncrl.protocols import Deliveries, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, Service, Topic
 
@@ -46,18 +46,8 @@ A = TypeVar("A")
 _READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
 _READ_AHEAD: Final = 4096
 _STORE_FAILED: Final = 10077
-_NAME_IN_USE: Final = 10058
-_NO_STREAM: Final = 10059
-_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
-"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
-_LONG_PAUSE: Final = 1.6
 _FEW: Final = 8
 """States that are read one by one."""
-_IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
-_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
-_WORD_SECONDS: Final = 5.0
-"""How long a server may take for a word about a loan: after an election the new leader may not know of it."""
-_NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 
 
 class JetStreamBus:
@@ -65,8 +55,8 @@ class JetStreamBus:
 
     def __init__(self, connection: Connection, layout: Layout, *, role: str, objects: JetStreamObjects) -> None:
         self._connection, self._layout, self._role, self._objects = connection, layout, role, objects
-        self._made: set[str] = set()
-        self._is_waiting = False  # for the learner to make the run's streams
+        streams = Streams(connection, layout, role=role)
+        self._stream, self._made = streams.of, streams.made
         self.refusals = Refusals()
 
     @classmethod
@@ -138,23 +128,13 @@ class JetStreamBus:
         raise refused
 
     @contextlib.asynccontextmanager
-    async def consume(self, topic: Topic[M]) -> AsyncIterator[AsyncIterator[Delivery[M]]]:
-        lender = Lender(self._connection, stream=await self._stream(topic), config=self._layout.workers())
-        held: list[_Delivery[M]] = []
-
-        async def take() -> Delivery[M]:
-            delivery = _Delivery(self._connection, await lender.take(), topic, self._layout)
-            if delivery.attempt > 1:
-                logger.info("%s %s: comes for the %d. time", topic.name, delivery.key, delivery.attempt)
-            held[:] = [one for one in held if one.is_ours()] + [delivery]
-            return delivery
-
+    async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
+        loans = Loans(self._connection, topic, self._layout, stream=await self._stream(topic))
         try:
-            await lender.start()
-            yield Each(take)
+            await loans.start()
+            yield loans
         finally:
-            for delivery in held:
-                await delivery.give_back()
+            await loans.end()
 
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
@@ -339,166 +319,6 @@ class JetStreamBus:
             found += subjects
             if not subjects or len(found) >= page.get("total", 0):
                 return found
-
-    async def _stream(self, topic: Topic[Any]) -> str:
-        """The name of the topic's stream, which is made, or given its new sizes, the first time."""
-        name = self._layout.stream(topic)
-        if name in self._made:
-            return name
-        if self._role != "learner":
-            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
-            return name
-        config = self._layout.stream_config(topic)
-        where = f"bus {self._connection.name}: {name}"
-        try:
-            try:
-                await self._connection.api(f"STREAM.CREATE.{name}", config)
-            except Refused as refused:
-                if refused.code != _NAME_IN_USE:
-                    raise
-                await self._connection.api(f"STREAM.UPDATE.{name}", config)
-        except Refused as refused:
-            if refused.code in _NO_PEERS:
-                raise ConfigError(
-                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
-                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
-                ) from None
-            if refused.code in _NO_ROOM:
-                raise ConfigError(
-                    f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
-                    f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
-                ) from None
-            if refused.code in _OTHER_SETTINGS:
-                raise ConfigError(
-                    f"{where}: is there with other settings ({refused.description}); go on with the settings it had "
-                    "(bus.storage, bus.replicas) or choose another run.name"
-                ) from None
-            raise
-        self._made.add(name)
-        return name
-
-    async def _require(self, name: str) -> None:
-        """Raises ConfigError, with the runs that are there, when this one is not."""
-        try:
-            await self._connection.api(f"STREAM.INFO.{name}")
-        except Refused as refused:
-            if not refused.description.endswith(_IS_GONE):
-                raise
-            raise NoSuchRun(
-                f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
-                f"{await self._runs()}"
-            ) from None
-        self._made.add(name)
-
-    async def _runs(self) -> str:
-        """The runs that are there. Raises Forbidden: a role that may not list them."""
-        found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
-        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()}
-        return ", ".join(sorted(runs)) or "(there is none)"
-
-    async def _until_made(self, name: str) -> None:
-        """waits for: the learner, which makes the run's streams"""
-        pause, others = 0.05, ""
-        while True:
-            try:
-                await self._connection.api(f"STREAM.INFO.{name}")
-                break
-            except Refused as refused:
-                if refused.code != _NO_STREAM:
-                    raise
-            if pause == _LONG_PAUSE and not self._is_waiting:
-                self._is_waiting = True  # for all streams: one line
-                with contextlib.suppress(Forbidden):
-                    others = f"; runs there: {await self._runs()}"
-                logger.warning(
-                    "bus %s: no run %r there yet; waiting for its learner%s",
-                    self._connection.name,
-                    self._layout.run,
-                    others,
-                )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONG_PAUSE + 0.1)
-        self._made.add(name)
-
-
-class _Delivery(Generic[M]):
-    """A message on loan by one connection.
-
-    A late nak would take it from whoever has it by then: the server does not tell them apart. A server that was killed
-    may have forgotten that it lent the message, and the next leader in a cluster may never have heard of it; it leaves
-    an ack for it unanswered, so the message is deleted instead.
-    One word at a time: a keep that overtakes a retry would have the message wait for ack_seconds
-    (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
-    """
-
-    def __init__(self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout) -> None:
-        self._connection, self._item = connection, item
-        self._stream = layout.stream(topic)
-        self._ack_seconds = layout.ack_seconds
-        self._until = item.time + layout.ack_seconds
-        self._content = opened(item.data, topic)
-        self._speaking = asyncio.Lock()
-        self.key = layout.key(topic, item.subject)
-        self.attempt = item.attempt
-
-    @property
-    def message(self) -> M | None:
-        return self._content.message
-
-    @property
-    def problem(self) -> str:
-        return self._content.problem
-
-    def is_ours(self) -> bool:
-        return time.monotonic() < self._until
-
-    async def ack(self) -> None:
-        """Also when somebody else holds it by now: it was done."""
-        async with self._speaking:
-            try:
-                await self._ask(b"+ACK")
-            except Unanswered:
-                await self._delete()
-            self._until = 0.0
-
-    async def retry(self, *, delay: float = 0.0) -> None:
-        async with self._speaking:
-            if self.is_ours():
-                await self._ask_or_tell(GIVE_BACK + b' {"delay": %d}' % int(delay * 1e9))
-                self._until = 0.0
-
-    async def keep(self) -> None:
-        async with self._speaking:
-            if self.is_ours():
-                kept = time.monotonic()
-                await self._ask_or_tell(b"+WPI")
-                self._until = kept + self._ack_seconds
-
-    async def give_back(self) -> None:
-        """At once and without an answer: who leaves waits for nobody. Lost, it comes again after ack_seconds."""
-        if self.is_ours():
-            self._until = 0.0
-            await self._tell(GIVE_BACK)
-
-    async def _ask(self, word: bytes) -> None:
-        await self._connection.request(self._item.reply, word, only_in=self._item.generation, patience=_WORD_SECONDS)
-
-    async def _tell(self, word: bytes) -> None:
-        await self._connection.send(self._item.reply, word, reply="")
-
-    async def _ask_or_tell(self, word: bytes) -> None:
-        try:
-            await self._ask(word)
-        except Unanswered:
-            await self._tell(word)  # a server that knows it hears it; one that does not will deliver it again
-
-    async def _delete(self) -> None:
-        body = {"seq": self._item.sequence, "no_erase": True}
-        try:
-            await self._connection.api(f"STREAM.MSG.DELETE.{self._stream}", body)
-        except Refused as refused:
-            if not refused.description.endswith(_IS_GONE):
-                raise
 
 
 def _fresh(role: str) -> str:

@@ -15,7 +15,7 @@ from asyncrl.bus.handover import Each, encoded, opened
 from asyncrl.bus.service import Asked, Line, answer_of
 from asyncrl.bus.stores import Item, Log, Objects, States, Work
 from asyncrl.codec import encode
-from asyncrl.protocols import Delivery, ObjectStore, Record
+from asyncrl.protocols import Deliveries, Delivery, ObjectStore, Record
 from asyncrl.refusals import Refusals
 from asyncrl.topics import Service, Topic
 
@@ -46,22 +46,12 @@ class MemoryBus:
         return self._queue(topic).add(key, data)
 
     @contextlib.asynccontextmanager
-    async def consume(self, topic: Topic[M]) -> AsyncIterator[AsyncIterator[Delivery[M]]]:
-        work = self._work(topic)
-        held: list[_Delivery[M]] = []
-
-        async def take() -> Delivery[M]:
-            while (item := work.take()) is None:
-                await work.changed.wait()
-            held[:] = [delivery for delivery in held if delivery.is_ours()]
-            held.append(_Delivery(work, item, topic))
-            return held[-1]
-
+    async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
+        loans = _Loans(self._work(topic), topic)
         try:
-            yield Each(take)
+            yield loans
         finally:
-            for delivery in held:
-                await delivery.retry()
+            await loans.end()
 
     @contextlib.asynccontextmanager
     async def read(self, topic: Topic[M], *, after: int = 0) -> AsyncIterator[AsyncIterator[Record[M]]]:
@@ -204,6 +194,30 @@ class MemoryBus:
 async def _let_others_run() -> None:
     """As a server's answer does: who calls in a loop, a full topic say, must not be alone in the process."""
     await asyncio.sleep(0)
+
+
+class _Loans(AsyncIterator[Delivery[M]], Generic[M]):
+    """Nothing is far away here: each is lent when it is asked for."""
+
+    def __init__(self, work: Work, topic: Topic[M]) -> None:
+        self._work, self._topic = work, topic
+        self._held: list[_Delivery[M]] = []
+
+    async def __anext__(self) -> Delivery[M]:
+        while (item := self._work.take()) is None:
+            await self._work.changed.wait()
+        self._held = [one for one in self._held if one.is_ours()] + [_Delivery(self._work, item, self._topic)]
+        return self._held[-1]
+
+    def want(self, count: int) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        for delivery in self._held:
+            await delivery.retry()
 
 
 class _Delivery(Generic[M]):

@@ -118,12 +118,11 @@ def next_pause(pause: float) -> float:
     return min(max(2 * pause, _FIRST_PAUSE_SECONDS), _LAST_PAUSE_SECONDS)
 
 
-def order_body(*, batch: int, max_bytes: int = 0) -> bytes:
-    order = {
-        "batch": batch,
-        "expires": int(_EXPIRES_SECONDS * 1e9),
-        "idle_heartbeat": int(_HEARTBEAT_SECONDS * 1e9),
-    }
+def order_body(*, batch: int, seconds: float = 0.0, max_bytes: int = 0) -> bytes:
+    """``seconds``: when it ends, without heartbeats; 0 is a reader's order."""
+    order = {"batch": batch, "expires": int((seconds or _EXPIRES_SECONDS) * 1e9)}
+    if not seconds:
+        order["idle_heartbeat"] = int(_HEARTBEAT_SECONDS * 1e9)
     if max_bytes:
         order["max_bytes"] = max_bytes
     return json.dumps(order).encode()

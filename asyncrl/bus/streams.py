@@ -1,0 +1,114 @@
+"""The streams of one run: who makes them, who waits for them, and who finds them or does not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, Final
+
+from asyncrl.bus.answers import IS_GONE, Refused
+from asyncrl.bus.connection import Connection
+from asyncrl.bus.layout import Layout
+from asyncrl.errors import ConfigError, Forbidden, NoSuchRun
+from asyncrl.topics import Topic
+
+logger = logging.getLogger(__name__)
+
+_NAME_IN_USE: Final = 10058
+_NO_STREAM: Final = 10059
+_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
+"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
+_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
+_NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
+_LONG_PAUSE: Final = 1.6
+
+
+class Streams:
+    """The learner's role makes them, with the sizes it has now; workers wait until it has; others require them."""
+
+    def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
+        self._connection, self._layout, self._role = connection, layout, role
+        self.made: set[str] = set()
+        """Known to be there."""
+        self._is_waiting = False  # for the learner to make the run's streams
+
+    async def of(self, topic: Topic[Any]) -> str:
+        """The name of the topic's stream, which is made, or given its new sizes, the first time."""
+        name = self._layout.stream(topic)
+        if name in self.made:
+            return name
+        if self._role != "learner":
+            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
+            return name
+        config = self._layout.stream_config(topic)
+        where = f"bus {self._connection.name}: {name}"
+        try:
+            try:
+                await self._connection.api(f"STREAM.CREATE.{name}", config)
+            except Refused as refused:
+                if refused.code != _NAME_IN_USE:
+                    raise
+                await self._connection.api(f"STREAM.UPDATE.{name}", config)
+        except Refused as refused:
+            if refused.code in _NO_PEERS:
+                raise ConfigError(
+                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
+                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
+                ) from None
+            if refused.code in _NO_ROOM:
+                raise ConfigError(
+                    f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
+                    f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
+                ) from None
+            if refused.code in _OTHER_SETTINGS:
+                raise ConfigError(
+                    f"{where}: is there with other settings ({refused.description}); go on with the settings it had "
+                    "(bus.storage, bus.replicas) or choose another run.name"
+                ) from None
+            raise
+        self.made.add(name)
+        return name
+
+    async def _require(self, name: str) -> None:
+        """Raises ConfigError, with the runs that are there, when this one is not."""
+        try:
+            await self._connection.api(f"STREAM.INFO.{name}")
+        except Refused as refused:
+            if not refused.description.endswith(IS_GONE):
+                raise
+            raise NoSuchRun(
+                f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
+                f"{await self._runs()}"
+            ) from None
+        self.made.add(name)
+
+    async def _runs(self) -> str:
+        """The runs that are there. Raises Forbidden: a role that may not list them."""
+        found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
+        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()}
+        return ", ".join(sorted(runs)) or "(there is none)"
+
+    async def _until_made(self, name: str) -> None:
+        """waits for: the learner, which makes the run's streams"""
+        pause, others = 0.05, ""
+        while True:
+            try:
+                await self._connection.api(f"STREAM.INFO.{name}")
+                break
+            except Refused as refused:
+                if refused.code != _NO_STREAM:
+                    raise
+            if pause == _LONG_PAUSE and not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                with contextlib.suppress(Forbidden):
+                    others = f"; runs there: {await self._runs()}"
+                logger.warning(
+                    "bus %s: no run %r there yet; waiting for its learner%s",
+                    self._connection.name,
+                    self._layout.run,
+                    others,
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONG_PAUSE + 0.1)
+        self.made.add(name)
