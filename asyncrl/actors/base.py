@@ -11,8 +11,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from asyncrl.actors.start_signs import StartSigns, judged
 from asyncrl.actors.waits import OpenWait, Waits
@@ -21,8 +20,6 @@ from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.policies.faults import PATIENCE_SECONDS
 from asyncrl.protocols import Bus
 from asyncrl.topics import ACTORS
-
-T = TypeVar("T")
 
 CLOCK_SECONDS = 60.0
 FORGET_SECONDS = 2.0
@@ -110,28 +107,6 @@ class Actor(abc.ABC):
     def numbers(self) -> dict[str, float]:
         """Gauges and counters for the heartbeat."""
         return {}
-
-    async def until_drained(self, items: AsyncIterator[T], *, what: str, on: str) -> AsyncIterator[T]:
-        """``items`` until drain() is called. An item that arrives together with the drain is given back by the bus.
-
-        what, on: see ``waiting``
-        """
-        draining = asyncio.ensure_future(self.draining.wait())
-        try:
-            while not self.draining.is_set():
-                item = asyncio.ensure_future(anext(items))
-                try:
-                    with self.waiting(what, on=on):
-                        await asyncio.wait((item, draining), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not item.done():
-                        item.cancel()
-                        await asyncio.wait((item,))
-                if item.cancelled():
-                    return
-                yield item.result()
-        finally:
-            draining.cancel()
 
 
 class Heart(Actor):

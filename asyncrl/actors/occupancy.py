@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 
 class Room:
@@ -11,27 +12,33 @@ class Room:
     before its longest answer, and what it leaves free is taken at once."""
 
     def __init__(self, max_running: int) -> None:
-        self._max_running = max_running
+        self.max_running = max_running
+        self.on_change: Callable[[], None] = lambda: None
         self._running = 0
         self._changed = asyncio.Event()
 
+    @property
+    def has_place(self) -> bool:
+        """Fewer samples are in progress than may be; a group then taken may be over by all but one of its own."""
+        return self._running < self.max_running
+
+    @property
+    def free_places(self) -> int:
+        return max(0, self.max_running - self._running)
+
     def take(self, count: int) -> Places:
         self._running += count
+        self.on_change()
         return Places(self, count)
 
     def leave(self, count: int) -> None:
         self._running -= count
         self._changed.set()
+        self.on_change()
 
     async def only(self, places: Places) -> None:
         """Until no samples are in progress but these."""
         while self._running > places.taken:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def free(self) -> None:
-        """Until fewer samples are in progress than may be; a group then taken may be over by all but one of its own."""
-        while self._running >= self._max_running:
             self._changed.clear()
             await self._changed.wait()
 

@@ -16,7 +16,7 @@ import asyncio
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from asyncrl import messages
 from asyncrl.actors.base import Actor
 from asyncrl.actors.occupancy import Activity, Places, Room
+from asyncrl.actors.prefetch import Loan, Pace, Prefetch
 from asyncrl.actors.salvage import Parts, Salvage
 from asyncrl.actors.stragglers import Stragglers
 from asyncrl.actors.waits import Answers
@@ -40,7 +41,7 @@ from asyncrl.errors import (
     RolloutError,
 )
 from asyncrl.messages import Event, PromptGroup, Trajectory, TrajectoryGroup, Wait
-from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, PROMPT_SOURCE, SPACE_IN_LOG
+from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
@@ -75,7 +76,9 @@ class RolloutWorker(Actor):
         keep_seconds: float,
         stragglers: Stragglers | None = None,
         salvage: Salvage | None = None,
+        ahead: Callable[[], int] | None = None,
     ) -> None:
+        """``ahead``: prompt groups kept ready beyond those there is room for; None is what its pace asks for."""
         super().__init__(name, bus)
         self._salvage = salvage or Salvage(bus, worker=name, seconds=0, max_attempts=max_attempts, max_staleness=0)
         self._engine = engine
@@ -88,6 +91,8 @@ class RolloutWorker(Actor):
         self._keep_seconds = keep_seconds
         self._stragglers = stragglers
         self._room = Room(max_running)
+        self._ahead = ahead
+        self._pace = Pace()
         self._activity = Activity()
         self._answers = Answers()
         self._hurried = asyncio.Event()
@@ -139,14 +144,37 @@ class RolloutWorker(Actor):
 
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
-            async for delivery in self.until_drained(deliveries, what="prompts", on=PROMPT_SOURCE):
-                places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
-                alone = 1 < delivery.attempt == self._max_attempts
-                processing = group.create_task(
-                    self._process(delivery, places, alone=alone), name=f"{self.name}.group-{delivery.key}"
-                )
-                with self.waiting("room for another group"):
-                    await (asyncio.wait((processing,)) if alone else self._room.free())
+            prefetch = Prefetch(
+                self.bus,
+                deliveries,
+                worker=self.name,
+                room=self._room,
+                ahead=self._ahead or self._pace.groups_ahead,
+                keep_seconds=self._keep_seconds,
+                max_attempts=self._max_attempts,
+                owner=group,
+            )
+            group.create_task(prefetch.fetch(self.waiting), name=f"{self.name}.fetch")
+            group.create_task(self._end(prefetch), name=f"{self.name}.end")
+            while (loan := await prefetch.next()) is not None:
+                await self._begin(loan, prefetch, owner=group)
+
+    async def _end(self, prefetch: Prefetch) -> None:
+        await self.draining.wait()
+        prefetch.end()
+
+    async def _begin(self, loan: Loan, prefetch: Prefetch, *, owner: asyncio.TaskGroup) -> None:
+        delivery = loan.delivery
+        places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
+        attempt = await prefetch.attempt(delivery)
+        alone = 1 < attempt == self._max_attempts
+        processing = owner.create_task(
+            self._process(loan, places, attempt=attempt, prefetch=prefetch if alone else None),
+            name=f"{self.name}.group-{delivery.key}",
+        )
+        if alone:
+            async with prefetch.held():
+                await asyncio.wait((processing,))
 
     async def _until_quarantined(self) -> str:
         """Until the learner says that it trains nothing of this worker; why. A verdict on another life is not on it."""
@@ -177,37 +205,29 @@ class RolloutWorker(Actor):
                     self.log.info("the run is finished")
                     return
 
-    async def _process(self, delivery: Delivery[PromptGroup], places: Places, *, alone: bool = False) -> None:
-        """One prompt group from delivery to ack. ``alone``: it waits until nothing else runs here."""
-        keep = asyncio.create_task(self._keep(delivery))  # cancelled below, on every way out
+    async def _process(self, loan: Loan, places: Places, *, attempt: int, prefetch: Prefetch | None) -> None:
+        """One prompt group from delivery to ack. ``prefetch``: it waits until nothing else runs here."""
+        delivery = loan.delivery
         try:
-            if alone:
-                await self._room.only(places)
-            result = await self._make(delivery, places)
+            if prefetch is not None:
+                async with prefetch.unbegun(delivery):
+                    await self._room.only(places)
+            result = await self._make(delivery, places, attempt=attempt)
             if result is not None:
                 await self._publish(result)
-            await delivery.ack()
+            await self._pace.ack(delivery)
             await self._salvage.forget(delivery.key)
         except EngineDied:
             raise
         except EngineError as error:
-            self.log.warning("group %s: attempt %d failed: %s", delivery.key, delivery.attempt, error)
+            self.log.warning("group %s: attempt %d failed: %s", delivery.key, attempt, error)
             await delivery.retry(delay=RETRY_SECONDS)
         finally:
-            keep.cancel()
+            loan.keeping.cancel()
             self._salvage.close(delivery.key)
             places.leave(places.taken)
 
-    async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
-        """Long generations outlive the bus's patience: say regularly that somebody is at it."""
-        while True:
-            await asyncio.sleep(self._keep_seconds)
-            try:
-                await delivery.keep()
-            except BusError as error:  # the worst that follows is a second copy, which the ledger drops
-                self.log.warning("group %s: could not renew the loan: %s", delivery.key, error)
-
-    async def _make(self, delivery: Delivery[PromptGroup], places: Places) -> TrajectoryGroup | None:
+    async def _make(self, delivery: Delivery[PromptGroup], places: Places, *, attempt: int) -> TrajectoryGroup | None:
         """None: it is no group that anybody waits for."""
         prompt, group_id = delivery.message, group_id_of(delivery.key)
         if prompt is None or prompt.group_id != group_id:
@@ -217,7 +237,7 @@ class RolloutWorker(Actor):
             self.bus.refusals.note(PROMPTS.name, problem, kind="malformed" if prompt is None else "key")
             return None if group_id is None else _buried(group_id, self.name, problem)
         gave_up = f"gave up after {self._max_attempts} attempts"
-        if delivery.attempt > self._max_attempts:
+        if attempt > self._max_attempts:
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
         started = time.monotonic()
         parts = await self._salvage.open(prompt, attempt=delivery.attempt)
@@ -227,7 +247,7 @@ class RolloutWorker(Actor):
             self.log.warning("group %d is buried: %s", prompt.group_id, error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
         except EngineError as error:
-            if isinstance(error, EngineDied) or delivery.attempt < self._max_attempts:
+            if isinstance(error, EngineDied) or attempt < self._max_attempts:
                 raise
             return _buried(prompt.group_id, self.name, f"{gave_up}, the last: {error}", prompt)
         return TrajectoryGroup(
