@@ -1,0 +1,155 @@
+"""Prompt groups that a worker keeps ready: how many, what becomes of them, and what that costs nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.policies.prefetch import MOST, groups_ahead
+from asyncrl.protocols import Bus
+from asyncrl.topics import PROMPTS, SEGMENTS, TRAJECTORIES
+from tests import fakes
+from tests.bus_fixtures import first, publish_prompts, taken
+
+ROOM = 2  # one group of tests.bus_fixtures.prompt
+
+
+@contextlib.asynccontextmanager
+async def working(bus: Bus, engine: fakes.Engine, *, ahead: int, **changes: Any) -> AsyncIterator[Any]:
+    """(worker, task) until the end of the block, where it is killed."""
+    actors = fakes.worker(bus, engine, ahead=lambda: ahead, **({"max_running": ROOM} | changes))
+    task = asyncio.create_task(fakes.run_worker(actors))
+    try:
+        yield actors[0], task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def gated() -> fakes.Engine:
+    engine = fakes.Engine()
+    engine.gate.clear()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("rate", "round_trip", "groups"),
+    [
+        (12.0, 0.2, 8),  # 12 x 0.2 x 3 = 7.2 groups are begun in three round trips
+        (1.2, 0.2, 1),
+        (0.1, 0.2, 0),  # long answers
+        (12.0, 0.002, 0),  # near
+        (0.0, 10.0, 0),
+        (1000.0, 1.0, MOST),
+    ],
+)
+def test_as_many_are_ready_as_are_begun_in_three_round_trips(rate: float, round_trip: float, groups: int) -> None:
+    assert groups_ahead(groups_per_second=rate, round_trip_seconds=round_trip) == groups
+
+
+async def test_a_worker_holds_what_it_runs_and_what_it_keeps_ready_and_no_more(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0)
+    async with working(await bus_factory(), engine, ahead=2):
+        await fakes.until(lambda: engine.running == 2)
+        await publish_prompts(bus, 1, 2, 3, 4)
+        async with taken(other, 2) as theirs:
+            assert {delivery.attempt for delivery in theirs} == {1}
+            engine.version = (0, 3)
+            engine.gate.set()
+            records = await first(bus, 3)
+    versions = {
+        record.key: {span.policy_version for one in record.message.trajectories for span in one.version_spans}
+        for record in records
+    }
+    assert versions.pop("0") == {0, 3}
+    assert list(versions.values()) == [{3}, {3}]  # they began with the newest weights
+
+
+async def test_who_drains_gives_back_at_once_what_it_has_not_begun(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0, 1, 2)
+    async with working(await bus_factory(), engine, ahead=2) as (worker, task):
+        await fakes.until(lambda: engine.running == 2)
+        worker.drain()
+        async with taken(other, 2) as theirs:
+            assert {delivery.key for delivery in theirs} == {"1", "2"}
+            assert not task.done()
+            engine.gate.set()
+            await task
+            assert await bus.depth(PROMPTS) == 2
+
+
+async def test_an_attempt_that_never_began_buries_nothing(bus_factory: Any, monkeypatch: Any) -> None:
+    """Four workers, one after another, have it ready and are scaled down; the fifth makes it."""
+    monkeypatch.setattr("asyncrl.actors.prefetch.MARK_SECONDS", 0.0)
+    bus = await bus_factory()
+    async with contextlib.AsyncExitStack() as stack:
+        before: Any = None
+        for number in range(4):
+            engine = gated()
+            await publish_prompts(bus, 100 + number)
+            worker, _ = await stack.enter_async_context(working(await bus_factory(), engine, ahead=1, max_attempts=3))
+            await fakes.until(lambda engine=engine: engine.running == 2)
+            if before is None:
+                await publish_prompts(bus, 1)
+            else:
+                before.drain()
+            while f"1/{number + 1}/unbegun" not in await bus.states(SEGMENTS):
+                await asyncio.sleep(0.01)
+            before = worker
+        await stack.enter_async_context(working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=3))
+        before.drain()
+        (record,) = await first(bus, 1)
+    assert (record.key, record.message.error) == ("1", "")
+
+
+async def test_who_dies_with_a_group_that_waits_for_its_last_attempt_has_not_begun_it(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    engine = gated()
+    async with contextlib.AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as lent:
+            await publish_prompts(bus, 1)
+            await lent.enter_async_context(taken(other, 1))
+            await publish_prompts(bus, 0)
+            await stack.enter_async_context(working(await bus_factory(), engine, ahead=1, max_attempts=2))
+            await fakes.until(lambda: engine.running == 2)
+        while "1/2/unbegun" not in await bus.states(SEGMENTS):
+            await asyncio.sleep(0.01)
+    async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=2):
+        records = await first(bus, 2)
+    assert {record.key: record.message.error for record in records} == {"0": "", "1": ""}
+
+
+async def test_a_group_that_begins_is_marked_as_unbegun_no_more(bus_factory: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("asyncrl.actors.prefetch.MARK_SECONDS", 0.0)
+    bus = await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0, 1)
+    async with working(await bus_factory(), engine, ahead=1):
+        while "1/1/unbegun" not in await bus.states(SEGMENTS):
+            await asyncio.sleep(0.01)
+        engine.gate.set()
+        await first(bus, 2)
+        assert await bus.states(SEGMENTS) == {}
+
+
+async def test_two_workers_that_keep_groups_ready_train_the_same_run(bus_factory: Any, tmp_path: Path) -> None:
+    """Synchronous, where a group that waits at one worker is waited for by all."""
+    loop = fakes.Loop(await bus_factory(), tmp_path, steps=4)
+    loop.mode, loop.max_staleness = "sync", 0
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("w0", "w1"):
+            actors = fakes.worker(await bus_factory(), fakes.Engine(), name=name, load="on_demand", ahead=lambda: 3)
+            task = asyncio.create_task(fakes.run_worker(actors))
+            stack.callback(task.cancel)
+        await loop.run_learner()
+    assert [row["staleness/max"] for row in loop.recorder.rows] == [0.0] * 4
+    assert await loop.bus.last_sequence(TRAJECTORIES) == 8
