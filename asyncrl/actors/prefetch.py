@@ -2,9 +2,7 @@
 
   F1 no more than it begins while others are on their way (policies/prefetch.py): nobody starves beside a full worker
   F2 who drains gives them back at once; they begin nowhere else before, and with the newest weights when they do
-  F3 a group that was not begun has used up no attempt: while it waits, a mark in ``segments`` says so. There is none
-     of a group that has waited for less than MARK_SECONDS, unless this may be its last attempt: those count
-     (test_an_attempt_that_never_began_buries_nothing)
+  F3 a group that was not begun has used up no attempt but the first (attempts.py)
 Tests: tests/test_prefetch.py.
 """
 
@@ -16,20 +14,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.actors.occupancy import Room
 from asyncrl.errors import BusError
-from asyncrl.messages import GroupSegment, PromptGroup
+from asyncrl.messages import PromptGroup
 from asyncrl.policies.faults import PROMPT_SOURCE
 from asyncrl.policies.prefetch import groups_ahead
-from asyncrl.protocols import Bus, Deliveries, Delivery
-from asyncrl.topics import SEGMENTS, group_id_of
+from asyncrl.protocols import Deliveries, Delivery
 
-MARK_SECONDS: Final = 1.0
 _WINDOW_SECONDS: Final = 10.0
 _FEW: Final = 8
-_UNBEGUN: Final = "unbegun"
 
 
 class Pace:
@@ -56,12 +52,12 @@ class Pace:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Loan:
     """A prompt group, kept on loan by ``keeping`` until it is done or given back."""
 
-    def __init__(self, delivery: Delivery[PromptGroup], *, keeping: asyncio.Task[None]) -> None:
-        self.delivery, self.keeping = delivery, keeping
-        self.marking: asyncio.Task[None] | None = None
+    delivery: Delivery[PromptGroup]
+    keeping: asyncio.Task[None]
 
 
 class Prefetch:
@@ -69,19 +65,17 @@ class Prefetch:
 
     def __init__(
         self,
-        bus: Bus,
         deliveries: Deliveries[PromptGroup],
         *,
         worker: str,
         room: Room,
         ahead: Callable[[], int],
         keep_seconds: float,
-        max_attempts: int,
         owner: asyncio.TaskGroup,
     ) -> None:
         """``ahead``: groups wanted beyond those there is room for."""
-        self._bus, self._deliveries, self._worker, self._room = bus, deliveries, worker, room
-        self._ahead, self._keep_seconds, self._max_attempts, self._owner = ahead, keep_seconds, max_attempts, owner
+        self._deliveries, self._room, self._ahead = deliveries, room, ahead
+        self._keep_seconds, self._owner = keep_seconds, owner
         self._log = logging.getLogger(f"asyncrl.{worker}")
         self._waiting: deque[Loan] = deque()
         self._group_size = room.max_running  # until one is seen
@@ -123,10 +117,7 @@ class Prefetch:
     def _add(self, delivery: Delivery[PromptGroup]) -> None:
         if delivery.message is not None:
             self._group_size = delivery.message.group_size
-        loan = Loan(delivery, keeping=self._owner.create_task(self._keep(delivery)))
-        if self._waiting or self._closed.is_set() or not self._room.has_place:
-            loan.marking = self._owner.create_task(self._mark_later(delivery))
-        self._waiting.append(loan)
+        self._waiting.append(Loan(delivery, self._owner.create_task(self._keep(delivery))))
         self._tell()
 
     def end(self) -> None:
@@ -156,15 +147,11 @@ class Prefetch:
         await self._until(lambda: self._is_over or bool(self._waiting and self._room.has_place))
         if self._is_over:
             return None
-        loan = self._waiting.popleft()
-        if loan.marking is not None:
-            await _ended(loan.marking)
-            await self._unmark(loan.delivery)
-        return loan
+        return self._waiting.popleft()
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Inside, nothing is fetched, and what waits goes to others."""
+        """Inside, nothing more is fetched, and what waited has gone to others."""
         self._closed.set()
         try:
             await self.give_back()
@@ -181,49 +168,10 @@ class Prefetch:
                 words.create_task(self._give_back(loan))
 
     async def _give_back(self, loan: Loan) -> None:
-        if loan.marking is not None:
-            await _ended(loan.marking)
         try:
-            await self._mark(loan.delivery)
             await loan.delivery.retry()
         finally:
             loan.keeping.cancel()
-
-    # -- what it costs of its attempts ---------------------------------------------------------------------------------
-
-    async def attempt(self, delivery: Delivery[PromptGroup]) -> int:
-        """Its number without those that never began; exact where that matters, for what may be the last one."""
-        if delivery.attempt < max(2, self._max_attempts):
-            return delivery.attempt
-        found = await self._bus.states(SEGMENTS, under=f"{group_id_of(delivery.key)}/")
-        before = range(1, delivery.attempt)
-        return delivery.attempt - sum(_mark_key(delivery.key, attempt) in found for attempt in before)
-
-    @contextlib.asynccontextmanager
-    async def unbegun(self, delivery: Delivery[PromptGroup]) -> AsyncIterator[None]:
-        """Whoever dies inside has not begun it."""
-        await self._mark(delivery)
-        yield
-        await self._unmark(delivery)
-
-    async def _mark_later(self, delivery: Delivery[PromptGroup]) -> None:
-        if delivery.attempt < self._max_attempts:
-            await asyncio.sleep(MARK_SECONDS)
-        await self._mark(delivery)
-
-    async def _mark(self, delivery: Delivery[PromptGroup]) -> None:
-        if (group_id := group_id_of(delivery.key)) is None:
-            return
-        mark = GroupSegment(group_id=group_id, worker=self._worker, calls=())
-        try:
-            await self._bus.put(SEGMENTS, mark, key=_mark_key(delivery.key, delivery.attempt))
-        except BusError as error:
-            self._log.warning("group %s: could not say that it has not begun: %s", delivery.key, error)
-
-    async def _unmark(self, delivery: Delivery[PromptGroup]) -> None:
-        """Before it begins: a prompt that kills its worker must not look as if it had not."""
-        if group_id_of(delivery.key) is not None:
-            await self._bus.forget(SEGMENTS, key=_mark_key(delivery.key, delivery.attempt))
 
     async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
         """Long generations outlive the bus's patience: say regularly that somebody is at it."""
@@ -233,10 +181,6 @@ class Prefetch:
                 await delivery.keep()
             except BusError as error:  # the worst that follows is a second copy, which the ledger drops
                 self._log.warning("group %s: could not renew the loan: %s", delivery.key, error)
-
-
-def _mark_key(key: str, attempt: int) -> str:
-    return f"{key}/{attempt}/{_UNBEGUN}"
 
 
 async def _ended(task: asyncio.Future[Any]) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl import messages
+from asyncrl.actors.attempts import Attempts
 from asyncrl.actors.base import Actor
 from asyncrl.actors.occupancy import Activity, Places, Room
 from asyncrl.actors.prefetch import Loan, Pace, Prefetch
@@ -93,6 +94,7 @@ class RolloutWorker(Actor):
         self._room = Room(max_running)
         self._ahead = ahead
         self._pace = Pace()
+        self._attempts = Attempts(bus, worker=name, max_attempts=max_attempts)
         self._activity = Activity()
         self._answers = Answers()
         self._hurried = asyncio.Event()
@@ -145,13 +147,11 @@ class RolloutWorker(Actor):
     async def _work(self) -> None:
         async with self.bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
             prefetch = Prefetch(
-                self.bus,
                 deliveries,
                 worker=self.name,
                 room=self._room,
                 ahead=self._ahead or self._pace.groups_ahead,
                 keep_seconds=self._keep_seconds,
-                max_attempts=self._max_attempts,
                 owner=group,
             )
             group.create_task(prefetch.fetch(self.waiting), name=f"{self.name}.fetch")
@@ -166,11 +166,10 @@ class RolloutWorker(Actor):
     async def _begin(self, loan: Loan, prefetch: Prefetch, *, owner: asyncio.TaskGroup) -> None:
         delivery = loan.delivery
         places = self._room.take(delivery.message.group_size if delivery.message is not None else 0)
-        attempt = await prefetch.attempt(delivery)
+        attempt = await self._attempts.number(delivery)
         alone = 1 < attempt == self._max_attempts
         processing = owner.create_task(
-            self._process(loan, places, attempt=attempt, prefetch=prefetch if alone else None),
-            name=f"{self.name}.group-{delivery.key}",
+            self._process(loan, places, attempt=attempt, alone=alone), name=f"{self.name}.group-{delivery.key}"
         )
         if alone:
             async with prefetch.held():
@@ -205,13 +204,12 @@ class RolloutWorker(Actor):
                     self.log.info("the run is finished")
                     return
 
-    async def _process(self, loan: Loan, places: Places, *, attempt: int, prefetch: Prefetch | None) -> None:
-        """One prompt group from delivery to ack. ``prefetch``: it waits until nothing else runs here."""
+    async def _process(self, loan: Loan, places: Places, *, attempt: int, alone: bool) -> None:
+        """One prompt group from delivery to ack. ``alone``: it waits until nothing else runs here."""
         delivery = loan.delivery
         try:
-            if prefetch is not None:
-                async with prefetch.unbegun(delivery):
-                    await self._room.only(places)
+            if alone:
+                await self._room.only(places)
             result = await self._make(delivery, places, attempt=attempt)
             if result is not None:
                 await self._publish(result)
@@ -239,6 +237,7 @@ class RolloutWorker(Actor):
         gave_up = f"gave up after {self._max_attempts} attempts"
         if attempt > self._max_attempts:
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
+        await self._attempts.begin(delivery)
         started = time.monotonic()
         parts = await self._salvage.open(prompt, attempt=delivery.attempt)
         try:

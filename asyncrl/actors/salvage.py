@@ -136,7 +136,7 @@ class Salvage:
     async def forget(self, key: str) -> None:
         """The group is published."""
         try:
-            if (parts := self.close(key)) is not None and self.is_on:
+            if (parts := self.close(key)) is not None:
                 await parts.forget(self._bus)
         except BusError as error:  # they go by themselves in some hours
             self._log.warning("group %s: its segments stay on the bus: %s", key, error)
