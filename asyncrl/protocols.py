@@ -138,8 +138,8 @@ class Bus(Protocol):
         """Forget log entries up to sequence ``through``."""
         ...
 
-    async def put(self, topic: Topic[M], message: M, *, key: str = "") -> None:
-        """Set a state."""
+    async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
+        """Set a state. ``is_sure`` False: it may be lost and nobody says so; for what is said again soon anyway."""
         ...
 
     def watch(self, topic: Topic[M], *, key: str = "") -> AbstractAsyncContextManager[AsyncIterator[M]]:

@@ -66,7 +66,7 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
     try:
         worker, follower = await build_worker(run, bus=bus, name=name)
         gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
-        await supervise(worker, follower, Heart(worker, follower))
+        await supervise(worker, follower, Heart(worker))
         return 0
     finally:
         await bus.close()

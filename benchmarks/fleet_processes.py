@@ -148,7 +148,7 @@ def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
             max_staleness=run.max_staleness,
         ),
     )
-    return [made, follower, Heart(made, follower)]
+    return [made, follower, Heart(made)]
 
 
 def learner(parent: Connection, run: RunConfig, token: str) -> None:

@@ -134,7 +134,7 @@ class Heart(Actor):
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
                 heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
-                await self.bus.put(ACTORS, heartbeat, key=actor.name)
+                await self.bus.put(ACTORS, heartbeat, key=actor.name, is_sure=False)
             await asyncio.sleep(self._interval)
 
     async def stop(self) -> None:

@@ -16,9 +16,9 @@ from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
 WORKER_ROLE = "rollout-worker"
 REFUSED = "bus/refused"
 LARGE_FLEET = 64
-"""Of more workers than this a row has the sums only, and they are looked up at most every BEAT_SECONDS: what a step
+"""Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
 costs the learner does not grow with the fleet."""
-BEAT_SECONDS = 2.0
+LOOK_SECONDS = 10.0
 
 
 class Reporter:
@@ -52,7 +52,7 @@ class Reporter:
 
     async def workers(self) -> list[Heartbeat]:
         """The rollout workers that live."""
-        if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= BEAT_SECONDS:
+        if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             beats = await self._bus.states(ACTORS)
             self._workers = [beat for beat in beats.values() if beat.role == WORKER_ROLE]

@@ -41,7 +41,7 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
-from asyncrl.messages import Event, PromptGroup, Trajectory, TrajectoryGroup, Wait
+from asyncrl.messages import Event, Heartbeat, PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
 from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
@@ -350,6 +350,12 @@ class RolloutWorker(Actor):
     @property
     def version(self) -> tuple[int, int]:
         return self._engine.version
+
+    def heartbeat(self) -> Heartbeat:
+        """Its follower's too: a process beats once."""
+        beat = super().heartbeat()
+        said: Heartbeat = messages.replace(beat, problem=beat.problem or self._follower.problem)
+        return said
 
     def present_waits(self) -> tuple[Wait, ...]:
         """Also what its follower waits for, and its engine's next token: without either nothing is generated."""

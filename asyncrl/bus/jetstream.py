@@ -180,8 +180,13 @@ class JetStreamBus:
 
     # -- states -----------------------------------------------------------------------------------------------------
 
-    async def put(self, topic: Topic[M], message: M, *, key: str = "") -> None:
+    async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
         data = encoded(message, topic=topic, key=key, limit=self.max_message_bytes)
+        if not is_sure:
+            await self._stream(topic)
+            await self._connection.online()
+            await self._connection.send(self._layout.subject(topic, key), data, reply="")
+            return
         await self._set(topic, key, data, {})
 
     @contextlib.asynccontextmanager

@@ -78,7 +78,7 @@ class MemoryBus:
         await _let_others_run()
         self._log(topic).trim(through)
 
-    async def put(self, topic: Topic[M], message: M, *, key: str = "") -> None:
+    async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
         await _let_others_run()
         data = encoded(message, topic=topic, key=key, limit=self._max_message_bytes)
         self._state(topic).put(key, data)
