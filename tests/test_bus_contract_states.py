@@ -28,6 +28,12 @@ pytestmark = pytest.mark.usefixtures("no_blocking")
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
+async def test_a_state_that_is_put_without_an_answer_is_there_for_who_asks_behind_it(bus: Bus) -> None:
+    await bus.put(ACTORS, heartbeat("w0"), key="w0", is_sure=False)
+    await bus.put(ACTORS, heartbeat("w1"), key="w1")
+    assert (await bus.states(ACTORS)).keys() == {"w0", "w1"}
+
+
 async def test_watch_gives_the_present_state_first(bus: Bus) -> None:
     await bus.put(PROGRESS, progress(1))
     await bus.put(PROGRESS, progress(2))

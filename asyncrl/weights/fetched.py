@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -26,6 +27,8 @@ _WORK: Final = ".part-work"
 _TEMPORARY: Final = ".tmp-"
 _LOOK_SECONDS: Final = 0.05
 _DIGITS: Final = 16
+_SMALL_BYTES: Final = 2**20
+_SIDE_BY_SIDE: Final = 8
 
 
 class FetchedVersions:
@@ -117,8 +120,7 @@ class FetchedVersions:
         else:
             base.rename(file)
         try:
-            for link in route.links:
-                self._apply(link, file)
+            self._apply(route.links, file)
             if safetensors_file.sha256(file) != route.links[-1].sha256:
                 raise WeightsError("it gives other weights than were published")
         except WeightsError as error:
@@ -129,11 +131,17 @@ class FetchedVersions:
             raise _Lost(deltas, f"{', '.join(sorted(deltas))}: {error}") from error
         return file
 
-    def _apply(self, link: Link, file: Path) -> None:
-        try:
-            delta.apply(np.memmap(file, mode="r+"), self._counted(link.delta_name))
-        except ObjectGone as error:
-            raise _Lost({link.delta_name}, str(error)) from error
+    def _apply(self, links: chain.Chain, file: Path) -> None:
+        """One after another; small ones are fetched side by side, as far away each takes round trips, not bandwidth."""
+        with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "delta") as readers:
+            small = [link for link in links if link.delta <= _SMALL_BYTES]
+            read = {link: readers.submit(list, self._counted(link.delta_name)) for link in small}
+            for link in links:
+                try:
+                    blocks = read[link].result() if link in read else self._counted(link.delta_name)
+                    delta.apply(np.memmap(file, mode="r+"), iter(blocks))
+                except ObjectGone as error:
+                    raise _Lost({link.delta_name}, str(error)) from error
 
     def _take_whole(self, link: Link) -> Path:
         """Fetched, going on where an earlier process was ended."""
