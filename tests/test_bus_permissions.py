@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from asyncrl import only_one
 from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.access import ROLES, Access
@@ -25,7 +26,7 @@ from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.permissions import OPERATOR_WRITES, WORKER_KEEPS, WORKER_READS, WORKER_WRITES
 from asyncrl.bus.server import find_binary
 from asyncrl.errors import ConfigError, Forbidden
-from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
+from asyncrl.fleet_messages import Claim, FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.topics import (
@@ -34,6 +35,7 @@ from asyncrl.topics import (
     EVENTS,
     FLEET,
     FLEET_STATUS,
+    LAUNCHER,
     PROGRESS,
     PROMPTS,
     QUARANTINE,
@@ -46,7 +48,7 @@ from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
 
-RUNS = ("mine", "other")
+RUNS = ("mine", "other", "whole")
 ROOT = Path(__file__).parent.parent
 
 
@@ -90,10 +92,17 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def empty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(tmp_path_factory.mktemp("nats") / "server")
     yield made
     made.close()
+
+
+@pytest.fixture
+async def server(empty_server: Server) -> Server:
+    """Its learner has made the streams of "mine": the other roles need not wait for it."""
+    async with connected(empty_server, "learner"):
+        return empty_server
 
 
 @contextlib.asynccontextmanager
@@ -154,8 +163,8 @@ def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
 
 async def test_a_whole_run_works_with_each_process_in_its_role(server: Server, tmp_path: Path) -> None:
     async with (
-        connected(server, "learner", run="other") as ours,
-        connected(server, "rollout-worker", run="other") as its,
+        connected(server, "learner", run="whole") as ours,
+        connected(server, "rollout-worker", run="whole") as its,
     ):
         loop = Loop(ours, tmp_path, steps=4, checkpoint_every=2, examiner=Examiner(ours))
         async with asyncio.TaskGroup() as tasks:
@@ -201,6 +210,16 @@ async def test_workers_take_turns_on_a_lease(server: Server) -> None:
             await asyncio.wait((waiting,), timeout=0.3)
             assert not waiting.done()
         await asyncio.wait_for(waiting, 3)  # told, not only after the five seconds it lives
+
+
+async def test_two_workers_of_a_name_find_each_other(server: Server) -> None:
+    async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
+        async with only_one.worker(one, "w.0", run="mine"):
+            with pytest.raises(ConfigError, match="a rollout worker 'w.0' is up in run 'mine': process"):
+                async with only_one.worker(two, "w.0", run="mine"):
+                    pass
+        with pytest.raises(Forbidden):
+            await one.ask(LAUNCHER, Claim(host="here", pid=1), seconds=5)
 
 
 async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> None:
