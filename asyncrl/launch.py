@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app, needs, only_learner, only_one
+from asyncrl import app, elsewhere, needs, only_learner, only_one
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
@@ -95,18 +95,20 @@ async def _run(
 ) -> int:
     async with contextlib.AsyncExitStack() as stack:
         if run_config.bus.url:  # a server of our own has our run alone
-            await stack.enter_async_context(_alone(run_config, token=token))
+            await stack.enter_async_context(_alone(run_config, resume=resume, token=token))
             _make(run_config.run_directory)  # not before somebody answers there
         return await _supervised(run_config, launcher, common, resume=resume, token=token, server=server)
 
 
 @contextlib.asynccontextmanager
-async def _alone(run_config: RunConfig, *, token: str) -> AsyncIterator[None]:
+async def _alone(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
     """A second learner would be refused anyway, but not before its workers had mixed with the first one's."""
     bus = await connect(run_config, token=token)
     try:
         async with only_one.launcher(bus, run=run_config.run.name):
             await only_learner.on_bus(bus, run=run_config.run.name)
+            if resume:
+                await elsewhere.refuse(run_config, bus=bus)
             yield
     finally:
         await bus.close()

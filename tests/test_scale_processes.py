@@ -157,6 +157,9 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
     again.start()
     assert await asyncio.to_thread(again.wait) == 2
     assert "'one' already has a run" in again.said
+    again.start("--resume")
+    assert await asyncio.to_thread(again.wait) == 2
+    assert "has no checkpoint of run 'one'" in again.said
     for run in runs:
         found = run.audit()
         assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)
