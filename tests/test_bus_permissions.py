@@ -419,6 +419,7 @@ async def test_an_nkey_seed_opens_the_bus(nkey_server: tuple[str, Path]) -> None
     access = Access(credentials=str(seed))
     bus = await JetStreamBus.connect(url, run="mine", access=access, storage="file", **BUS_SIZES)
     await bus.put(PROGRESS, progress(1))
+    assert (await bus.states(PROGRESS))[""].step == 1
     await bus.close()
 
 

@@ -40,7 +40,7 @@ async def test_a_run_that_is_finished_is_not_begun_anew(bus: Bus, run: RunConfig
 
 
 async def test_a_run_that_was_killed_before_its_first_checkpoint_may_begin_anew(bus: Bus, run: RunConfig) -> None:
-    await elsewhere.refuse(run, bus=bus)
     await bus.put(PROGRESS, progress(3))
     await publish_groups(bus, 0, 1)
     await elsewhere.refuse(run, bus=bus)
+    assert await bus.depth(TRAJECTORIES) == 2

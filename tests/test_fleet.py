@@ -373,6 +373,7 @@ async def test_a_configuration_that_has_worked_is_not_called_wrong_when_the_bus_
         it.launcher.named("w0").code.set_result(1 if life == 0 else 2)
         await it.until(lambda: "w0" not in it.names)
         await it.until_up("w0", "w1")
+    assert not has_worked  # it was asked of both lives
 
 
 async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..., Stage]) -> None:

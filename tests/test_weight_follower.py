@@ -155,6 +155,7 @@ async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bu
         await asyncio.sleep(0)
         await announce(bus, 2, folder=True)
         await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 2)]
 
 
 # -- meeting the learner -----------------------------------------------------------------------------------------------
