@@ -31,6 +31,7 @@ from typing import Any, Final
 from asyncrl import app, config, processes
 from asyncrl.errors import AsyncRLError, BusError
 from asyncrl.fleet import NEVER_AGAIN
+from asyncrl.history import HISTORY_FILE
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROMPTS
 from tests.chaos import meter
@@ -275,7 +276,7 @@ class Storm:
 
     def _start(self, *extra: str) -> None:
         (self.run_directory / app.BUS_FILE).unlink(missing_ok=True)  # the address of a life that is over
-        resume = ["--resume"] if (self.run_directory / "checkpoints").exists() else []
+        resume = ["--resume"] if (self.run_directory / HISTORY_FILE).exists() else []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "run", str(self.run_file), *self._overrides, *resume, *extra],
             cwd=REPOSITORY,
