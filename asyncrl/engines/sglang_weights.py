@@ -112,7 +112,7 @@ class WeightLoader:
 
 
 class SGLangReceiver:
-    """See Receiver in protocols.py."""
+    """See Receiver in protocols/engine.py."""
 
     def __init__(
         self, post: Post, loader: WeightLoader, *, name: str, num_ranks: int, shapes: Shapes, optional: frozenset[str]

@@ -67,7 +67,7 @@ class NCCLChannel:
 
 
 class Sender:
-    """See Sender in protocols.py. Thread-safe; one transfer at a time to one engine, any number to different."""
+    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to different."""
 
     def __init__(self, host: str, *, patience_seconds: float = 60.0) -> None:
         """``patience_seconds``: for an engine to meet us, and beside the time its weights may take."""
@@ -122,7 +122,7 @@ class Sender:
 
 
 class Transfer:
-    """See Transfer in protocols.py."""
+    """See Transfer in protocols/weights.py."""
 
     def __init__(self, offer: TransferOffer, group: _Group, snapshot: Snapshot | None) -> None:
         """``snapshot`` None: only meet."""
