@@ -67,7 +67,7 @@ class NCCLChannel:
 
 
 class Sender:
-    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to different."""
+    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to others."""
 
     def __init__(self, host: str, *, patience_seconds: float = 60.0) -> None:
         """``patience_seconds``: for an engine to meet us, and beside the time its weights may take."""
