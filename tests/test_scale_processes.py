@@ -17,7 +17,7 @@ from asyncrl.messages import Heartbeat
 from asyncrl.policies.faults import WORKER
 from asyncrl.topics import ACTORS
 from benchmarks.running import Running
-from tests.test_bus_permissions import Server
+from tests.role_fixtures import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
