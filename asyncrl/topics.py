@@ -22,10 +22,9 @@ from asyncrl.messages import (
     Quarantine,
     StepMetrics,
     TrajectoryGroup,
-    TransferOffer,
-    TransferRequest,
     WeightVersion,
 )
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 M = TypeVar("M")
 Q = TypeVar("Q")

@@ -21,7 +21,7 @@ from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.permissions import OPERATOR_WRITES, WORKER_KEEPS, WORKER_READS, WORKER_WRITES
 from asyncrl.errors import ConfigError, Forbidden
 from asyncrl.fleet_messages import Claim, FleetSize, FleetStatus, RunSettings
-from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import Quarantine, WeightVersion
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.topics import (
     ACTORS,
@@ -39,6 +39,7 @@ from asyncrl.topics import (
     TRANSFERS,
     WEIGHTS,
 )
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from tests.bus_fixtures import group, heartbeat, progress, prompt
 from tests.fakes import Engine, Loop, run_worker, worker
 from tests.role_fixtures import RUNS, Server, connected

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.actors import weight_follower
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.errors import WeightsError
-from asyncrl.messages import TransferRequest
 from asyncrl.topics import TRANSFERS
+from asyncrl.transfer_messages import TransferRequest
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running

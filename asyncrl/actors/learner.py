@@ -329,7 +329,8 @@ class Learner(Actor):
         await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 
     async def _report_progress(self, *, finished: bool = False) -> None:
-        now = self._standing.progress(batches_taken=self._batches_taken, bound=self._feed.bound.bound, finished=finished)
+        bound = self._feed.bound.bound
+        now = self._standing.progress(batches_taken=self._batches_taken, bound=bound, finished=finished)
         await self.bus.put(PROGRESS, now)
 
     async def _finish(self, group: asyncio.TaskGroup) -> None:

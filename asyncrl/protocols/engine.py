@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.generation import Generation, Partial
-from asyncrl.messages import Sampling, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import Sampling, WeightVersion
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

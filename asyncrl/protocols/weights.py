@@ -6,7 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.messages import TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import WeightVersion
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 if TYPE_CHECKING:
     from asyncrl.snapshot import Snapshot

@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.errors import WeightsError
-from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import WeightVersion
 from asyncrl.snapshot import Bucket, Snapshot
+from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
