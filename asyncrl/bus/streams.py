@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import Any, Final
 
 from asyncrl.bus.answers import IS_GONE, Refused
@@ -19,7 +20,10 @@ _NAME_IN_USE: Final = 10058
 _NO_STREAM: Final = 10059
 _OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
 """Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
-_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
+_FEW_PEERS: Final = 10005  # no suitable peers for placement
+_NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
+_PEERS_SECONDS: Final = 30.0
+_PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
 
@@ -31,7 +35,7 @@ class Streams:
         self._connection, self._layout, self._role = connection, layout, role
         self.made: set[str] = set()
         """Known to be there."""
-        self._is_waiting = False  # for the learner to make the run's streams
+        self._is_waiting = False  # for the run's streams
 
     async def of(self, topic: Topic[Any]) -> str:
         """The name of the topic's stream, which is made, or given its new sizes, the first time."""
@@ -44,12 +48,7 @@ class Streams:
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
-            try:
-                await self._connection.api(f"STREAM.CREATE.{name}", config)
-            except Refused as refused:
-                if refused.code != _NAME_IN_USE:
-                    raise
-                await self._connection.api(f"STREAM.UPDATE.{name}", config)
+            await self._make(name, config)
         except Refused as refused:
             if refused.code in _NO_PEERS:
                 raise ConfigError(
@@ -69,6 +68,27 @@ class Streams:
             raise
         self.made.add(name)
         return name
+
+    async def _make(self, name: str, config: dict[str, Any]) -> None:
+        """waits for: the servers of a cluster that is just starting"""
+        since = time.monotonic()
+        while True:
+            try:
+                await self._connection.api(f"STREAM.CREATE.{name}", config)
+                return
+            except Refused as refused:
+                if refused.code == _NAME_IN_USE:
+                    await self._connection.api(f"STREAM.UPDATE.{name}", config)
+                    return
+                if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
+                    raise
+            if not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                logger.warning(
+                    "bus %s: fewer servers are up than bus.replicas = %d; waiting for the others for %.0f s",
+                    *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
+                )
+            await asyncio.sleep(_PEERS_PAUSE_SECONDS)
 
     async def _require(self, name: str) -> None:
         """Raises ConfigError, with the runs that are there, when this one is not."""
