@@ -130,11 +130,11 @@ class Stuck(Engine):
 
 
 @pytest.mark.parametrize(
-    ("mode", "max_staleness", "open_batches"),
+    ("mode", "max_staleness", "batches"),
     [("async", 1, 2), ("async", 0, 1), ("sync", 0, 1), ("one_step_off", 1, 1)],
 )
 async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_for_it(
-    bus_factory: Any, tmp_path: Path, mode: str, max_staleness: int, open_batches: int
+    bus_factory: Any, tmp_path: Path, mode: str, max_staleness: int, batches: int
 ) -> None:
     """A window of prompts asks for versions from 5 on, and the next life begins at 0.
 
@@ -148,7 +148,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
     rollout = asyncio.create_task(
         run_worker(worker(await bus_factory(), engine, load=load, max_staleness=max_staleness))
     )
-    await until(lambda: engine.running == 2 * 2 * open_batches)
+    await until(lambda: engine.running == 2 * 2 * batches)
     for task in (learner, rollout):
         task.cancel()
     await asyncio.wait((learner, rollout))
