@@ -17,7 +17,7 @@ from asyncrl.messages import PromptGroup, Sampling, WeightVersion
 from asyncrl.policies.admission import Admission, version_to_begin
 from asyncrl.protocols import Generation, Partial
 from asyncrl.snapshot import Snapshot
-from asyncrl.topics import PROMPTS
+from asyncrl.topics import PROMPTS, WEIGHTS
 from tests import fakes
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
@@ -154,8 +154,12 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
     await asyncio.wait((learner, rollout))
     second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
     async with asyncio.TaskGroup() as group:
+        learner = group.create_task(second.run_learner(resume=True))
+        async with second.bus.watch(WEIGHTS) as versions:  # its worker never has the weights that were lost
+            while (await anext(versions)).run_epoch == 0:
+                pass
         group.create_task(run_worker(worker(await bus_factory(), Engine(), load=load, max_staleness=max_staleness)))
-        await second.run_learner(resume=True)
+        await learner
     assert second.learner.run_epoch == 1
     assert second.backend.steps == 8
     assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness
