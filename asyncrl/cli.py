@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   asyncrl run examples/demo.toml                       everything on this machine
   asyncrl run my.toml --set run.steps=10 --resume      go on from the last checkpoint
   asyncrl doctor my.toml                               who waits for whom in a run, and what is wrong
+  asyncrl top runs/demo                                what it does now, on one screen
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any node
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink the fleet of a run that is up
@@ -128,8 +129,14 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument("--run", default="", metavar="NAME", help="with --join: the run's name; its settings are there")
 
     doctor = verb("doctor", "Say what every actor of a run waits for and what is wrong; exit code 1 if anything is.")
-    run_file(doctor, nargs="?")
+    doctor.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder, or its run file")
+    setting(doctor, "override one key of the run, such as bus.url; repeatable")
     doctor.add_argument("--json", action="store_true", help="for a program")
+
+    top = verb("top", "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.")
+    top.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder, or its run file")
+    top.add_argument("--once", action="store_true", help="print it once, also to a terminal")
+    setting(top, "override one key of the run, such as bus.url; repeatable")
 
     scale = verb("scale", "Grow or shrink the fleet of a run that is up; workers that leave drain.")
     scale.add_argument("where", metavar="RUN", type=Path, nargs="?", help="the run's folder, or its run file")
@@ -213,20 +220,23 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from asyncrl import config, doctor
+    from asyncrl import doctor, recorded
 
-    if options.run_file is None and not options.overrides:
-        raise ConfigError(
-            "doctor: name a run file, or a bus and a run: --set bus.url=nats://HOST:PORT --set run.name=NAME"
-        )
-    run = config.only_overrides(options.overrides) if options.run_file is None else _load(options)
+    run = recorded.run_at(options.where, options.overrides, verb="doctor")
     return doctor.examine(run, token=_token(run), as_json=options.json)
 
 
-def _scale(options: argparse.Namespace) -> int:
-    from asyncrl import scale
+def _top(options: argparse.Namespace) -> int:
+    from asyncrl import recorded, top
 
-    run = scale.load(options.where, options.overrides)
+    run = recorded.run_at(options.where, options.overrides, verb="top")
+    return top.top(run, token=_token(run), once=options.once)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from asyncrl import recorded, scale
+
+    run = recorded.run_at(options.where, options.overrides, verb="scale")
     return scale.scale(run, rollout_workers=options.rollout_workers, token=_token(run), seconds=options.timeout)
 
 
@@ -262,6 +272,7 @@ _VERBS = {
     "rollout-worker": _rollout_worker,
     "check": _check,
     "doctor": _doctor,
+    "top": _top,
     "scale": _scale,
     "import-model": _import_model,
     "audit": _audit,

@@ -25,6 +25,7 @@ from asyncrl.children import Budget, Child
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fleet import Fleet
+from asyncrl.history import HISTORY_FILE
 from asyncrl.launchers.port import Launcher, ProcessSpec
 from asyncrl.placement import Gpus, Placement, free, numbers
 from asyncrl.policies.faults import LEARNER, WORKER
@@ -36,7 +37,7 @@ from asyncrl.topics import FLEET, PROGRESS
 def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resume: bool, token: str) -> int:
     """Run to the end; the exit code is the run's."""
     directory = run_config.run_directory
-    if not resume and (directory / "checkpoints").exists():
+    if not resume and any((directory / name).exists() for name in (HISTORY_FILE, "checkpoints")):
         raise ConfigError(
             f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
         )

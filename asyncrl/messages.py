@@ -405,6 +405,19 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What the newest step was like.  Topic ``metrics``: learner -> observers.
+
+    numbers    by metric name, as metrics/schema.py lists them; those that are not finite are left out
+    staleness  trained tokens that were 0, 1, 2, ... policy versions old
+    """
+
+    step: int
+    numbers: dict[str, float] = field(default_factory=dict)
+    staleness: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
     """The learner trains nothing of this worker any more.  Topic ``quarantine``, keyed by worker: learner -> it.
 

@@ -52,6 +52,23 @@ def launcher_pid(directory: Path) -> int:
     return pid if _is_alive(pid) else 0
 
 
+def run_at(where: Path | None, overrides: list[str], *, verb: str) -> RunConfig:
+    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError."""
+    if where is None:
+        if not overrides:
+            raise ConfigError(
+                f"{verb}: name a run folder, a run file, or a bus and a run: --set bus.url=nats://HOST:PORT "
+                "--set run.name=NAME"
+            )
+        return config.only_overrides(overrides)
+    if not where.exists():
+        raise ConfigError(f"{where}: no such run folder or run file")
+    if not where.is_dir():
+        return config.load(where, overrides)
+    here = f"run.directory={json.dumps(str(where.absolute().parent))}"
+    return RecordedRun(where).newest_settings([here, *overrides])
+
+
 class RecordedRun:
     """Raises ConfigError for a folder that holds no run."""
 

@@ -9,42 +9,21 @@ Exit code 0: the fleet has the size; 1: it has not, and what is missing; 2: ther
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from pathlib import Path
 
-from asyncrl import config
 from asyncrl.app import observe
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.fleet_messages import MOST_WORKERS, FleetSize, FleetStatus
 from asyncrl.policies.faults import QUARANTINED, in_words
 from asyncrl.protocols import Bus
-from asyncrl.recorded import RecordedRun
 from asyncrl.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
 
 ANSWER_SECONDS = 15.0
 """How long `asyncrl run` may take to take notice; one whose bus was away needs some."""
 LOOK_SECONDS = 0.5
-
-
-def load(where: Path | None, overrides: list[str]) -> RunConfig:
-    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError."""
-    if where is None:
-        if not overrides:
-            raise ConfigError(
-                "scale: name a run folder, a run file, or a bus and a run: --set bus.url=nats://HOST:PORT "
-                "--set run.name=NAME"
-            )
-        return config.only_overrides(overrides)
-    if not where.exists():
-        raise ConfigError(f"{where}: no such run folder or run file")
-    if not where.is_dir():
-        return config.load(where, overrides)
-    here = f"run.directory={json.dumps(str(where.absolute().parent))}"
-    return RecordedRun(where).newest_settings([here, *overrides])
 
 
 def scale(run: RunConfig, *, rollout_workers: int, token: str, seconds: float) -> int:

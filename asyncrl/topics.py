@@ -20,6 +20,7 @@ from asyncrl.messages import (
     Progress,
     PromptGroup,
     Quarantine,
+    StepMetrics,
     TrajectoryGroup,
     TransferOffer,
     TransferRequest,
@@ -60,13 +61,14 @@ ACTORS = Topic("actors", "state", Heartbeat, seconds_to_live=15.0)
 SEGMENTS = Topic("segments", "state", GroupSegment, seconds_to_live=6 * 3600.0)
 EVENTS = Topic("events", "log", Event, seconds_to_live=7 * 86_400.0)
 QUARANTINE = Topic("quarantine", "state", Quarantine)
+METRICS = Topic("metrics", "state", StepMetrics)
 FLEET = Topic("fleet", "state", FleetSize)
 FLEET_STATUS = Topic("fleet_status", "state", FleetStatus)
 SETTINGS = Topic("settings", "state", RunSettings)
 
 ALL: tuple[Topic[Any], ...] = (
     *(PROMPTS, TRAJECTORIES, WEIGHTS, PROGRESS, ACTORS, SEGMENTS, EVENTS, QUARANTINE),
-    *(FLEET, FLEET_STATUS, SETTINGS),
+    *(METRICS, FLEET, FLEET_STATUS, SETTINGS),
 )
 
 TRANSFERS = Service("transfers", TransferRequest, TransferOffer)

@@ -34,6 +34,7 @@ from asyncrl.topics import (
     EVENTS,
     FLEET,
     FLEET_STATUS,
+    METRICS,
     PROGRESS,
     PROMPTS,
     QUARANTINE,
@@ -127,7 +128,7 @@ async def forbidden(call: Any) -> None:
 
 
 def test_every_topic_is_somebodys() -> None:
-    learners_alone = {PROMPTS, FLEET_STATUS}
+    learners_alone = {PROMPTS, FLEET_STATUS, METRICS}
     assert {*WORKER_READS, *WORKER_WRITES, *WORKER_KEEPS, *OPERATOR_WRITES, *learners_alone} == set(ALL)
 
 

@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from asyncrl.messages import Heartbeat
+from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.metrics.alarm import MismatchAlarm
 from asyncrl.metrics.sinks import Sink
-from asyncrl.policies.batch import Metric
+from asyncrl.policies.batch import Histogram, Metric
 from asyncrl.protocols import Bus
-from asyncrl.topics import ACTORS, PROMPTS, TRAJECTORIES
+from asyncrl.topics import ACTORS, METRICS, PROMPTS, TRAJECTORIES
 
 WORKER_ROLE = "rollout-worker"
 REFUSED = "bus/refused"
@@ -44,6 +44,7 @@ class Reporter:
         row[REFUSED] = self._bus.refusals.total + sum(beat.numbers.get(REFUSED, 0.0) for beat in workers)
         for sink in self._sinks:
             sink.write(step, row)
+        await self._bus.put(METRICS, step_metrics(step, row))
 
     @property
     def num_workers(self) -> int:
@@ -68,6 +69,17 @@ class Reporter:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+
+def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
+    """The row for who looks on from elsewhere."""
+    finite = {name: value for name, value in row.items() if not isinstance(value, Histogram) and math.isfinite(value)}
+    histogram = row.get("staleness/histogram")
+    return StepMetrics(
+        step=step,
+        numbers={name: float(value) for name, value in finite.items()},
+        staleness=histogram.counts if isinstance(histogram, Histogram) else (),
+    )
 
 
 def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:

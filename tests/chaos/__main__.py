@@ -51,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="runs that share the kills (default 1)")
     parser.add_argument("--answers", choices=ANSWERS, default="short", help="of 6 tokens (default) or of 400")
+    parser.add_argument("--forked", action="store_true", help="start processes by fork: no imports, many more kills")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="kill no more after this; then finish")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line for each kill as it comes, then the sums")
     parser.add_argument("--folder", type=Path, help="where the runs go (default: a folder that is removed)")
@@ -67,7 +68,15 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     def say(text: str) -> None:
         print(f"[{options.seed}] {text}", flush=True)
 
-    storm = Storm(folder, seed=options.seed, answers=options.answers, port=options.port, say=say, note=note)
+    storm = Storm(
+        folder,
+        seed=options.seed,
+        answers=options.answers,
+        port=options.port,
+        is_forked=options.forked,
+        say=say,
+        note=note,
+    )
     started = time.monotonic()
     problem, audit = "", {}
     try:
@@ -97,7 +106,8 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
             "--folder": folder / f"storm-{number}",
             "--port": port,
         }
-        command = [sys.executable, "-m", "tests.chaos", *(str(word) for pair in words.items() for word in pair)]
+        flags = ["--forked"] if options.forked else []
+        command = [sys.executable, "-m", "tests.chaos", *flags, *(str(word) for pair in words.items() for word in pair)]
         running.append(subprocess.Popen(command))
     try:
         for process in running:

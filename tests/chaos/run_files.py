@@ -100,10 +100,11 @@ learning_rate = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """write: the model and the prompts, into a folder, from a seed."""
+    """write: the model and the prompts, into a folder, from a seed.  modules: what the run's processes import."""
 
     run_file: str
     write: Callable[[Path, int], None]
+    modules: tuple[str, ...]
 
 
 def _short(folder: Path, seed: int) -> None:
@@ -116,6 +117,14 @@ def _long(folder: Path, seed: int) -> None:
 
 
 ANSWERS: Final[Mapping[str, Answers]] = {
-    "short": Answers(run_file=COMMON + SHORT, write=_short),
-    "long": Answers(run_file=COMMON + LONG, write=_long),
+    "short": Answers(
+        run_file=COMMON + SHORT,
+        write=_short,
+        modules=("tests.chaos.metered_net", "benchmarks.tiny_reward", "benchmarks.tiny_backend"),
+    ),
+    "long": Answers(
+        run_file=COMMON + LONG,
+        write=_long,
+        modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference"),
+    ),
 }

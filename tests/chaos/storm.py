@@ -31,9 +31,11 @@ from typing import Any, Final
 from asyncrl import app, config, processes
 from asyncrl.errors import AsyncRLError, BusError
 from asyncrl.fleet import NEVER_AGAIN
+from asyncrl.history import HISTORY_FILE
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROMPTS
 from tests.chaos import meter
+from tests.chaos.forked import ForkedRun, ForkServer
 from tests.chaos.outage import Outage
 from tests.chaos.run_files import ANSWERS
 from tests.chaos.seen import Seen
@@ -81,6 +83,7 @@ class Storm:
 
     answers    one of run_files.ANSWERS
     port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
+    is_forked  processes start without imports (forks.py)
     overrides  SECTION.KEY=VALUE;  way, token  to the server of `bus.url`, if the observer has one of its own
     say, note  what a person sees of each kill, and what is kept of it
     """
@@ -92,6 +95,7 @@ class Storm:
         seed: int,
         answers: str = "short",
         port: int = 0,
+        is_forked: bool = False,
         overrides: Sequence[str] = (),
         way: str = "",
         token: str = "",
@@ -103,7 +107,7 @@ class Storm:
         self._random = random.Random(seed)
         self._kinds = deal(seed)
         self._say, self._note = say, note
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedRun | None = None
         self.seen = Seen()
         self.bus: Bus | None = None
         self._meters = self._folder / "meters"
@@ -121,6 +125,7 @@ class Storm:
         self._overrides = [word for item in overrides for word in ("--set", item)]
         self._config = config.load(self.run_file, [*overrides, *([f'bus.url="{way}"'] if way else [])])
         self._token = token
+        self._forks = ForkServer(self._folder, ANSWERS[answers].modules, directory=REPOSITORY) if is_forked else None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -271,13 +276,19 @@ class Storm:
     def pids(self) -> dict[str, int]:
         if self._process is None or self._process.poll() is not None:
             return {}
-        return {"run": self._process.pid} | processes_below(self._process.pid)
+        forked = processes_below(self._forks.pid) if self._forks is not None else {}
+        return {"run": self._process.pid} | processes_below(self._process.pid) | forked
 
     def _start(self, *extra: str) -> None:
         (self.run_directory / app.BUS_FILE).unlink(missing_ok=True)  # the address of a life that is over
-        resume = ["--resume"] if (self.run_directory / "checkpoints").exists() else []
+        resume = ["--resume"] if (self.run_directory / HISTORY_FILE).exists() else []
+        arguments = ["run", str(self.run_file), *self._overrides, *resume, *extra]
+        self.runs += 1
+        if self._forks is not None:
+            self._process = self._forks.run(arguments, environment=self.environment, output=Path(self._output.name))
+            return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl", "run", str(self.run_file), *self._overrides, *resume, *extra],
+            [sys.executable, "-m", "asyncrl", *arguments],
             cwd=REPOSITORY,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -286,12 +297,13 @@ class Storm:
             start_new_session=True,
             preexec_fn=functools.partial(processes.signal_on_parent_death, signal.SIGKILL),
         )
-        self.runs += 1
 
     def _end(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        if self._forks is not None:
+            self._forks.close()
         self._output.close()
 
     async def _finish(self) -> None:

@@ -48,20 +48,23 @@ def deal(seed: int) -> Iterator[Kind]:
 
 
 def processes_below(pid: int) -> dict[str, int]:
-    """The run's own processes by name ("learner", "w0", "nats-server"): the children of ``asyncrl run``."""
+    """A run's own processes by name ("learner", "w0", "nats-server"): children of ``asyncrl run``, or of forks.py."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             words = (folder / "cmdline").read_text().split("\0")
+            title = (folder / "comm").read_text().strip()
         except (OSError, ValueError, IndexError):  # it has just ended
             continue
-        if parent == pid and (name := _name(words)):
+        if parent == pid and (name := _name(words, title)):
             found[name] = int(folder.name)
     return found
 
 
-def _name(words: list[str]) -> str:
+def _name(words: list[str], title: str) -> str:
+    if "tests.chaos.forks" in words:
+        return title
     if words[0].endswith("nats-server"):
         return "nats-server"
     if "asyncrl" not in words:

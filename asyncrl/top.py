@@ -1,0 +1,260 @@
+"""`asyncrl top RUN`: what a run does now, on one screen, from any machine.
+
+The learner's newest row of metrics, the histogram of staleness, every rollout worker by its own last heartbeat, and
+what the watcher finds wrong. It only looks. Where the output is no terminal, or with --once, it prints the screen once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
+from asyncrl.addresses import without_secrets
+from asyncrl.app import bus_address, observe
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError, NoSuchRun
+from asyncrl.messages import StepMetrics
+from asyncrl.policies.diagnosis import diagnose
+from asyncrl.policies.faults import BUS_SECONDS, LEARNER, SILENT_SECONDS, WORKER, Finding, Observation, Seen, in_words
+from asyncrl.protocols import Bus
+from asyncrl.topics import METRICS
+
+MOST_ROWS = 32
+"""Of a larger fleet the workers that are furthest behind are shown."""
+BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Everything on the screen. metrics: None before the first step."""
+
+    where: str
+    observation: Observation
+    metrics: StepMetrics | None = None
+    findings: Sequence[Finding] = field(default_factory=tuple)
+
+
+def top(run: RunConfig, *, token: str, once: bool, console: Console | None = None) -> int:
+    """Show the run until Ctrl-C; the exit code. Raises ConfigError when it is not said which bus, or no such run."""
+    console = console or Console()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(run, token=token, once=once or not console.is_terminal, console=console))
+    return 0
+
+
+async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
+    url, token = bus_address(run, token=token)
+    looker = Looker(run, where=f"run {run.run.name} on {without_secrets(url)}", token=token)
+    try:
+        view = await looker.look()
+        while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
+            view = await looker.look()
+        if once:
+            console.print(screen(view))
+            return
+        with Live(screen(view), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                live.update(screen(await looker.look()), refresh=True)
+    finally:
+        await looker.close()
+
+
+class Looker:
+    """Looks at a run again and again; a bus that is away is something it sees."""
+
+    def __init__(self, run: RunConfig, *, where: str, token: str) -> None:
+        self._where = where
+        self._bus: Bus | None = None
+        self._metrics: StepMetrics | None = None
+
+        async def connect() -> Bus:
+            self._bus = await observe(run, token=token)
+            return self._bus
+
+        self._watcher = Watcher(connect)
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the last look saw nothing, because the bus has not answered."""
+        return self._watcher.error is not None
+
+    async def look(self) -> View:
+        """Raises NoSuchRun."""
+        observation = await self._watcher.look()
+        if isinstance(self._watcher.error, NoSuchRun):
+            raise self._watcher.error
+        if self._bus is not None and not observation.bus_silent:
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
+                async with asyncio.timeout(LOOK_SECONDS):
+                    self._metrics = (await self._bus.states(METRICS)).get("", self._metrics)
+        return View(where=self._where, observation=observation, metrics=self._metrics, findings=diagnose(observation))
+
+    async def close(self) -> None:
+        await self._watcher.close()
+
+
+def screen(view: View) -> RenderableType:
+    actors = view.observation.actors
+    parts: list[RenderableType] = [
+        _headline(view),
+        _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
+        _staleness(view.metrics.staleness if view.metrics is not None else ()),
+        _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view)),
+        _waits([seen for seen in actors.values() if seen.beat.role != WORKER and seen.beat.waits]),
+        _findings(view.findings),
+    ]
+    return Group(*parts)
+
+
+def _headline(view: View) -> Text:
+    metrics = view.metrics
+    text = Text(view.where, style="bold")
+    if metrics is not None:
+        numbers = metrics.numbers
+        text.append(
+            f"   step {metrics.step}   version {_newest(view)}   epoch {numbers.get('learner/run_epoch', 0):.0f}"
+        )
+    return text.append("   finished" if view.observation.is_finished else "")
+
+
+def _newest(view: View) -> int:
+    """The newest policy version that anybody speaks of."""
+    versions = [seen.beat.policy_version for seen in view.observation.actors.values()]
+    trained = view.metrics.numbers.get("weights/version", 0.0) if view.metrics is not None else 0.0
+    return max([int(trained), *versions])
+
+
+_ROWS = (
+    ("reward", (("mean", "reward/mean", ".3f"), ("std", "reward/std", ".3f"), ("same", "reward/same_in_group", ".0%"))),
+    (
+        "loss",
+        (("", "loss", "+.4f"), ("grad norm", "grad_norm", ".3g"), ("entropy", "entropy", ".3g"), ("kl", "kl", ".3g")),
+    ),
+    (
+        "learner",
+        (
+            ("tok/s", "learner/tokens_per_second", ",.0f"),
+            ("step s", "learner/step_seconds", ".2f"),
+            ("wait s", "learner/wait_seconds", ".2f"),
+            ("idle", "learner/idle_ratio", ".1%"),
+            ("mfu", "learner/mfu", ".2f"),
+        ),
+    ),
+    (
+        "off-policy",
+        (
+            ("ess", "offpolicy/ess", ".3f"),
+            ("k3", "offpolicy/k3", ".2g"),
+            ("ratio max", "offpolicy/ratio_max", ".2f"),
+            ("fresh mismatch", "mismatch/fresh_mean", ".2g"),
+        ),
+    ),
+    (
+        "groups",
+        (
+            ("buffer", "buffer/groups", ",.0f"),
+            ("at workers", "bus/prompts", ",.0f"),
+            ("log lag", "bus/lag", ",.0f"),
+            ("dropped", "staleness/dropped_groups", ",.0f"),
+            ("buried", "staleness/buried_groups", ",.0f"),
+            ("filtered", "staleness/filtered_groups", ",.0f"),
+        ),
+    ),
+    (
+        "rollout",
+        (
+            ("tok/s", "rollout/tokens_per_second", ",.0f"),
+            ("idle", "rollout/idle_ratio", ".1%"),
+            ("workers", "rollout/workers", ",.0f"),
+            ("pause s", "weights/pause_seconds", ".3f"),
+            ("lag", "weights/lag_versions", ".0f"),
+        ),
+    ),
+)
+"""What a line shows: of each metric its word, its name (metrics/schema.py) and its format."""
+
+
+def _learner(metrics: StepMetrics) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for title, columns in _ROWS:
+        cells = [
+            f"[dim]{word}[/] {metrics.numbers[name]:{form}}".strip()
+            for word, name, form in columns
+            if name in metrics.numbers
+        ]
+        if cells:
+            table.add_row(f"[bold]{title}[/]", "   ".join(cells))
+    return table
+
+
+def _staleness(counts: Sequence[int]) -> RenderableType:
+    """A bar for each age that a trained token had."""
+    if not sum(counts):
+        return Text()
+    table = Table.grid(padding=(0, 1))
+    largest = max(counts)
+    for age, count in enumerate(counts):
+        title = "[bold]staleness[/]" if age == 0 else ""
+        table.add_row(title, f"{age:2d}", "█" * -(-count * BAR // largest), f"[dim]{count / sum(counts):.1%}[/]")
+    return table
+
+
+def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
+    table.add_column("worker", no_wrap=True)
+    for name in ("tok/s", "running", "queued", "idle", "version", "lag", "pause s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True, ratio=1)
+    shown = sorted(workers, key=lambda seen: (seen.beat.policy_version, seen.beat.actor))[:MOST_ROWS]
+    for seen in sorted(shown, key=lambda seen: seen.beat.actor):
+        numbers, beat = seen.beat.numbers, seen.beat
+        table.add_row(
+            escape(beat.actor),
+            f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
+            f"{numbers.get('rollout/running', 0):,.0f}",
+            f"{numbers.get('rollout/queued', 0):,.0f}",
+            f"{numbers.get('rollout/idle_ratio', 0):.0%}",
+            str(beat.policy_version),
+            str(max(0, newest - beat.policy_version)),
+            f"{numbers.get('weights/pause_seconds', 0):.3f}",
+            escape(_state(seen)),
+            style="red" if seen.seconds > SILENT_SECONDS else "",
+        )
+    if not workers:
+        return Text("no rollout worker", style="dim")
+    left_out = len(workers) - len(shown)
+    return Group(table, Text(f"and {left_out:,} more, of newer versions", style="dim")) if left_out else table
+
+
+def _state(seen: Seen) -> str:
+    if seen.seconds > SILENT_SECONDS:
+        return f"not heard for {in_words(seen.seconds)}"
+    phase = "" if seen.beat.phase == "running" else seen.beat.phase
+    waits = f"{seen.beat.waits_for} ({in_words(seen.beat.waiting_seconds)})" if seen.beat.waits else ""
+    return ", ".join(part for part in (phase, waits) if part) or "-"
+
+
+def _waits(others: Sequence[Seen]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
+        table.add_row(escape(seen.beat.actor), f"[dim]waits for[/] {escape(_state(seen))}")
+    return table
+
+
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    if not findings:
+        return Text("nothing is wrong", style="green")
+    return Group(
+        *(Text(f"{finding.fault}: {finding.text}\n  -> {finding.remedy}", style="red") for finding in findings)
+    )
