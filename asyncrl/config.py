@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.config_checks import positive, require
 from asyncrl.config_launcher import LauncherSection
+from asyncrl.config_learner import Learner as Learner
 from asyncrl.config_staleness import Staleness
 from asyncrl.errors import ConfigError
 from asyncrl.model_sections import Critic, Reference, Teacher
@@ -40,10 +42,10 @@ class Run:
 
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
-        _require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
-        _positive(self, "steps", "stall_seconds")
-        _require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
-        _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
+        require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
+        positive(self, "steps", "stall_seconds")
+        require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
+        require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +79,18 @@ class Bus:
     """A prompt whose worker was not heard of for so long goes to another one."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-        _positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
-        _require(
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
+        positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
+        require(
             not self.url or self.url.startswith(("nats://", "tls://")),
             f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
         )
-        _require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
-        _require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
-        _require(
+        require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
+        require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
+        require(
             bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
         )
-        _require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
+        require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +122,8 @@ class Data:
     """Longer prompts are dropped and counted."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_prompt_tokens")
-        _require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
+        positive(self, "max_prompt_tokens")
+        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +153,11 @@ class Rollout:
     on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
 
     def __post_init__(self) -> None:
-        _positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
-        _require(self.salvage_seconds >= 0, f"salvage_seconds must be >= 0 (0 is off), got {self.salvage_seconds}")
-        _require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
+        require(self.salvage_seconds >= 0, f"salvage_seconds must be >= 0 (0 is off), got {self.salvage_seconds}")
+        require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,63 +178,7 @@ class RewardSection:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _positive(self, "timeout_seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    backend: str = "megatron"
-    """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks: int = 1
-    """Processes of the learner; ranks / tensor_parallel of them train different data."""
-    tensor_parallel: int = 1
-    """Ranks that hold one copy of the model together, each a part of every layer."""
-    gpus: tuple[int, ...] = ()
-    """GPU of each rank, numbered from 0, when `asyncrl run` starts them; empty takes the first ones."""
-    threads: int = 0
-    """CPU threads of each rank; 0 leaves it to torch."""
-    groups_per_batch: int = 16
-    """Prompt groups trained per optimizer step."""
-    micro_batch_tokens: int = 16_384
-    """Packed tokens per forward pass; a longer trajectory gets a micro-batch of its own."""
-    learning_rate: float = 1e-6
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
-    weight_decay: float = 0.0
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
-    max_skipped_steps: int = 10
-    """So many steps in a row whose loss or gradient was not finite end the run; 0 goes on for ever."""
-    quarantine_mismatch: float = 0.5
-    """A worker whose fresh answers, scored again, are further than this off the trainer's logprobs (mean of the
-    absolute difference in nats per token) is quarantined: named, told, and none of its groups trained. One whose
-    answers are all of older versions is compared with the other workers. 0 is off. bfloat16 makes 0.02, a wrong
-    temperature 0.3 and more, other weights whole nats."""
-    rescore_every: int = 10
-    """Steps between two such looks: two answers of each worker, a forward pass."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """See the Options class beside the backend."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "ranks", "tensor_parallel", "groups_per_batch", "micro_batch_tokens")
-        _positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
-        _require(
-            self.ranks % self.tensor_parallel == 0,
-            f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
-        )
-        for name in ("threads", "warmup_steps", "weight_decay", "max_skipped_steps", "quarantine_mismatch"):
-            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
-        _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"betas must be two numbers in [0, 1), got {list(self.betas)}",
-        )
-
-    @property
-    def data_parallel(self) -> int:
-        """Shares that a batch is dealt into: ranks / tensor_parallel."""
-        return self.ranks // self.tensor_parallel
+        positive(self, "timeout_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +209,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for name in ("entropy_coef", "overlong_tokens"):
-            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +232,9 @@ class Weights:
     """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
-        _positive(self, "every_steps", "full_every")
-        _require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
-        _require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
+        positive(self, "every_steps", "full_every")
+        require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
+        require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +246,8 @@ class Checkpoint:
     """Keep trained trajectories in the log (for replay) instead of trimming them behind each checkpoint."""
 
     def __post_init__(self) -> None:
-        _require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
-        _positive(self, "keep")
+        require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
+        positive(self, "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +260,7 @@ class Metrics:
     An engine and a trainer that round to bfloat16 in their own ways are 0.005 to 0.02 apart."""
 
     def __post_init__(self) -> None:
-        _require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
+        require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,13 +288,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
         overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
-        _require(
+        require(
             overlong <= longest,
             f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
             "be punished",
         )
         every = self.weights.every_steps
-        _require(
+        require(
             every == 1 or self.rollout.function == "given",
             f'weights: every_steps {every} needs rollout.function = "given": each prompt is sampled with the version '
             "it was published at or a newer one, so engines need them all; what publishing takes holds up no step",
@@ -425,13 +371,3 @@ def override(table: dict[str, Any], item: str) -> None:
         node[key] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         node[key] = text  # a bare word is a string: --set engine.kind=sglang
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise ConfigError(problem)
-
-
-def _positive(section: Any, *names: str) -> None:
-    for name in names:
-        _require(getattr(section, name) > 0, f"{name} must be > 0, got {getattr(section, name)}")

@@ -149,6 +149,10 @@ class Fleet:
             return self._without_room(child, end)
         has_worked = self._has_worked(end.node, end.pid)
         child.is_configured |= has_worked
+        if code == ConfigError.exit_code and child.is_hired and not child.is_configured:  # its name is taken, say
+            child.is_kept = False
+            self._refuse(end.reason)
+            return None
         is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
         pause = None if is_hopeless else child.budget.pause(end.lived_seconds, has_worked=has_worked)
         if pause is None:

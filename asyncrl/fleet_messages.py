@@ -1,4 +1,4 @@
-"""What travels between `asyncrl run`, `asyncrl scale` and workers that join: sizes, and the run's settings."""
+"""What travels between `asyncrl run`, `asyncrl scale` and workers that join: sizes, names, and the run's settings."""
 
 from __future__ import annotations
 
@@ -53,3 +53,11 @@ class RunSettings:
 
     sections: dict[str, Any] = field(default_factory=dict)
     withheld: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The process that asks for a name, or has it.  Services ``workers``, ``launcher``: who starts <-> who is up."""
+
+    host: str
+    pid: int

@@ -7,15 +7,16 @@ command with --resume goes on. Whatever it started ends with it, so that nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import app, needs, only_learner
+from asyncrl import app, elsewhere, needs, only_learner, only_one
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
@@ -93,9 +94,36 @@ async def _run(
     token: str,
     server: EmbeddedServer | None,
 ) -> int:
-    if run_config.bus.url:  # a server of our own has our run alone
-        await _refuse_a_second(run_config, token=token)
-        _make(run_config.run_directory)  # not before somebody answers there
+    async with contextlib.AsyncExitStack() as stack:
+        if run_config.bus.url:  # a server of our own has our run alone
+            await stack.enter_async_context(_alone(run_config, resume=resume, token=token))
+            _make(run_config.run_directory)  # not before somebody answers there
+        return await _supervised(run_config, launcher, common, resume=resume, token=token, server=server)
+
+
+@contextlib.asynccontextmanager
+async def _alone(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
+    """A second learner would be refused anyway, but not before its workers had mixed with the first one's."""
+    bus = await connect(run_config, token=token)
+    try:
+        async with only_one.launcher(bus, run=run_config.run.name):
+            await only_learner.on_bus(bus, run=run_config.run.name)
+            if resume:
+                await elsewhere.refuse(run_config, bus=bus)
+            yield
+    finally:
+        await bus.close()
+
+
+async def _supervised(
+    run_config: RunConfig,
+    launcher: Launcher,
+    common: list[str],
+    *,
+    resume: bool,
+    token: str,
+    server: EmbeddedServer | None,
+) -> int:
     environment = _bus_access(url=server.url, token=server.token) if server is not None else _bus_access(token=token)
     staff = Staff(run_config, launcher=launcher, common=common, environment=environment)
     workers = await _reopen(run_config, token=token) if resume else None
@@ -114,15 +142,6 @@ async def _run(
 
     watcher = Watcher(bus, launched=fleet.launched, server=lambda: server.pid if server is not None else 0)
     return await fleet.run(watcher, Sizer(bus, fleet))
-
-
-async def _refuse_a_second(run_config: RunConfig, *, token: str) -> None:
-    """Its learner would be refused anyway, but not before our workers had mixed with the others'."""
-    bus = await connect(run_config, token=token)
-    try:
-        await only_learner.on_bus(bus, run=run_config.run.name)
-    finally:
-        await bus.close()
 
 
 async def _reopen(run_config: RunConfig, *, token: str) -> int | None:

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.errors import MessageError
+from asyncrl.message_checks import array, counts, require
 
 SCHEMA: Final = 1
 """Raised when a message changes so that an older reader would misread it. Readers refuse other schemas."""
@@ -54,10 +54,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        _require(0 < self.temperature < math.inf, f"temperature must be > 0, got {self.temperature}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        require(0 < self.temperature < math.inf, f"temperature must be > 0, got {self.temperature}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +86,13 @@ class PromptGroup:
     run_epoch: int = 0
 
     def __post_init__(self) -> None:
-        _array(self, "prompt_tokens", np.int32)
-        _array(self, "response_tokens", np.int32)
-        _require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
-        _require(
+        array(self, "prompt_tokens", np.int32)
+        array(self, "response_tokens", np.int32)
+        require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
+        require(
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
-        _counts(self, "group_id", "epoch", "min_policy_version", "run_epoch")
+        counts(self, "group_id", "epoch", "min_policy_version", "run_epoch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -107,7 +107,7 @@ class VersionSpan:
     policy_version: int
 
     def __post_init__(self) -> None:
-        _counts(self, "start", "run_epoch", "policy_version")
+        counts(self, "start", "run_epoch", "policy_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,24 +130,24 @@ class Trajectory:
     finish_reason: str = "stop"
 
     def __post_init__(self) -> None:
-        _array(self, "tokens", np.int32)
-        _array(self, "response_mask", np.bool_)
-        _array(self, "behavior_logprobs", np.float32)
+        array(self, "tokens", np.int32)
+        array(self, "response_mask", np.bool_)
+        array(self, "behavior_logprobs", np.float32)
         length = len(self.tokens)
-        _require(length > 0, "a trajectory has no tokens")
-        _require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
-        _require(
+        require(length > 0, "a trajectory has no tokens")
+        require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
+        require(
             len(self.behavior_logprobs) == length,
             f"behavior_logprobs has {len(self.behavior_logprobs)} of {length} tokens",
         )
-        _require(bool(np.isfinite(self.behavior_logprobs).all()), "behavior_logprobs holds NaN or infinity")
-        _require(float(self.behavior_logprobs.max()) <= _POSITIVE_LOGPROB, "behavior_logprobs holds a value above 0")
+        require(bool(np.isfinite(self.behavior_logprobs).all()), "behavior_logprobs holds NaN or infinity")
+        require(float(self.behavior_logprobs.max()) <= _POSITIVE_LOGPROB, "behavior_logprobs holds a value above 0")
         starts = [span.start for span in self.version_spans]
-        _require(
+        require(
             bool(starts) and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < length,
             f"version_spans must start at 0 and rise below {length}, got {starts}",
         )
-        _require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
+        require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +168,9 @@ class TrajectoryGroup:
     cancelled: int = 0
 
     def __post_init__(self) -> None:
-        _array(self, "prompt_tokens", np.int32)
-        _counts(self, "group_id", "epoch", "cancelled")
-        _require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
+        array(self, "prompt_tokens", np.int32)
+        counts(self, "group_id", "epoch", "cancelled")
+        require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +194,11 @@ class CallSegment:
     finish_reason: str = ""
 
     def __post_init__(self) -> None:
-        _array(self, "tokens", np.int32)
-        _array(self, "behavior_logprobs", np.float32)
+        array(self, "tokens", np.int32)
+        array(self, "behavior_logprobs", np.float32)
         for name in ("index", "call", "start"):
-            _require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
-        _require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
+            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
         Trajectory(  # the checks are the same
             tokens=self.tokens,
             response_mask=np.ones(len(self.tokens), np.bool_),
@@ -239,69 +239,12 @@ class WeightVersion:
     fork: int = 0
 
     def __post_init__(self) -> None:
-        _counts(self, "run_epoch", "policy_version", "num_bytes", "num_engines", "fork")
-        _require("\0" not in self.uri, "uri is no path")
+        counts(self, "run_epoch", "policy_version", "num_bytes", "num_engines", "fork")
+        require("\0" not in self.uri, "uri is no path")
 
     @property
     def order(self) -> tuple[int, int]:
         """Newer weights compare greater: a new run epoch supersedes whatever an older one published."""
-        return (self.run_epoch, self.policy_version)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferRequest:
-    """An engine asks for the newest weights.  Service ``transfers``: weight follower -> weight sender.
-
-    group       names the collective of the learner (rank 0) and this engine's processes; another life, another name
-    num_ranks   processes of the engine
-    has_joined  False asks where to meet; True asks for the weights, which follow at once
-    """
-
-    engine: str
-    group: str
-    num_ranks: int
-    has_joined: bool = False
-
-    def __post_init__(self) -> None:
-        _require(bool(self.group), "group is empty")
-        _require(self.num_ranks >= 1, f"num_ranks must be >= 1, got {self.num_ranks}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketLayout:
-    """Tensors that come end to end in one collective, as bytes; of each its name, dtype and shape."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        _require(len(self.names) == len(self.dtypes) == len(self.shapes), "names, dtypes and shapes differ in number")
-        _require(all(length >= 0 for shape in self.shapes for length in shape), "a shape has a negative length")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOffer:
-    """The learner's answer: where to meet, and what it sends now, bucket by bucket.
-
-    host, port, collective  the rendezvous of the group, and its kind: nccl or gloo
-    problem                 why there is nothing to send; the rest is empty then
-    """
-
-    host: str = ""
-    port: int = 0
-    collective: str = ""
-    run_epoch: int = 0
-    policy_version: int = 0
-    buckets: tuple[BucketLayout, ...] = ()
-    problem: str = ""
-
-    def __post_init__(self) -> None:
-        _counts(self, "run_epoch", "policy_version")
-        _require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-
-    @property
-    def order(self) -> tuple[int, int]:
         return (self.run_epoch, self.policy_version)
 
 
@@ -328,8 +271,8 @@ class Progress:
     finished: bool = False
 
     def __post_init__(self) -> None:
-        _counts(self, "run_epoch", "step", "policy_version", "batches_taken", "groups_trained")
-        _counts(self, "groups_dropped", "groups_buried", "groups_filtered")
+        counts(self, "run_epoch", "step", "policy_version", "batches_taken", "groups_trained")
+        counts(self, "groups_dropped", "groups_buried", "groups_filtered")
 
     @property
     def groups_lost(self) -> int:
@@ -428,29 +371,6 @@ class Quarantine:
     run_epoch: int
     reason: str
     life: str = ""
-
-
-def _counts(message: Any, *names: str) -> None:
-    """The fields are whole numbers that other numbers can be added to without surprise: 0 <= n < 2^53."""
-    for name in names:
-        value = getattr(message, name)
-        if not 0 <= value < 2**53:
-            raise MessageError(f"{name} must be >= 0 and < 2^53, got {value}")
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise MessageError(problem)
-
-
-def _array(message: Any, name: str, dtype: Any) -> None:
-    """The field is a one-dimensional array of ``dtype``; lists are taken too, for readable tests."""
-    value = getattr(message, name)
-    if not isinstance(value, np.ndarray):
-        value = np.asarray(value, dtype=dtype)
-        object.__setattr__(message, name, value)
-    if value.ndim != 1 or value.dtype != dtype:  # no text is built for the many arrays that are right
-        raise MessageError(f"{name} must have one dimension of {np.dtype(dtype)}, has {value.ndim} of {value.dtype}")
 
 
 def replace(message: Any, **changes: Any) -> Any:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from asyncrl import only_learner
+from asyncrl import elsewhere, only_learner, only_one
 from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
 from asyncrl.app import connect
@@ -34,6 +34,8 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
     bus = await connect(run, token=token)
     try:
         await only_learner.on_bus(bus, run=run.run.name)
+        if resume:
+            await elsewhere.refuse(run, bus=bus)
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
         sections, withheld = worker_table(run)
@@ -64,9 +66,10 @@ def run_worker(run: RunConfig, *, name: str, token: str) -> int:
 async def _worker(run: RunConfig, *, name: str, token: str) -> int:
     bus = await connect(run, token=token, role="rollout-worker")
     try:
-        worker, follower = await build_worker(run, bus=bus, name=name)
-        gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
-        await supervise(worker, follower, Heart(worker, follower))
+        async with only_one.worker(bus, name, run=run.run.name):
+            worker, follower = await build_worker(run, bus=bus, name=name)
+            gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
+            await supervise(worker, follower, Heart(worker, follower))
         return 0
     finally:
         await bus.close()

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
+from asyncrl.fleet_messages import Claim, FleetSize, FleetStatus, RunSettings
 from asyncrl.messages import (
     Event,
     GroupSegment,
@@ -22,10 +22,9 @@ from asyncrl.messages import (
     Quarantine,
     StepMetrics,
     TrajectoryGroup,
-    TransferOffer,
-    TransferRequest,
     WeightVersion,
 )
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -49,6 +48,8 @@ class Service(Generic[Q, A]):
     name: str
     question_type: type[Q]
     answer_type: type[A]
+    key: str = ""
+    """Which of several that are served side by side, such as one a worker."""
 
 
 PROMPTS = Topic("prompts", "work", PromptGroup)
@@ -72,6 +73,12 @@ ALL: tuple[Topic[Any], ...] = (
 )
 
 TRANSFERS = Service("transfers", TransferRequest, TransferOffer)
+LAUNCHER = Service("launcher", Claim, Claim)
+
+
+def worker_named(name: str) -> Service[Claim, Claim]:
+    """Served by the rollout worker of this name."""
+    return Service("workers", Claim, Claim, key=name)
 
 
 def group_id_of(key: str) -> int | None:

@@ -88,7 +88,15 @@ class Running:
     def steps(self) -> int:
         """Trained so far."""
         metrics = self.run_directory / "metrics.jsonl"
-        return int(json.loads(metrics.read_text().splitlines()[-1])["step"]) if metrics.exists() else 0
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        whole = [line for line in lines[-2:] if line.endswith("\n")]  # the last may be in the middle of being written
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it is up."""
+        assert self._process is not None
+        return self._process.poll()
 
     @property
     def pid(self) -> int:
@@ -108,12 +116,12 @@ class Running:
             command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=300
         )
 
-    def join(self, name: str, *, folder: Path) -> subprocess.Popen[bytes]:
+    def join(self, name: str, *, folder: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
         """A worker that knows the bus and the run's name, and nothing of the run's folder."""
         url, token = app.bus_address(self.config(), token=self.token)
         command = self.command("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name)
         environment = self._env() | {"ASYNCRL_BUS_TOKEN": token}
-        return subprocess.Popen(command, cwd=folder, env=environment, preexec_fn=_END_WITH_US)
+        return subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr, preexec_fn=_END_WITH_US)
 
     def audit(self) -> dict[str, Any]:
         """What `asyncrl audit --json` says; its exit code under "code"."""

@@ -34,7 +34,9 @@ def free_ports(count: int) -> list[int]:
 class Cluster:
     """``with Cluster(folder, runs=...) as cluster``: servers 0, 1 and 2, called server-1 to server-3."""
 
-    def __init__(self, directory: Path, *, runs: Sequence[str], extra: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, *, runs: Sequence[str], extra: Sequence[str] = (), first: int = SIZE) -> None:
+        """first: so many are started at once"""
+        self._first = first
         self.directory = directory
         self._runs = runs
         self._extra = extra
@@ -48,7 +50,7 @@ class Cluster:
         nodes = [f"127.0.0.1:{ports[i]}:{ports[SIZE + i]}" for i in range(SIZE)]
         directory = str(self.directory)
         nats_config.main([*self._runs, "--directory", directory, *self._extra, "--cluster", *nodes])
-        for index in range(SIZE):
+        for index in range(self._first):
             self.start(index)
         return self
 

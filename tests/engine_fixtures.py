@@ -12,10 +12,14 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.messages import WeightVersion
+from asyncrl.engines import inprocess
+from asyncrl.messages import Sampling, WeightVersion
 from asyncrl.protocols import Generation
 
 PROMPT = np.array([5, 9, 12, 7, 30], dtype=np.int32)
+LONG = Sampling(max_new_tokens=400, ignore_eos=True)
+SHORT = Sampling(max_new_tokens=20, ignore_eos=True)
+TOLERANCE = 1e-4
 
 
 class Model:
@@ -85,3 +89,10 @@ def _gather(logits: torch.Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float
     index = torch.from_numpy(tokens.astype(np.int64))[:, None]
     values: NDArray[np.float32] = torch.log_softmax(logits.float(), -1).gather(1, index)[:, 0].numpy()
     return values
+
+
+async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inprocess.InProcessEngine:
+    options = inprocess.Options(max_batch_size=max_batch_size, threads=1)
+    made = inprocess.InProcessEngine(model.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
+    await made.start()
+    return made

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.snapshot import Bucket, TensorEntry
+from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.weights.nccl import Sender
 
 PATIENCE = 30.0

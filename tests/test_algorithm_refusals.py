@@ -97,7 +97,8 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 def test_wrong_combinations_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
     overrides, reason = REFUSED[case]
     with pytest.raises(ConfigError, match=reason):
-        app.algorithm(run(tmp_path, *overrides))
+        made = run(tmp_path, *overrides)
+    assert app.algorithm(made).name == made.algorithm.name
 
 
 OUT_OF_RANGE: dict[str, tuple[list[str], str]] = {
@@ -178,4 +179,5 @@ def test_the_overlong_punishment_fits_into_an_answer(tmp_path: Path) -> None:
     ids=lambda overrides: " ".join(overrides).replace("algorithm.", ""),
 )
 def test_what_needs_no_weight_is_let_through(overrides: list[str], tmp_path: Path) -> None:
-    app.algorithm(run(tmp_path, *overrides))
+    made = run(tmp_path, *overrides)
+    assert app.algorithm(made).name == made.algorithm.name

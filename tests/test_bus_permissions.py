@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
+from asyncrl import only_one
 from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.watcher import Watcher
-from asyncrl.bus.access import ROLES, Access
-from asyncrl.bus.connection import Connection
+from asyncrl.bus.access import ROLES
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.permissions import OPERATOR_WRITES, WORKER_KEEPS, WORKER_READS, WORKER_WRITES
-from asyncrl.bus.server import find_binary
 from asyncrl.errors import ConfigError, Forbidden
-from asyncrl.fleet_messages import FleetSize, FleetStatus, RunSettings
-from asyncrl.messages import Quarantine, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.fleet_messages import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages import Quarantine, WeightVersion
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.topics import (
     ACTORS,
@@ -34,6 +29,7 @@ from asyncrl.topics import (
     EVENTS,
     FLEET,
     FLEET_STATUS,
+    LAUNCHER,
     METRICS,
     PROGRESS,
     PROMPTS,
@@ -43,76 +39,26 @@ from asyncrl.topics import (
     TRANSFERS,
     WEIGHTS,
 )
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from tests.bus_fixtures import group, heartbeat, progress, prompt
-from tests.conftest import BUS_SIZES
 from tests.fakes import Engine, Loop, run_worker, worker
+from tests.role_fixtures import RUNS, Server, connected
 
-RUNS = ("mine", "other")
 ROOT = Path(__file__).parent.parent
 
 
-def started(config: Path, ports: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A nats-server and its url."""
-    ports.mkdir()
-    process = subprocess.Popen(
-        [find_binary(), "--config", config, "--ports_file_dir", ports, "--log", ports / "log"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not (found := list(ports.glob("*.ports"))) or not found[0].read_text().endswith("}"):
-        assert process.poll() is None, (ports / "log").read_text()
-        time.sleep(0.01)
-    return process, json.loads(found[0].read_text())["nats"][0]
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait()
-
-
-class Server:
-    """A nats-server on what ``bin/nats-config`` wrote."""
-
-    def __init__(self, directory: Path, *extra: str) -> None:
-        self.directory = directory
-        command = [sys.executable, "-m", "asyncrl.bus.nats_config", *RUNS, "--directory", str(directory)]
-        made = subprocess.run(
-            [*command, "--listen", "127.0.0.1:-1", *extra], capture_output=True, text=True, check=True
-        )
-        self.said = made.stdout
-        self.process, url = started(directory / "nats-server.conf", directory / "ports")
-        self.port = urlsplit(url).port
-
-    def access(self, role: str, *, run: str = "mine", **more: str) -> Access:
-        return Access(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
-
-    def close(self) -> None:
-        end(self.process)
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def empty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(tmp_path_factory.mktemp("nats") / "server")
     yield made
     made.close()
 
 
-@contextlib.asynccontextmanager
-async def connected(
-    server: Server, role: str, *, run: str = "mine", as_run: str = "", **more: Any
-) -> AsyncIterator[Any]:
-    """The bus of ``as_run`` (or ``run``) for a role of ``run``."""
-    bus = await JetStreamBus.connect(
-        f"nats://127.0.0.1:{server.port}",
-        run=as_run or run,
-        access=server.access(role, run=run, **more),
-        storage="file",
-        **BUS_SIZES,
-    )
-    try:
-        yield bus
-    finally:
-        await bus.close()
+@pytest.fixture
+async def server(empty_server: Server) -> Server:
+    """Its learner has made the streams of "mine": the other roles need not wait for it."""
+    async with connected(empty_server, "learner"):
+        return empty_server
 
 
 @pytest.fixture
@@ -155,8 +101,8 @@ def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
 
 async def test_a_whole_run_works_with_each_process_in_its_role(server: Server, tmp_path: Path) -> None:
     async with (
-        connected(server, "learner", run="other") as ours,
-        connected(server, "rollout-worker", run="other") as its,
+        connected(server, "learner", run="whole") as ours,
+        connected(server, "rollout-worker", run="whole") as its,
     ):
         loop = Loop(ours, tmp_path, steps=4, checkpoint_every=2, examiner=Examiner(ours))
         async with asyncio.TaskGroup() as tasks:
@@ -202,6 +148,16 @@ async def test_workers_take_turns_on_a_lease(server: Server) -> None:
             await asyncio.wait((waiting,), timeout=0.3)
             assert not waiting.done()
         await asyncio.wait_for(waiting, 3)  # told, not only after the five seconds it lives
+
+
+async def test_two_workers_of_a_name_find_each_other(server: Server) -> None:
+    async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
+        async with only_one.worker(one, "w.0", run="mine"):
+            with pytest.raises(ConfigError, match="a rollout worker 'w.0' is up in run 'mine': process"):
+                async with only_one.worker(two, "w.0", run="mine"):
+                    pass
+        with pytest.raises(Forbidden):
+            await one.ask(LAUNCHER, Claim(host="here", pid=1), seconds=5)
 
 
 async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> None:
@@ -364,89 +320,6 @@ async def test_a_worker_that_comes_first_waits_for_the_learner(
             await entering.__aexit__(None, None, None)
     finally:
         server.close()
-
-
-async def test_a_wrong_password_is_one_line_without_it(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "wrong").write_text("mine-learner:not-the-password")
-    access = Access(credentials=str(tmp_path / "wrong"))
-    with pytest.raises(ConfigError, match="refuses the token or password") as error:
-        await JetStreamBus.connect(
-            f"nats://127.0.0.1:{server.port}", run="mine", access=access, storage="file", **BUS_SIZES
-        )
-    assert "not-the-password" not in str(error.value)
-
-
-# -- NKEYs and TLS -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nkey_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its url, and the file with the seed of the one user it knows."""
-    nkeys = pytest.importorskip("nkeys")
-    seed = _encoded_seed(bytes(range(32)))
-    (tmp_path / "seed").write_bytes(seed)
-    config = {
-        "listen": "127.0.0.1:-1",
-        "jetstream": {"store_dir": str(tmp_path / "store")},
-        "authorization": {"users": [{"nkey": nkeys.from_seed(bytearray(seed)).public_key.decode()}]},
-    }
-    (tmp_path / "nats.conf").write_text(json.dumps(config))
-    process, url = started(tmp_path / "nats.conf", tmp_path / "ports")
-    yield url, tmp_path / "seed"
-    end(process)
-
-
-async def test_an_nkey_seed_opens_the_bus(nkey_server: tuple[str, Path]) -> None:
-    url, seed = nkey_server
-    access = Access(credentials=str(seed))
-    bus = await JetStreamBus.connect(url, run="mine", access=access, storage="file", **BUS_SIZES)
-    await bus.put(PROGRESS, progress(1))
-    await bus.close()
-
-
-def _encoded_seed(raw: bytes) -> bytes:
-    """A user's NKEY seed: prefix bytes for "SU", the key, CRC-16/XMODEM, in base32."""
-    data = bytes([(18 << 3) | ((20 << 3) >> 5), ((20 << 3) & 31) << 3]) + raw
-    return base64.b32encode(data + binascii.crc_hqx(data, 0).to_bytes(2, "little")).rstrip(b"=")
-
-
-async def test_tls_with_the_right_authority_opens_the_bus_and_without_it_does_not(
-    tmp_path: Path, certificate: tuple[Path, Path]
-) -> None:
-    cert, key = map(str, certificate)
-    server = Server(
-        tmp_path / "server", "--tls-certificate", cert, "--tls-key", key, "--tls-client-ca", cert
-    )  # the client shows the same one
-    try:
-        async with connected(server, "learner", tls_ca=cert, tls_certificate=cert, tls_key=key) as bus:
-            await bus.put(PROGRESS, progress(1))
-        with pytest.raises(ConfigError, match="bus.url nats://127.0.0.1"):
-            async with asyncio.timeout(20), connected(server, "learner"):
-                pass
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [(None, "No such file"), ("hunter2", "must hold one line"), ("a:b\nc:d", "must hold one line"), (":x", "one line")],
-)
-def test_a_credentials_file_that_is_none_is_named_and_not_quoted(tmp_path: Path, text: str | None, words: str) -> None:
-    path = tmp_path / "rollout-worker"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=words) as error:
-        Access(role="rollout-worker", credentials=f"{tmp_path}/{{role}}").options()
-    assert "bus.credentials" in str(error.value)
-    assert "hunter2" not in str(error.value)
-
-
-async def test_an_address_that_is_none_is_not_quoted_with_its_password() -> None:
-    connection = Connection("nats://user:hunter2#x@127.0.0.1:1")
-    with pytest.raises(ConfigError) as error:
-        await connection.open("nats://user:hunter2#x@127.0.0.1:1", options={}, inbox="_INBOX.x.learner", seconds=2)
-    assert "hunter2" not in str(error.value)
-    await connection.close()
 
 
 async def test_a_watcher_that_may_not_write_does_not_take_the_bus_for_full(server: Server) -> None:

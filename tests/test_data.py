@@ -15,7 +15,7 @@ from asyncrl import config
 from asyncrl.data import demo_task
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.prompts import PromptDataset, PromptRow, shuffled
-from asyncrl.data.tiny_model import CHARACTERS, make_tiny_model, make_tokenizer
+from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -300,110 +300,6 @@ def test_messages_the_template_refuses_are_named(open_rows: Open, tmp_path: Path
     )
     with pytest.raises(ConfigError, match="data.jsonl:1: the chat template refuses .*no system messages"):
         dataset.at(0)
-
-
-# -- model folders -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "model", characters="0123")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name"),
-    [("qwen3", "Qwen3ForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("llama", "LlamaForCausalLM")],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_tiny_model_of_each_architecture_loads_and_speaks(
-    tmp_path: Path, architecture: Any, name: str, tied: bool
-) -> None:
-    import torch
-    import transformers
-
-    folder = make_tiny_model(tmp_path, architecture=architecture, tie_word_embeddings=tied)
-    checked = check_model(folder)
-    assert (checked.architecture, checked.vocab_size) == (name, 4 + len(CHARACTERS))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert model.dtype == torch.float32
-    tokenizer = load_tokenizer(folder)
-    text = "12+7 = ?\nab  cd"
-    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
-    assert tokenizer.decode(tokens[0]) == text and tokens.shape[1] == len(text)
-    probabilities = model(tokens).logits.softmax(-1)
-    assert probabilities.max() < 4 / checked.vocab_size  # a nearly uniform first policy
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
-
-
-def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
-    made = [make_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
-    first, same, other = ((folder / "model.safetensors").read_bytes() for folder in made)
-    assert first == same != other
-
-
-def _rewrite(folder: Path, **changes: Any) -> None:
-    table = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(table))
-
-
-def _truncate(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-1])
-
-
-def _missing_shard(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}'
-    )
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), "no config.json.*there is .*model.safetensors"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
-        (lambda f: _rewrite(f, architectures=["GPT2LMHeadModel"]), "trains Qwen2ForCausalLM.*this is GPT2LMHeadModel"),
-        (lambda f: _rewrite(f, architectures=["Qwen3MoeForCausalLM"]), "Qwen3ForCausalLM is near"),
-        (lambda f: _rewrite(f, architectures=None), "names no architecture"),
-        (lambda f: _rewrite(f, vocab_size="many"), "vocab_size must be a whole number"),
-        (
-            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-            "no weights.*pytorch_model.bin is not read",
-        ),
-        (_truncate, r"has \d+ bytes and should have \d+"),
-        (
-            lambda f: (f / "model.safetensors").write_text("version https://git-lfs"),
-            "a Git LFS pointer or a torn download",
-        ),
-        (_missing_shard, "1 of 1 weight files are missing, first one.safetensors"),
-        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
-    ],
-)
-def test_a_damaged_model_folder_is_refused_in_one_line(
-    folder: Path, damage: Callable[[Path], None], message: str
-) -> None:
-    check_model(folder)
-    damage(folder)
-    with pytest.raises(ConfigError, match=message) as caught:
-        check_model(folder)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_model_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such model folder"):
-        check_model(tmp_path / "none")
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigError, match="is a file, not a model folder; `asyncrl import-model` makes one"):
-        check_model(tmp_path / "model.gguf")
-    with pytest.raises(ConfigError, match="no such model folder"):
-        load_tokenizer(tmp_path / "none")
-
-
-def test_a_tokenizer_that_does_not_load_is_one_line(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ConfigError, match="the tokenizer cannot be loaded") as caught:
-        load_tokenizer(folder)
-    assert "\n" not in str(caught.value)
 
 
 # -- the demo ----------------------------------------------------------------------------------------------------------

@@ -12,20 +12,26 @@ import pytest
 import pytest_asyncio
 import safetensors.torch
 
-from asyncrl.engines import inprocess, sglang
-from asyncrl.engines.decoder import Decoder
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.engines import sglang
+from asyncrl.errors import ConfigError, EngineError, WeightsError
 from asyncrl.messages import Sampling, VersionSpan
 from asyncrl.protocols import Engine, Generation, Partial
-from tests.engine_fixtures import PROMPT, Check, Model, announce, switched_logprobs
+from tests.engine_fixtures import (
+    LONG,
+    PROMPT,
+    SHORT,
+    TOLERANCE,
+    Check,
+    Model,
+    announce,
+    start_inprocess,
+    switched_logprobs,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 SERVER = [pytest.mark.sglang, pytest.mark.slow]
 ADAPTERS = ["inprocess", pytest.param("sglang", marks=SERVER), pytest.param("sglang-stream", marks=SERVER)]
-LONG = Sampling(max_new_tokens=400, ignore_eos=True)
-SHORT = Sampling(max_new_tokens=20, ignore_eos=True)
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="session")
@@ -85,13 +91,6 @@ async def engine(adapter: tuple[str, sglang.SGLangEngine | None], old: Model, tm
         await attached.load(old.version(1))
         yield attached
         await attached.close()
-
-
-async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inprocess.InProcessEngine:
-    options = inprocess.Options(max_batch_size=max_batch_size, threads=1)
-    made = inprocess.InProcessEngine(model.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
-    await made.start()
-    return made
 
 
 async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
@@ -356,71 +355,3 @@ async def test_a_cancelled_generation_frees_its_place(engine: Engine) -> None:
     await engine.generate(PROMPT, SHORT, seed=9)
     assert all(task.cancelled() for task in running)
     assert engine.stats().running == 0
-
-
-# -- the in-process engine alone: it can repeat itself -----------------------------------------------------------------
-
-
-async def test_the_same_seed_gives_the_same_tokens_bit_for_bit(old: Model) -> None:
-    engine = await start_inprocess(old, max_batch_size=1)
-    first, _other, again = [await engine.generate(PROMPT, LONG, seed=seed) for seed in (5, 6, 5)]
-    assert first.tokens.tobytes() == again.tokens.tobytes()
-    assert first.logprobs.tobytes() == again.logprobs.tobytes()
-    await engine.close()
-
-
-async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None:
-    alone = await start_inprocess(old, max_batch_size=1)
-    batched = await start_inprocess(old)
-    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
-    prompts = [np.arange(4, 6 + n, dtype=np.int32) for n in range(16)]
-    for prompt, generation in zip(
-        prompts,
-        await asyncio.gather(*(batched.generate(prompt, sampling, seed=n) for n, prompt in enumerate(prompts))),
-        strict=True,
-    ):
-        expected = await alone.generate(prompt, sampling, seed=len(prompt) - 2)
-        assert generation.tokens.tolist() == expected.tokens.tolist()
-    await alone.close()
-    await batched.close()
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-async def test_other_architectures_and_tied_embeddings_sample_right(
-    tmp_path: Path, architecture: str, tied: bool
-) -> None:
-    model = Model(tmp_path / "a", seed=0, architecture=architecture, tie_word_embeddings=tied)
-    other = Model(tmp_path / "b", seed=1, architecture=architecture, tie_word_embeddings=tied)
-    engine = await start_inprocess(model)
-    assert Check(model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    await engine.load(other.version(2))
-    assert Check(other)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
-    await engine.close()
-
-
-async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(_decoder: Decoder) -> None:
-        raise MemoryError("out of memory")
-
-    engine = await start_inprocess(old)
-    running = asyncio.gather(*(engine.generate(PROMPT, LONG, seed=n) for n in range(3)), return_exceptions=True)
-    await engine.generate(PROMPT, SHORT, seed=4)
-    monkeypatch.setattr(Decoder, "step", step)
-    async with asyncio.timeout(30):
-        assert [type(error) for error in await running] == [EngineDied] * 3
-    with pytest.raises(EngineDied, match="out of memory"):
-        await engine.generate(PROMPT, SHORT, seed=0)
-    with pytest.raises(EngineDied):
-        await engine.load(old.version(2))
-    await engine.close()
-
-
-async def test_closing_ends_what_is_in_progress(old: Model) -> None:
-    engine = await start_inprocess(old)
-    task = asyncio.ensure_future(engine.generate(PROMPT, LONG, seed=0))
-    await engine.generate(PROMPT, SHORT, seed=1)
-    await engine.close()
-    with pytest.raises(EngineDied, match="closed"):
-        await task
-    await engine.close()

@@ -294,6 +294,20 @@ async def test_too_little_room_from_the_start_ends_the_run(stage: Callable[..., 
     assert await it.task == 2
 
 
+async def test_a_new_worker_whose_configuration_is_wrong_is_refused_and_the_run_goes_on(
+    stage: Callable[..., Stage],
+) -> None:
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    await it.ask(3)
+    await it.until_up("w0", "w1", "w2")
+    it.launcher.named("w2").code.set_result(2)
+    while not (status := (await it.bus.states(FLEET_STATUS))[""]).problem:
+        await asyncio.sleep(0.01)
+    assert status.problem == "w2 ended with exit code 2; the fleet stays at 2 rollout workers"
+    assert await it.end() == 0
+
+
 # -- asyncrl scale -----------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +373,7 @@ async def test_a_configuration_that_has_worked_is_not_called_wrong_when_the_bus_
         it.launcher.named("w0").code.set_result(1 if life == 0 else 2)
         await it.until(lambda: "w0" not in it.names)
         await it.until_up("w0", "w1")
+    assert not has_worked  # it was asked of both lives
 
 
 async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..., Stage]) -> None:

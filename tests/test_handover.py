@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROMPTS
+from asyncrl.topics import PROMPTS, TRAJECTORIES
 from tests import fakes
 from tests.salvage_fixtures import StepEngine, Worker, publish_prompt
 
@@ -32,7 +32,10 @@ async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> No
 
 
 async def test_a_hurried_worker_that_holds_nothing_just_leaves(bus: Bus) -> None:
-    actors = fakes.worker(bus, StepEngine((0, 0)), name="w0", max_running=64)
+    engine = StepEngine((0, 0))
+    actors = fakes.worker(bus, engine, name="w0", max_running=64)
     actors[0].drain()
     actors[0].drain()
     await fakes.run_worker(actors)
+    assert engine.generated == 0
+    assert await bus.depth(TRAJECTORIES) == 0

@@ -28,10 +28,11 @@ from asyncrl.bus.server import EmbeddedServer
 from asyncrl.bus.service import Line, answer_of
 from asyncrl.codec import decode, encode
 from asyncrl.errors import MessageError
-from asyncrl.messages import Trajectory, TrajectoryGroup, TransferOffer, TransferRequest, VersionSpan, WeightVersion
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
 from asyncrl.policies.vetting import Vetting
 from asyncrl.refusals import Refusals
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS, Topic, group_id_of
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import Engine, Loop, run_worker, worker
 from tests.test_messages import JSON_LIKE, SAMPLES, tampered

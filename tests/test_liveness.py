@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import hanging, prepare, running, stopped
+from benchmarks.fault_injections import hanging, stopped
+from benchmarks.fault_run import prepare, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

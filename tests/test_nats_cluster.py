@@ -59,14 +59,30 @@ async def test_a_run_may_get_its_copies_later(cluster: Cluster) -> None:
 
 
 async def test_more_replicas_than_servers_is_one_line(
-    cluster: Cluster, nats_server: EmbeddedServer, connect: Connect
+    cluster: Cluster, nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("asyncrl.bus.jetstream._PEERS_SECONDS", 1.0)
     with pytest.raises(ConfigError, match=r"bus.replicas 3 needs as many servers .* lower bus.replicas") as alone:
         await connect(nats_server, run="alone", replicas=3)
     with pytest.raises(ConfigError, match=r"bus.replicas 5 needs as many servers .* lower bus.replicas") as three:
         async with cluster.bus("fresh", replicas=5):
             pass
     assert "\n" not in str(alone.value) + str(three.value)
+
+
+async def test_a_cluster_that_is_just_starting_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Cluster(tmp_path / "cluster", runs=("one",), first=2) as cluster:
+        entering = cluster.bus("one", at=0)
+        coming = asyncio.create_task(entering.__aenter__())
+        while not caplog.messages:
+            assert not coming.done(), coming.result()
+            await asyncio.sleep(0.05)
+        (line,) = caplog.messages
+        assert line.endswith("fewer servers are up than bus.replicas = 3; waiting for the others for 30 s")
+        cluster.start(2)
+        bus = await coming
+        await bus.put(PROGRESS, progress(1))
+        await entering.__aexit__(None, None, None)
 
 
 @pytest.mark.parametrize(

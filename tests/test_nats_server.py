@@ -64,5 +64,5 @@ def test_a_server_ends_with_its_launcher(tmp_path: Path) -> None:
     )
     with open(tmp_path / "nats-server.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the server holds it as long as it lives
-    with EmbeddedServer(tmp_path):
-        pass
+    with EmbeddedServer(tmp_path) as server:
+        assert server.pid

@@ -17,8 +17,8 @@ import torch
 
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import WeightsError
-from asyncrl.messages import BucketLayout, TransferRequest
 from asyncrl.snapshot import Snapshot
+from asyncrl.transfer_messages import BucketLayout, TransferRequest
 from asyncrl.weights import nccl
 from asyncrl.weights.nccl import NCCLChannel, Sender
 from tests.nccl_fixtures import PATIENCE, Peer

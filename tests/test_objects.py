@@ -1,4 +1,4 @@
-"""What every ObjectStore promises (asyncrl/protocols.py), over memory and a real nats-server."""
+"""What every ObjectStore promises (asyncrl/protocols/bus.py), over memory and a real nats-server."""
 
 from __future__ import annotations
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from asyncrl import app
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.messages import Heartbeat
+from asyncrl.policies.faults import WORKER
+from asyncrl.topics import ACTORS
 from benchmarks.running import Running
-from tests.test_bus_permissions import Server
+from tests.role_fixtures import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -86,6 +92,42 @@ async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(mak
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
 
 
+async def test_a_second_of_a_name_is_refused_in_one_line_be_it_a_worker_or_a_run(
+    make: Make, own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Two runs started in the same moment, from folders of their own: one is a run, and a worker of it killed at any
+    time comes back under its name."""
+    where = {"url": own_server.url, "token": own_server.token}
+    runs = [make("same", folder=folder, **where) for folder in ("here", "there")]
+    for run in runs:
+        run.start()
+    while not (refused := [run for run in runs if run.code is not None]):
+        await asyncio.sleep(0.05)
+    (second,), (first,) = refused, [run for run in runs if run not in refused]
+    assert second.code == 2
+    assert "`asyncrl run` of 'same' is up on this bus: process" in second.said
+    assert len(second.said.splitlines()) == 1
+    async with first.heard():
+        await first.until(lambda: first.event("first_trained", "w0"), "a step")
+        worker = first.join("w0", folder=tmp_path, stderr=subprocess.PIPE)
+        _, said = await asyncio.to_thread(worker.communicate)
+        assert worker.returncode == 2
+        assert b"--name: a rollout worker 'w0' is up in run 'same': process" in said
+        beat = next(beat for beat in (await beats(first)).values() if beat.role == WORKER)
+        os.kill(beat.pid, signal.SIGKILL)
+        await first.until(lambda: len([one for one in first.events if one.kind == "joined"]) == 2, "w0 again")
+        assert await asyncio.to_thread(first.drain) == 130
+    assert first.audit()["code"] == 0
+
+
+async def beats(run: Running) -> dict[str, Heartbeat]:
+    bus = await app.observe(run.config(), token=run.token)
+    try:
+        return await bus.states(ACTORS)
+    finally:
+        await bus.close()
+
+
 async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make, own_server: EmbeddedServer) -> None:
     """Also runs whose names begin alike, with the same model and prompts, in the same folder."""
     where = {"url": own_server.url, "token": own_server.token}
@@ -98,7 +140,7 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
         second = make("one", folder="elsewhere", **where)
         second.start("--resume")
         assert await asyncio.to_thread(second.wait) == 2
-        assert "run.name: a run 'one' is up on this bus" in second.said
+        assert "run.name: `asyncrl run` of 'one' is up on this bus" in second.said
         assert "w0" not in second.said
         for run in runs:
             assert await asyncio.to_thread(run.drain) == 130
@@ -115,6 +157,9 @@ async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make,
     again.start()
     assert await asyncio.to_thread(again.wait) == 2
     assert "'one' already has a run" in again.said
+    again.start("--resume")
+    assert await asyncio.to_thread(again.wait) == 2
+    assert "has no checkpoint of run 'one'" in again.said
     for run in runs:
         found = run.audit()
         assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)

@@ -16,7 +16,7 @@ from asyncrl.addresses import without_secrets
 from asyncrl.bus.access import Access
 from asyncrl.check import describe
 from asyncrl.data import demo_task
-from tests.test_bus_permissions import Server
+from tests.role_fixtures import Server
 from tests.test_cli import RUN_FILE
 
 PACKAGE = Path(config.__file__).parent

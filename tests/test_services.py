@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.messages import TransferOffer, TransferRequest
 from asyncrl.protocols import Bus
 from asyncrl.topics import TRANSFERS
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 REQUEST = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
 

@@ -165,14 +165,16 @@ def test_what_would_not_be_supervised_is_refused_in_one_line(folder: Path, overr
     ids=["example", "sync", "kl", "aggregation"],
 )
 def test_what_can_be_supervised_is_let_through(folder: Path, overrides: list[str]) -> None:
-    check.check(sft_run(folder, *overrides))
+    assert "sft" in check.describe(sft_run(folder, *overrides))  # which checks first
 
 
 def test_the_run_file_of_the_page_can_be_supervised(folder: Path, tmp_path: Path) -> None:
     (page,) = (block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL) if "given" in block)
     file = tmp_path / "run.toml"
     file.write_text(page)
-    check.check(config.load(file, [f"model.path={folder / 'model'}", f"data.path={folder / 'prompts.jsonl'}"]))
+    made = config.load(file, [f"model.path={folder / 'model'}", f"data.path={folder / 'prompts.jsonl'}"])
+    check.check(made)
+    assert made.algorithm.name == "sft"
 
 
 def test_workers_without_a_model_take_no_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

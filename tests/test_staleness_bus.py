@@ -147,10 +147,10 @@ async def test_a_lying_engine_samples_the_same_and_reports_something_else(folder
 def test_every_arm_is_a_run_file_that_a_run_accepts(folder: Path) -> None:
     for arm in ARMS.values():
         run = arm.run_file(folder, seed=0, steps=30)
-        app.options(app.engine_class(run), run.engine.options, "engine.options")
-        app.backend(run)
-        app.channel(run, bus=MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES))
-        app.load_reward(run)
+        assert app.options(app.engine_class(run), run.engine.options, "engine.options") is not None
+        assert app.backend(run) is not None
+        assert app.channel(run, bus=MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)) is not None
+        assert app.load_reward(run) is not None
 
 
 def test_the_backend_goes_on_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from aiohttp import test_utils, web
 
 from asyncrl.engines import sglang, sglang_weights
 from asyncrl.errors import EngineDied, WeightsError
-from asyncrl.messages import Sampling, TransferOffer
+from asyncrl.messages import Sampling
 from asyncrl.protocols import LoadReport
+from asyncrl.transfer_messages import TransferOffer
 from tests.engine_fixtures import PROMPT, Model
 from tests.fakes import until
 from tests.test_sglang import FakeServer

@@ -11,8 +11,8 @@ import pytest
 from asyncrl.actors import weight_follower
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.errors import WeightsError
-from asyncrl.messages import TransferRequest
 from asyncrl.topics import TRANSFERS
+from asyncrl.transfer_messages import TransferRequest
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
@@ -155,6 +155,7 @@ async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bu
         await asyncio.sleep(0)
         await announce(bus, 2, folder=True)
         await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 2)]
 
 
 # -- meeting the learner -----------------------------------------------------------------------------------------------

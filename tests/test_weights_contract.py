@@ -1,4 +1,4 @@
-"""What every WeightChannel promises (asyncrl/protocols.py): over files, and over both object stores."""
+"""What every WeightChannel promises (asyncrl/protocols/weights.py): over files, and over both object stores."""
 
 from __future__ import annotations
 

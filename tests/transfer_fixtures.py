@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import safetensors.torch
 
-from asyncrl.messages import BucketLayout
 from asyncrl.snapshot import Snapshot
+from asyncrl.transfer_messages import BucketLayout
 from tests.engine_fixtures import Model
 
 BUCKET_BYTES = 20_000

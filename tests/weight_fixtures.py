@@ -21,10 +21,11 @@ from asyncrl.bus.memory import MemoryBus
 from asyncrl.bus.objects import JetStreamObjects
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.errors import WeightsError
-from asyncrl.messages import TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import WeightVersion
 from asyncrl.protocols import LoadReport
 from asyncrl.snapshot import Snapshot
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from tests import fakes
 
 SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])

@@ -22,7 +22,7 @@ from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
 from asyncrl.history import History
-from asyncrl.messages import Event, TrajectoryGroup
+from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
@@ -54,6 +54,21 @@ class Standing:
             dropped=state.groups_dropped,
             buried=state.groups_buried,
             filtered=state.groups_filtered,
+        )
+
+    def progress(self, *, batches_taken: int, bound: int, finished: bool) -> Progress:
+        """The same for the bus."""
+        return Progress(
+            run_epoch=self.run_epoch,
+            step=self.step,
+            policy_version=self.policy_version,
+            batches_taken=batches_taken,
+            groups_trained=self.trained,
+            groups_dropped=self.dropped,
+            groups_buried=self.buried,
+            groups_filtered=self.filtered,
+            bound=bound,
+            finished=finished,
         )
 
     def __str__(self) -> str:

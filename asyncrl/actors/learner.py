@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl import checkpoint, processes
+from asyncrl import processes
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, Prepared
+from asyncrl.actors.checkpoints import Checkpoints
 from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.group_filters import GroupFilters
 from asyncrl.actors.intake import Intake, Standing
@@ -32,15 +33,14 @@ from asyncrl.actors.reporter import Reporter
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.actors.weight_publisher import WeightPublisher
 from asyncrl.checkpoint import LearnerState
-from asyncrl.errors import BusError, HopelessError
+from asyncrl.errors import HopelessError
 from asyncrl.history import History
-from asyncrl.messages import Progress
 from asyncrl.policies.batch import Metric
 from asyncrl.policies.buffer import Buffer, Held
 from asyncrl.policies.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.skipped import SkippedSteps
 from asyncrl.protocols import Backend, Bus, WeightChannel
-from asyncrl.topics import PROGRESS, TRAJECTORIES
+from asyncrl.topics import PROGRESS
 
 T = TypeVar("T")
 
@@ -119,8 +119,13 @@ class Learner(Actor):
         self._backend_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._last_end = time.monotonic()
         self._export_seconds = 0.0
-        self._checkpointed = -1  # the step of this life's last checkpoint
-        self._checkpoint_seconds: float | None = None  # of the checkpoint written since the last step
+        self._checkpoints = Checkpoints(
+            self,
+            directory=settings.checkpoint_directory,
+            keep=settings.checkpoint_keep,
+            keep_log=settings.keep_log,
+            in_backend=self._in_backend,
+        )
         self._load_seconds: float | None = None  # until it could train; said with the first step
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -324,21 +329,9 @@ class Learner(Actor):
         await self._weights.publish(snapshot, run_epoch=self.run_epoch, policy_version=self.policy_version, group=group)
 
     async def _report_progress(self, *, finished: bool = False) -> None:
-        await self.bus.put(
-            PROGRESS,
-            Progress(
-                run_epoch=self.run_epoch,
-                step=self.step,
-                policy_version=self.policy_version,
-                batches_taken=self._batches_taken,
-                groups_trained=self._standing.trained,
-                groups_dropped=self._standing.dropped,
-                groups_buried=self._standing.buried,
-                groups_filtered=self._standing.filtered,
-                bound=self._feed.bound.bound,
-                finished=finished,
-            ),
-        )
+        bound = self._feed.bound.bound
+        now = self._standing.progress(batches_taken=self._batches_taken, bound=bound, finished=finished)
+        await self.bus.put(PROGRESS, now)
 
     async def _finish(self, group: asyncio.TaskGroup) -> None:
         """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
@@ -352,10 +345,8 @@ class Learner(Actor):
             await self._report_progress(finished=True)
 
     async def _checkpoint(self) -> None:
-        """Write one, unless this step has its own: what arrived since is read from the log again."""
-        if self._checkpointed == self.step:
+        if self._checkpoints.has(self.step):
             return
-        started = time.monotonic()
         state = LearnerState(
             run_epoch=self.run_epoch,
             step=self.step,
@@ -373,29 +364,7 @@ class Learner(Actor):
             history=self._history.position,
         )
         await self._in_backend(self._history.sync, what="its history to be written", on="disk")
-        folder = await self._in_backend(
-            functools.partial(
-                checkpoint.write,
-                self._settings.checkpoint_directory,
-                state,
-                save_backend=self._backend.save,
-                keep=self._settings.checkpoint_keep,
-            ),
-            what="a checkpoint to be written",
-            on="disk",
-        )
-        self._checkpointed = state.step
-        self.log.info("checkpoint %s", folder)
-        if not self._settings.keep_log and not self._skipped.in_a_row:
-            await self._trim(through=state.consumed["watermark"] - 1)
-        self._checkpoint_seconds = time.monotonic() - started
-
-    async def _trim(self, *, through: int) -> None:
-        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
-        try:
-            await self.bus.trim(TRAJECTORIES, through=through)
-        except BusError as error:
-            self.log.warning("the log is not trimmed: %s", error)
+        await self._checkpoints.write(state, save_backend=self._backend.save, trims=not self._skipped.in_a_row)
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -410,6 +379,7 @@ class Learner(Actor):
     def _own_metrics(self) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {
             **self._intake.take_metrics(),
+            **self._checkpoints.take_metrics(),
             "learner/run_epoch": float(self.run_epoch),
             "staleness/bound": float(self._feed.bound.bound),
             **{f"mismatch/{worker}/mean": mean for worker, mean in self._examiner.mismatch.items()},
@@ -420,11 +390,9 @@ class Learner(Actor):
             "learner/export_seconds": self._export_seconds,
             "data/overlong_prompts": float(self._prompts.overlong),
         }
-        if self._checkpoint_seconds is not None:
-            metrics["learner/checkpoint_seconds"] = self._checkpoint_seconds
         if self._load_seconds is not None:
             metrics["learner/load_seconds"] = self._load_seconds
-        self._checkpoint_seconds = self._load_seconds = None
+        self._load_seconds = None
         return metrics
 
     async def _in_backend(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:

@@ -13,11 +13,12 @@ from pathlib import Path
 from asyncrl.actors.base import Actor
 from asyncrl.actors.waits import Waits
 from asyncrl.errors import WeightsError
-from asyncrl.messages import TransferOffer, WeightVersion
+from asyncrl.messages import WeightVersion
 from asyncrl.policies.admission import version_to_begin
 from asyncrl.policies.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.transfer_messages import TransferOffer
 
 Verify = Callable[[WeightVersion], Path]
 Progress = Callable[[], int]

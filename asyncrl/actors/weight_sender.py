@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from asyncrl.actors.base import Actor
 from asyncrl.errors import WeightsError
-from asyncrl.messages import TransferOffer, TransferRequest
 from asyncrl.protocols import Asked, Bus, Sender
 from asyncrl.topics import ACTORS, TRANSFERS
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 
 
 class WeightSender(Actor):

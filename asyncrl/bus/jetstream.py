@@ -54,7 +54,10 @@ _LONG_PAUSE: Final = 1.6
 _FEW: Final = 8
 """States that are read one by one."""
 _IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057, and 10057 is said for other reasons too
-_NO_PEERS: Final = (10005, 10074)  # no suitable peers for placement; replicas > 1 in non-clustered mode
+_FEW_PEERS: Final = 10005  # no suitable peers for placement
+_NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
+_PEERS_SECONDS: Final = 30.0
+_PEERS_PAUSE_SECONDS: Final = 0.5
 _WORD_SECONDS: Final = 5.0
 """How long a server may take for a word about a loan: after an election the new leader may not know of it."""
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
@@ -66,7 +69,7 @@ class JetStreamBus:
     def __init__(self, connection: Connection, layout: Layout, *, role: str, objects: JetStreamObjects) -> None:
         self._connection, self._layout, self._role, self._objects = connection, layout, role, objects
         self._made: set[str] = set()
-        self._is_waiting = False  # for the learner to make the run's streams
+        self._is_waiting = False  # for the run's streams
         self.refusals = Refusals()
 
     @classmethod
@@ -351,12 +354,7 @@ class JetStreamBus:
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
-            try:
-                await self._connection.api(f"STREAM.CREATE.{name}", config)
-            except Refused as refused:
-                if refused.code != _NAME_IN_USE:
-                    raise
-                await self._connection.api(f"STREAM.UPDATE.{name}", config)
+            await self._make(name, config)
         except Refused as refused:
             if refused.code in _NO_PEERS:
                 raise ConfigError(
@@ -376,6 +374,27 @@ class JetStreamBus:
             raise
         self._made.add(name)
         return name
+
+    async def _make(self, name: str, config: dict[str, Any]) -> None:
+        """waits for: the servers of a cluster that is just starting"""
+        since = time.monotonic()
+        while True:
+            try:
+                await self._connection.api(f"STREAM.CREATE.{name}", config)
+                return
+            except Refused as refused:
+                if refused.code == _NAME_IN_USE:
+                    await self._connection.api(f"STREAM.UPDATE.{name}", config)
+                    return
+                if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
+                    raise
+            if not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                logger.warning(
+                    "bus %s: fewer servers are up than bus.replicas = %d; waiting for the others for %.0f s",
+                    *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
+                )
+            await asyncio.sleep(_PEERS_PAUSE_SECONDS)
 
     async def _require(self, name: str) -> None:
         """Raises ConfigError, with the runs that are there, when this one is not."""

@@ -45,7 +45,7 @@ class Layout:
 
     def service(self, service: Service[Any, Any]) -> str:
         """Where a service's questions go; no stream takes them."""
-        return f"asyncrl-ask.{self.run}.{service.name}"
+        return f"asyncrl-ask.{self.run}.{service.name}" + (f".{token(service.key)}" if service.key else "")
 
     def freed(self, lease: str) -> str:
         """Where it is told that a lease came free; no stream takes it."""

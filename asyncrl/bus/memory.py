@@ -36,7 +36,7 @@ class MemoryBus:
         self._works: dict[str, Work] = {}
         self._logs: dict[str, Log] = {}
         self._states: dict[str, States] = {}
-        self._lines: dict[str, Line[Any, Any]] = {}
+        self._lines: dict[tuple[str, str], Line[Any, Any]] = {}
         self._leases: dict[str, asyncio.Lock] = {}
         self._objects = Objects()
 
@@ -144,7 +144,7 @@ class MemoryBus:
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
         await _let_others_run()
-        line = self._lines.get(service.name)
+        line = self._lines.get((service.name, service.key))
         if line is None:
             return None
         answered = asyncio.get_running_loop().create_future()
@@ -162,11 +162,11 @@ class MemoryBus:
 
     @contextlib.asynccontextmanager
     async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[Asked[Q, A]]]:
-        line = self._lines[service.name] = Line(service, self.refusals)
+        line = self._lines[service.name, service.key] = Line(service, self.refusals)
         try:
             yield Each(line.take)
         finally:
-            del self._lines[service.name]
+            del self._lines[service.name, service.key]
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ Every run is a NATS account of its own: its streams, subjects and inboxes do not
 
   learner         everything: it makes the streams
   rollout-worker  takes prompts; publishes trajectories, events, its heartbeat and its leases; reads what WORKER_READS
-                  lists, and objects; asks the learner for weights
+                  lists, and objects; asks the learner for weights, and other workers for their names
   operator        reads as an observer; says how large the fleet should be
   observer        reads everything that can be read without taking it away; writes nothing
 
@@ -33,6 +33,7 @@ from asyncrl.topics import (
     TRANSFERS,
     WEIGHTS,
     Topic,
+    worker_named,
 )
 
 WORKER_READS: Final[tuple[Topic[Any], ...]] = (WEIGHTS, PROGRESS, QUARANTINE, SETTINGS)
@@ -54,12 +55,14 @@ def permissions(role: str, *, run: str) -> dict[str, Any] | None:
         publish += _of_worker(layout)
         subscribe += [layout.freed("*").replace("=2A", "*")]
         subscribe += [layout.told(topic, "*").replace("=2A", "*") for topic in WORKER_READS]
+        subscribe += [layout.service(worker_named("*")).replace("=2A", "*")]
     else:
         subscribe += sorted({layout.told(topic, "*").replace("=2A", ">") for topic in ALL if topic.kind == "state"})
         publish += [subject for stream in streams if stream != layout.stream(PROMPTS) for subject in _reading(stream)]
         if role == "operator":
             publish += [f"{layout.prefix(topic)}*" for topic in OPERATOR_WRITES]
-    return {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
+    answers = {"allow_responses": {"max": 1, "expires": "1m"}} if role == "rollout-worker" else {}
+    return {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}} | answers
 
 
 def _of_worker(layout: Layout) -> list[str]:
@@ -79,6 +82,7 @@ def _of_worker(layout: Layout) -> list[str]:
         f"$JS.API.STREAM.PURGE.{leases}",
         layout.freed("*").replace("=2A", "*"),
         layout.service(TRANSFERS),
+        layout.service(worker_named("*")).replace("=2A", "*"),
     ]
 
 

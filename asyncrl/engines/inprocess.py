@@ -96,7 +96,7 @@ class _Close:
 
 
 class InProcessEngine:
-    """See Engine in protocols.py."""
+    """See Engine in protocols/engine.py."""
 
     def __init__(self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options) -> None:
         self._model_path = model_path

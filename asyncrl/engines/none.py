@@ -13,7 +13,7 @@ from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial
 
 
 class NoEngine:
-    """See Engine in protocols.py. It is always on the newest weights, because it reads none."""
+    """See Engine in protocols/engine.py. It is always on the newest weights, because it reads none."""
 
     receiver = None
 

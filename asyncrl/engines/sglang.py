@@ -72,7 +72,7 @@ class Options:
 
 
 class SGLangEngine:
-    """See Engine in protocols.py."""
+    """See Engine in protocols/engine.py."""
 
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path

@@ -18,8 +18,9 @@ from typing import Any, Final
 from asyncrl.engines.checks import Shapes, check_layout
 from asyncrl.engines.spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
-from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import WeightVersion
 from asyncrl.protocols import LoadReport
+from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """POST a body to a path of the server; its answer. Raises EngineError, EngineDied."""
@@ -112,7 +113,7 @@ class WeightLoader:
 
 
 class SGLangReceiver:
-    """See Receiver in protocols.py."""
+    """See Receiver in protocols/engine.py."""
 
     def __init__(
         self, post: Post, loader: WeightLoader, *, name: str, num_ranks: int, shapes: Shapes, optional: frozenset[str]

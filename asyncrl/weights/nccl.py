@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.errors import WeightsError
-from asyncrl.messages import BucketLayout, TransferOffer, TransferRequest, WeightVersion
+from asyncrl.messages import WeightVersion
 from asyncrl.snapshot import Bucket, Snapshot
+from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
@@ -67,7 +68,7 @@ class NCCLChannel:
 
 
 class Sender:
-    """See Sender in protocols.py. Thread-safe; one transfer at a time to one engine, any number to different."""
+    """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to others."""
 
     def __init__(self, host: str, *, patience_seconds: float = 60.0) -> None:
         """``patience_seconds``: for an engine to meet us, and beside the time its weights may take."""
@@ -122,7 +123,7 @@ class Sender:
 
 
 class Transfer:
-    """See Transfer in protocols.py."""
+    """See Transfer in protocols/weights.py."""
 
     def __init__(self, offer: TransferOffer, group: _Group, snapshot: Snapshot | None) -> None:
         """``snapshot`` None: only meet."""

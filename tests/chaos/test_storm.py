@@ -26,6 +26,15 @@ def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path) -> None
     assert audit["trained"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_storm_of_forked_processes_kills_and_audits_the_same(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, seed=2, is_forked=True)
+    audit = asyncio.run(storm.blow(len(KINDS)))
+    assert {kill.kind for kill in storm.kills} == set(KINDS)
+    assert audit["exit_code"] == 0, audit
+
+
 def test_every_kind_of_kill_comes_equally_often_and_a_seed_gives_the_same_storm() -> None:
     dealt = list(itertools.islice(deal(7), 5 * len(KINDS)))
     assert all(dealt.count(kind) == 5 for kind in KINDS)

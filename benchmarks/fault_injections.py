@@ -1,0 +1,77 @@
+"""What may happen to a part, a process, its disk or its connection, while a context is open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+@contextlib.contextmanager
+def hanging(folder: Path, name: str) -> Iterator[None]:
+    """The part of this name does not return."""
+    (folder / name).touch()
+    try:
+        yield
+    finally:
+        (folder / name).unlink()
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT behind."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def full_disk(pid: int) -> Iterator[None]:
+    """No file of this process may grow."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+class Proxy:
+    """A way to a server that can fall silent without being closed, as a half-open connection does."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._server = (parts.hostname, parts.port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"nats://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.is_silent = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listening.accept()
+            server = socket.create_connection(self._server)
+            threading.Thread(target=self._carry, args=(client, server), daemon=True).start()
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        while not self.is_silent:
+            for ready in select.select([client, server], [], [], 0.1)[0]:
+                data = ready.recv(2**16)
+                if not data:
+                    client.close()
+                    server.close()
+                    return
+                if not self.is_silent:
+                    (server if ready is client else client).sendall(data)
+        time.sleep(3600)
