@@ -113,6 +113,8 @@ async def _prompt_source(run: RunConfig, *, bus: Bus, state: LearnerState, buffe
         groups=buffer.groups,
         policy_version=state.policy_version,
         run_epoch=state.run_epoch,
+        forks=state.forks,
+        are_sampled=_are_sampled(run),
     )
 
 
@@ -203,7 +205,13 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutW
     engine = app.engine(run, name=name)
     weights = app.channel(run, bus=bus)
     follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=weights.verify, load=run.load, progress=lambda: weights.progress
+        f"{name}.weights",
+        bus,
+        engine=engine,
+        verify=weights.verify,
+        load=run.load,
+        progress=lambda: weights.progress,
+        max_staleness=run.max_staleness,
     )
     worker = RolloutWorker(
         name,

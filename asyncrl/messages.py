@@ -65,7 +65,8 @@ class PromptGroup:
     """One prompt to be answered ``group_size`` times.  Topic ``prompts``: prompt source -> rollout workers.
 
     group_id            number of the group in the run, dense from 0; with the run it is the message id
-    min_policy_version  a worker starts no generation of this group on older weights
+    min_policy_version  a worker starts no generation of this group on older weights (admission.version_to_begin)
+    run_epoch           of the learner that published it
     label, metadata     what the reward function gets besides the text; anything msgpack can carry
     response_tokens     i32[R], an answer to imitate, <eos> included; empty where the data has none
     policy_version      of the learner when it was published: from then on a given answer ages
@@ -82,6 +83,7 @@ class PromptGroup:
     min_policy_version: int = 0
     response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     policy_version: int = 0
+    run_epoch: int = 0
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
@@ -90,7 +92,7 @@ class PromptGroup:
         require(
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
-        counts(self, "group_id", "epoch", "min_policy_version")
+        counts(self, "group_id", "epoch", "min_policy_version", "run_epoch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -225,6 +227,7 @@ class WeightVersion:
                  the learner has them in memory and sends them to engines that ask (service ``transfers``)
     sha256       of model.safetensors
     num_engines  workers the learner knows of; an eighth of them may load at once
+    fork         policy version that run_epoch started from
     """
 
     run_epoch: int
@@ -233,9 +236,10 @@ class WeightVersion:
     sha256: str = ""
     num_bytes: int = 0
     num_engines: int = 0
+    fork: int = 0
 
     def __post_init__(self) -> None:
-        counts(self, "run_epoch", "policy_version", "num_bytes", "num_engines")
+        counts(self, "run_epoch", "policy_version", "num_bytes", "num_engines", "fork")
         require("\0" not in self.uri, "uri is no path")
 
     @property

@@ -25,6 +25,7 @@ from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.checkpoint import LearnerState, PromptState
+from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling
 from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.batch import Metric
@@ -211,6 +212,7 @@ def _learner(
         training=TrainingStep(backend, algorithm=algorithm),
         channel=NullChannel(),
         reporter=Reporter(bus, [window]),
+        history=History(folder / HISTORY_FILE, run_epoch=0),
     )
     return learner, prompts
 

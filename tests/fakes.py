@@ -271,6 +271,7 @@ class Loop:
             groups=self.buffer.groups,
             policy_version=state.policy_version,
             run_epoch=state.run_epoch,
+            forks=state.forks,
         )
         feed = BatchFeed(
             BatchSettings(
@@ -338,6 +339,7 @@ class Loop:
                 groups={"watermark": 0, "beyond": []},
                 consumed={"watermark": 1, "beyond": []},
                 prompts=PromptState(),
+                forks={1: 0} if resume else {},
             ),
             None,
         )
@@ -355,9 +357,11 @@ class Loop:
 
 
 def worker(
-    bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", **changes: Any
+    bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", max_staleness: int = 2, **changes: Any
 ) -> tuple[RolloutWorker, WeightFollower]:
-    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load)
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load, max_staleness=max_staleness
+    )
     settings: dict[str, Any] = {
         "rollout": single_turn,
         "reward": Judge(token_sum),

@@ -94,7 +94,7 @@ class Learner(Actor):
         self._feed = feed
         self._backend = backend
         self._training = training
-        self._weights = WeightPublisher(bus, channel, waits=self.waits)
+        self._weights = WeightPublisher(bus, channel, waits=self.waits, fork=state.policy_version)
         self._reporter = reporter
         self._history = history
         self._standing = Standing.of(state)

@@ -2,12 +2,15 @@
 
 What is outstanding is counted on the bus when the source starts: the ids it finds on ``prompts`` and in the log. From
 there each id is published once, so ids count. Kill everything, start the same commands, and the window is right.
+
+Where a policy samples, a group asks for a version that is announced already (test_no_prompt_asks_for_weights_that_
+nobody_can_get): a learner that dies leaves no prompt that workers cannot begin.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +20,13 @@ from numpy.typing import NDArray
 from asyncrl.actors.base import Actor
 from asyncrl.checkpoint import PromptState
 from asyncrl.errors import BusFull
-from asyncrl.messages import Progress, PromptGroup, Sampling
+from asyncrl.messages import Progress, PromptGroup, Sampling, VersionSpan
 from asyncrl.policies.admission import Admission
 from asyncrl.policies.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.ledger import Ledger
+from asyncrl.policies.staleness import effective_version
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES, group_id_of
+from asyncrl.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
 
 FULL_QUEUE_SECONDS = 0.5
 
@@ -57,7 +61,7 @@ class _Numbered:
 
 
 class PromptSource(Actor):
-    """consumes: progress    publishes: prompts    woken by: the learner, when groups leave the window"""
+    """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window"""
 
     role = "prompt-source"
 
@@ -74,8 +78,10 @@ class PromptSource(Actor):
         groups: Ledger,
         policy_version: int = 0,
         run_epoch: int = 0,
+        forks: Mapping[int, int] | None = None,
+        are_sampled: bool = True,
     ) -> None:
-        """``policy_version``: that the learner starts with."""
+        """policy_version: that the learner starts with; forks: see staleness.py; are_sampled: engines need weights"""
         super().__init__(name, bus)
         self._policy_version = policy_version
         self._rows = rows
@@ -86,6 +92,11 @@ class PromptSource(Actor):
         self._next, self._position, self.overlong = state.next_group_id, state.position, state.overlong
         self._outstanding = dict(state.outstanding)
         self._run_epoch = run_epoch
+        self._forks = dict(forks or {})
+        self._are_sampled = are_sampled
+        self._progress: Progress | None = None
+        self._announced = (0, 0)  # newest (run epoch, policy version); engines start with version 0
+        self._changed = asyncio.Event()
         self.oldest_start: dict[int, int] = {}
         """group id -> oldest policy version that may sample it, of outstanding groups published by this process."""
         self.exhausted = asyncio.Event()
@@ -115,19 +126,41 @@ class PromptSource(Actor):
 
     async def run(self) -> None:
         await self._reconcile()
-        async with self.bus.watch(PROGRESS) as states:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_progress(), name=f"{self.name}.watch-progress")
+            for key in ("", SENT) if self._are_sampled else ():
+                group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
-                progress = await self._next_progress(states)
+                what, on = ("more data", "data") if self.exhausted.is_set() else (ROOM_IN_WINDOW, LEARNER)
+                with self.waiting(what, on=on):
+                    await self._changed.wait()
+                self._changed.clear()
+                if self._progress is not None:
+                    await self._fill(self._progress)
+
+    async def _watch_progress(self) -> None:
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
                 if progress.run_epoch == self._run_epoch:
-                    await self._fill(progress)
+                    self._progress = progress
+                    self._changed.set()
                 elif progress.run_epoch > self._run_epoch:  # an older one was there before our learner spoke
                     problem = f"of run epoch {progress.run_epoch}, and this is {self._run_epoch}"
                     self.bus.refusals.note(PROGRESS.name, problem, kind="epoch")
 
-    async def _next_progress(self, states: AsyncIterator[Progress]) -> Progress:
-        what, on = ("more data", "data") if self.exhausted.is_set() else (ROOM_IN_WINDOW, LEARNER)
-        with self.waiting(what, on=on):
-            return await anext(states)
+    async def _watch_weights(self, key: str) -> None:
+        async with self.bus.watch(WEIGHTS, key=key) as versions:
+            async for version in versions:
+                self._announced = max(self._announced, version.order)
+                self._changed.set()
+
+    @property
+    def _obtainable(self) -> int | None:
+        """The newest version that workers can get, as this history counts it; None where they need none."""
+        if not self._are_sampled:
+            return None
+        run_epoch, policy_version = self._announced
+        return effective_version(VersionSpan(start=0, run_epoch=run_epoch, policy_version=policy_version), self._forks)
 
     async def _reconcile(self) -> None:
         """Publish again what the bus lost, and go on behind what it has: it may be ahead of our checkpoint."""
@@ -168,12 +201,15 @@ class PromptSource(Actor):
     async def _fill(self, progress: Progress) -> None:
         """Publish up to the window."""
         self._policy_version = progress.policy_version
+        obtainable = self._obtainable
+        oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
         count = self._admission.may_publish(
             published=self._next,
             lost=progress.groups_lost,
             batches_taken=progress.batches_taken,
             steps_done=progress.step,
             bound=progress.bound,
+            obtainable=obtainable,
         )
         count = min(count, self._admission.most)  # whatever a learner claims to have done
         rows = await asyncio.to_thread(self._read_many, count)
@@ -182,8 +218,8 @@ class PromptSource(Actor):
                 if numbered.group_id in self.taken:
                     self.unanswerable.put_nowait(numbered.group_id)
                     continue
-                self.oldest_start[numbered.group_id] = progress.policy_version
-                group.create_task(self._publish(numbered, min_policy_version=progress.policy_version))
+                self.oldest_start[numbered.group_id] = oldest
+                group.create_task(self._publish(numbered, min_policy_version=oldest))
         if len(rows) < count:
             self.exhausted.set()
 
@@ -219,6 +255,7 @@ class PromptSource(Actor):
             min_policy_version=min_policy_version,
             response_tokens=row.response,
             policy_version=self._policy_version,
+            run_epoch=self._run_epoch,
         )
         while True:
             try:

@@ -294,7 +294,9 @@ class RolloutWorker(Actor):
                 return known
             seen = {"partial": partial} if self._salvage.is_on else {}
             with self.waits.paused(rollout):
-                async with self._follower.generation(prompt.min_policy_version, waits=self.waits):
+                async with self._follower.generation(
+                    prompt.min_policy_version, run_epoch=prompt.run_epoch, waits=self.waits
+                ):
                     starts.setdefault(index, self._engine.version[1])
                     with self._activity.running(), self._answers.expected():
                         generation = await self._engine.generate(tokens, sampling, seed=seed, **seen)

@@ -14,6 +14,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.waits import Waits
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
+from asyncrl.policies.admission import version_to_begin
 from asyncrl.policies.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.protocols import Bus, Engine, LoadReport, Receiver
 from asyncrl.topics import SENT, TRANSFERS, WEIGHTS
@@ -45,14 +46,24 @@ class WeightFollower(Actor):
     role = "weight-follower"
 
     def __init__(
-        self, name: str, bus: Bus, *, engine: Engine, verify: Verify, load: str, progress: Progress = lambda: 0
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        engine: Engine,
+        verify: Verify,
+        load: str,
+        progress: Progress = lambda: 0,
+        max_staleness: int = 0,
     ) -> None:
-        """verify, progress: of the WeightChannel"""
+        """verify, progress: of the WeightChannel;  max_staleness: of the run (admission.version_to_begin)"""
         super().__init__(name, bus)
         self._engine = engine
         self._verify = verify
         self._progress = progress
         self._load = load
+        self._max_staleness = max_staleness
+        self._forks: dict[int, int] = {}  # run epoch -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
         self._demanded = 0
@@ -81,20 +92,25 @@ class WeightFollower(Actor):
                 await self._notify()
 
     @contextlib.asynccontextmanager
-    async def generation(self, min_policy_version: int, *, waits: Waits | None = None) -> AsyncIterator[None]:
+    async def generation(
+        self, min_policy_version: int, *, run_epoch: int = 0, waits: Waits | None = None
+    ) -> AsyncIterator[None]:
         """Entered when the engine's weights are new enough, and no load waits for quiet; counts as running inside.
 
-        ``waits``: of the actor that waits here; this one's own by default
+        min_policy_version, run_epoch  of the prompt group
+        waits                          of the actor that waits here; this one's own by default
         """
+
+        def is_new_enough() -> bool:
+            return self._engine.version[1] >= self._version_to_begin(min_policy_version, run_epoch)
+
         async with self._changed:
-            if self._engine.version[1] < min_policy_version:
-                self._demanded = max(self._demanded, min_policy_version)
+            if not is_new_enough():
+                self._demanded = max(self._demanded, self._version_to_begin(min_policy_version, run_epoch))
                 self._changed.notify_all()
             note = f"of version {min_policy_version}"
             with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
-                await self._changed.wait_for(
-                    lambda: self._engine.version[1] >= min_policy_version and not self._wants_quiet()
-                )
+                await self._changed.wait_for(lambda: is_new_enough() and not self._wants_quiet())
             self._running += 1
         try:
             yield
@@ -102,6 +118,16 @@ class WeightFollower(Actor):
             self._running -= 1
             if self._running == 0:  # nothing else waits for an end, and there may be hundreds that wait for weights
                 await asyncio.shield(self._notify())
+
+    def _version_to_begin(self, min_policy_version: int, run_epoch: int) -> int:
+        engine_epoch, version = self._engine.version
+        return version_to_begin(
+            min_policy_version,
+            run_epoch=run_epoch,
+            engine_epoch=engine_epoch,
+            fork=self._forks.get(engine_epoch, version),  # of a life not heard of: no newer than its weights
+            max_staleness=self._max_staleness,
+        )
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -111,6 +137,7 @@ class WeightFollower(Actor):
         async with self.bus.watch(WEIGHTS, key=key) as versions:
             async for version in versions:
                 async with self._changed:
+                    self._forks[version.run_epoch] = version.fork
                     if key != SENT or self._failures < ATTEMPTS:
                         self._newest[key] = version
                     self._changed.notify_all()

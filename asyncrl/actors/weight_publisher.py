@@ -33,8 +33,9 @@ class WeightPublisher:
     What the channel sends from memory is announced at once, what it writes when it is written: both always in order.
     """
 
-    def __init__(self, bus: Bus, channel: WeightChannel, *, waits: Waits | None = None) -> None:
-        """``waits``: of the learner, which says what it waits for."""
+    def __init__(self, bus: Bus, channel: WeightChannel, *, waits: Waits | None = None, fork: int = 0) -> None:
+        """waits: of the learner, which says what it waits for; fork: policy version that it started from"""
+        self._fork = fork
         self._waits = waits or Waits()
         self._bus = bus
         self._channel = channel
@@ -62,8 +63,7 @@ class WeightPublisher:
         )
         if self._channel.sender is not None:
             self._channel.sender.hold(snapshot, run_epoch=run_epoch, policy_version=policy_version)
-            sent = WeightVersion(run_epoch=run_epoch, policy_version=policy_version, num_engines=self.num_engines)
-            await self._bus.put(WEIGHTS, sent, key=SENT)
+            await self._announce(WeightVersion(run_epoch=run_epoch, policy_version=policy_version), key=SENT)
         if self._writing is None or self._writing.done():
             self._writing = group.create_task(self._write(), name="publish-weights")
 
@@ -74,6 +74,9 @@ class WeightPublisher:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
+
+    async def _announce(self, version: WeightVersion, *, key: str = "") -> None:
+        await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines, fork=self._fork), key=key)
 
     def _progress(self) -> int:
         return self._channel.progress
@@ -92,6 +95,6 @@ class WeightPublisher:
                 "weights to be written", on="disk", note=note, first=FIRST_SECONDS, progress=self._progress
             ):
                 version = await asyncio.get_running_loop().run_in_executor(self._thread, store)
-            await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines))
+            await self._announce(version)
             self.num_bytes = self._channel.published_bytes
             self.seconds = time.monotonic() - taken.since

@@ -12,6 +12,9 @@ one of the batches that may be open at once:
 
 A group is born fresh: it carries the version at which it was published, and no worker starts it on older weights. With
 a full window it is trained max_staleness versions later, so older weights at its start would be over the bound.
+
+Steps count as far as workers can get their weights: what a step releases is published when its version, or a newer one,
+is announced. It could not begin before; and a learner that dies in between leaves no prompt that nobody can begin.
 The window saves work; the check at take time (buffer.py) is the guarantee. A bound that adapts (adaptive.py) takes the
 place of max_staleness in the slack of async, and never in the check.
 """
@@ -36,14 +39,45 @@ class Admission:
         return self.groups_per_batch * (self.max_staleness + 2)
 
     def may_publish(
-        self, *, published: int, lost: int, batches_taken: int, steps_done: int, bound: int | None = None
+        self,
+        *,
+        published: int,
+        lost: int,
+        batches_taken: int,
+        steps_done: int,
+        bound: int | None = None,
+        obtainable: int | None = None,
     ) -> int:
-        """Groups that may be published now, >= 0. ``bound``: the adapted one; None is max_staleness."""
+        """Groups that may be published now, >= 0.
+
+        bound       the adapted one; None is max_staleness
+        obtainable  newest policy version that workers can get; None where no policy samples. What is published asks for
+                    version min(steps_done, obtainable)
+        """
+        if obtainable is not None:
+            steps_done, batches_taken = min(steps_done, obtainable), min(batches_taken, obtainable + 1)
         released = batches_taken if self.mode == "one_step_off" else steps_done
         widest = self.max_staleness if bound is None else min(bound, self.max_staleness)
         slack = widest if self.mode == "async" else 0
         open_groups = min(self.groups_per_batch * (released + 1 + slack), self.total_groups)
         return max(0, open_groups - (published - lost))
+
+
+def version_to_begin(
+    min_policy_version: int, *, run_epoch: int, engine_epoch: int, fork: int, max_staleness: int
+) -> int:
+    """The oldest version that may begin a group which was published in ``run_epoch``, of an engine's ``engine_epoch``.
+
+    Where they differ the learner fell back to version ``fork``, and what the group asks for belongs to a lost history.
+    The log brings the new one up to there, or as far as it may train what the old one sampled: through the step from
+    fork + max_staleness. At the version after that the rest is dropped as stale, so whatever is left is next.
+
+    A group that begins earlier would be among the dropped; one that waited longer might wait for ever, as the learner
+    may need it to get there.
+    """
+    if engine_epoch <= run_epoch:
+        return min_policy_version
+    return min(min_policy_version, fork + max_staleness + 1)
 
 
 # -- what others admit, in groups; for comparison and for rules of one's own ------------------------------------------
