@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncrl import auxiliary, plugins, tables
-from asyncrl.addresses import servers, without_secrets
-from asyncrl.config import RunConfig
+from asyncrl import auxiliary, plugins
+from asyncrl.config import RunConfig, tables
+from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 

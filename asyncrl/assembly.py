@@ -22,7 +22,7 @@ from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.actors.weight_sender import WeightSender
 from asyncrl.checkpoint import LearnerState, PromptState
 from asyncrl.config import RunConfig
-from asyncrl.config_record import as_table
+from asyncrl.config.record import as_table
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig
+from asyncrl.config.models import Critic, Reference
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.errors import ConfigError
-from asyncrl.model_sections import Critic, Reference
 
 if TYPE_CHECKING:
     from asyncrl.backends.models import AuxiliaryModel

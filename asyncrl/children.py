@@ -28,13 +28,18 @@ class Budget:
     """In a row."""
 
     def pause(self, lived_seconds: float, *, has_worked: bool) -> float | None:
-        """Seconds to wait for the next start; None when there is none. Who worked is missed: it waits for nothing."""
+        """Seconds to wait for the next start; None when there is none.
+
+        Who worked is missed and waits for nothing; nor does who died once while it started, as that was perhaps not
+        heard to work yet.
+        """
         if lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None
         self.used += 1
-        back_off = min(BACK_OFF_SECONDS * 2**self.failed_starts, LONGEST_BACK_OFF_SECONDS)
+        doubled = BACK_OFF_SECONDS * 2 ** (self.failed_starts - 1)
+        back_off = min(doubled, LONGEST_BACK_OFF_SECONDS) if self.failed_starts else 0.0
         if has_worked and lived_seconds >= back_off:
             self.failed_starts = 0
             return 0.0

@@ -167,8 +167,8 @@ def _load(options: argparse.Namespace) -> RunConfig:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from asyncrl import launch
-    from asyncrl.check import check
+    from asyncrl.commands import launch
+    from asyncrl.commands.check import check
 
     if options.launcher:
         options.overrides.append(f"launcher.kind={json.dumps(options.launcher)}")
@@ -180,7 +180,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _learner(options: argparse.Namespace) -> int:
-    from asyncrl import processes, roles
+    from asyncrl import processes
+    from asyncrl.commands import roles
 
     config = _load(options)
     processes.end_with_parent()
@@ -192,7 +193,8 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _rollout_worker(options: argparse.Namespace) -> int:
-    from asyncrl import processes, roles
+    from asyncrl import processes
+    from asyncrl.commands import roles
 
     processes.end_with_parent()
     config = _on_its_bus(_joined(options))
@@ -203,7 +205,7 @@ def _rollout_worker(options: argparse.Namespace) -> int:
 
 def _joined(options: argparse.Namespace) -> RunConfig:
     """Of a worker: the run file, or what the run's learner left on its bus."""
-    from asyncrl import joining
+    from asyncrl.commands import joining
 
     if options.run_file is not None and not (options.join or options.run):
         return _load(options)
@@ -213,28 +215,31 @@ def _joined(options: argparse.Namespace) -> RunConfig:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from asyncrl.check import describe
+    from asyncrl.commands.check import describe
 
     print(describe(_load(options)))
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from asyncrl import doctor, recorded
+    from asyncrl import recorded
+    from asyncrl.commands import doctor
 
     run = recorded.run_at(options.where, options.overrides, verb="doctor")
     return doctor.examine(run, token=_token(run), as_json=options.json)
 
 
 def _top(options: argparse.Namespace) -> int:
-    from asyncrl import recorded, top
+    from asyncrl import recorded
+    from asyncrl.commands import top
 
     run = recorded.run_at(options.where, options.overrides, verb="top")
     return top.top(run, token=_token(run), once=options.once)
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from asyncrl import recorded, scale
+    from asyncrl import recorded
+    from asyncrl.commands import scale
 
     run = recorded.run_at(options.where, options.overrides, verb="scale")
     return scale.scale(run, rollout_workers=options.rollout_workers, token=_token(run), seconds=options.timeout)
@@ -248,13 +253,13 @@ def _import_model(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from asyncrl.audit import audit
+    from asyncrl.commands.audit import audit
 
     return audit(options.run_directory, token=os.environ.get("ASYNCRL_BUS_TOKEN", ""), as_json=options.json)
 
 
 def _replay(options: argparse.Namespace) -> int:
-    from asyncrl.replay import replay
+    from asyncrl.commands.replay import replay
 
     return replay(
         options.run_directory,

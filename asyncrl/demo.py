@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from asyncrl import config, launch
-from asyncrl.check import check
+from asyncrl import config
+from asyncrl.commands import launch
+from asyncrl.commands.check import check
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
 

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl import app, checkpoint, config, config_record
+from asyncrl import app, checkpoint, config
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.checkpoint import LearnerState
 from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.history import HISTORY_FILE, read
 from asyncrl.messages import TrajectoryGroup

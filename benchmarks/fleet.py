@@ -38,9 +38,9 @@ from typing import Any, Final
 import torch
 
 from asyncrl import app, config
-from asyncrl.audit import account_of
+from asyncrl.commands.audit import account_of
 from asyncrl.config import RunConfig
-from asyncrl.config_staleness import Staleness
+from asyncrl.config.staleness import Staleness
 from asyncrl.protocols import Bus
 from asyncrl.topics import PROGRESS, PROMPTS
 from benchmarks import fleet_processes, tiny_files

@@ -51,7 +51,7 @@ from asyncrl import app, assembly, config
 from asyncrl.actors.base import Heart
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
-from asyncrl.config_staleness import Staleness
+from asyncrl.config.staleness import Staleness
 from benchmarks import staleness_task, tiny_files
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import app, check
+from asyncrl import app
 from asyncrl.actors.training_step import TrainingStep
 from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.commands import check
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch

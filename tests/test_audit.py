@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 
 from asyncrl import app, config
-from asyncrl.audit import account_with
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.commands.audit import account_with
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, RewardError

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import app, auxiliary, check, config
+from asyncrl import app, auxiliary, config
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.commands import check
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.policies.critic import Critic

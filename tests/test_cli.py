@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl import cli, config, tables
+from asyncrl import cli, config
+from asyncrl.config import tables
 from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config, doctor
+from asyncrl import config
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.commands import doctor
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, Progress, Wait
 from asyncrl.policies.faults import LEARNER, WORKER

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import children, config, fleet, launch, scale
+from asyncrl import children, config, fleet
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.children import Child
+from asyncrl.commands import launch, scale
 from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import ProcessSpec
@@ -128,7 +129,7 @@ async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., 
 
     def one(launcher: Launcher, *, gpus: int = 0) -> Stage:
         monkeypatch.setattr(launch, "num_gpus", lambda: gpus)
-        monkeypatch.setattr("asyncrl.check.num_gpus", lambda: gpus)
+        monkeypatch.setattr("asyncrl.commands.check.num_gpus", lambda: gpus)
         made.append(Stage(launcher, gpus=gpus))
         return made[-1]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl import check, config
+from asyncrl import config
 from asyncrl.actors.group_filters import GroupFilters, sample_group
+from asyncrl.commands import check
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, HopelessError
 from asyncrl.messages import TrajectoryGroup

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import config, config_record
+from asyncrl import config
+from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.history import History, read
 from asyncrl.policies.accounting import present

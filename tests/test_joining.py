@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config, joining
+from asyncrl import config
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.cli import main
+from asyncrl.commands import joining
 from asyncrl.config import RunConfig
-from asyncrl.config_record import worker_table
+from asyncrl.config.record import worker_table
 from asyncrl.errors import ConfigError
 from asyncrl.fleet_messages import RunSettings
 from asyncrl.topics import SETTINGS

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import children, config, launch
+from asyncrl import children, config
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.commands import launch
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement
@@ -113,22 +114,22 @@ def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys
 
 def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
     budget = children.Budget(restarts=2)
-    assert [budget.pause(1.0, has_worked=False) for _ in range(3)] == [1.0, 2.0, None]
+    assert [budget.pause(1.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, None]
     assert budget.pause(children.HEALTHY_SECONDS, has_worked=True) == 0.0
-    assert [budget.pause(1.0, has_worked=False) for _ in range(2)] == [1.0, None]
+    assert [budget.pause(1.0, has_worked=False) for _ in range(2)] == [0.0, None]
 
 
 def test_a_back_off_has_an_end() -> None:
     budget = children.Budget(restarts=100)
     pauses = [budget.pause(1.0, has_worked=False) for _ in range(100)]
-    assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert pauses[:7] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
     assert max(pause or 0.0 for pause in pauses) == 30.0
 
 
 def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() -> None:
-    budget = children.Budget(restarts=6)
+    budget = children.Budget(restarts=7)
     assert [budget.pause(20.0, has_worked=True) for _ in range(2)] == [0.0, 0.0]
-    assert [budget.pause(20.0, has_worked=False) for _ in range(2)] == [1.0, 2.0]  # it died while it started
+    assert [budget.pause(20.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, 2.0]  # it died while it started
     assert budget.pause(3.0, has_worked=True) == 4.0
     assert budget.pause(20.0, has_worked=True) == 0.0
 

@@ -11,12 +11,12 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors.examiner import Examiner
-from asyncrl.addresses import servers
 from asyncrl.bus import nats_config
 from asyncrl.bus.access import Access
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.lease import Lease
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.config.addresses import servers
 from asyncrl.errors import BusError, ConfigError
 from asyncrl.topics import ALL, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS
 from tests.bus_fixtures import group, progress, publish_groups, publish_prompts, taken

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import tables
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, tables
 from asyncrl.errors import ConfigError
 from asyncrl.topics import WEIGHTS
 from tests.fakes import Engine, Loop, run_worker, worker

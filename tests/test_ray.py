@@ -22,7 +22,7 @@ pytest.importorskip("ray")
 import ray
 
 from asyncrl import config
-from asyncrl.check import check
+from asyncrl.commands.check import check
 from asyncrl.errors import ConfigError, NoRoom
 from asyncrl.launchers.port import ProcessSpec
 from asyncrl.launchers.ray import RayLauncher

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import app, check, config
+from asyncrl import app, config
+from asyncrl.commands import check
 from asyncrl.data import demo_task
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies import batch, scored

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config, scale
+from asyncrl import config
 from asyncrl.actors.sizer import Sizer
 from asyncrl.bus.memory import MemoryBus
+from asyncrl.commands import scale
 from asyncrl.errors import ConfigError
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.topics import FLEET, FLEET_STATUS

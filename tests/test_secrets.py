@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.addresses import without_secrets
 from asyncrl.bus.access import Access
-from asyncrl.check import describe
+from asyncrl.commands.check import describe
+from asyncrl.config.addresses import without_secrets
 from asyncrl.data import demo_task
 from tests.role_fixtures import Server
 from tests.test_cli import RUN_FILE

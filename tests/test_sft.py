@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 
-from asyncrl import check, codec, config
+from asyncrl import codec, config
 from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.rollouts import given
 from asyncrl.bus.memory import MemoryBus
+from asyncrl.commands import check
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tokenizer import load_tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl import app, assembly, tables
+from asyncrl import app, assembly
 from asyncrl.bus.memory import MemoryBus
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, tables
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from asyncrl import config, top
+from asyncrl import config
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
+from asyncrl.commands import top
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, StepMetrics, Wait
 from asyncrl.policies.faults import LEARNER, WORKER, Observation, Seen

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config, doctor
+from asyncrl import config
 from asyncrl.actors import watcher as watching
 from asyncrl.actors.watcher import Lasting, Launched, Sightings, Watcher, process_state
+from asyncrl.commands import doctor
 from asyncrl.errors import BusError, NoSuchRun
 from asyncrl.messages import Heartbeat
 from asyncrl.policies.diagnosis import diagnose

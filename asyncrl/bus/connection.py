@@ -30,8 +30,8 @@ from typing import Any, Final, TypeVar
 import nats.errors
 from nats.aio.client import Client
 
-from asyncrl.addresses import servers, without_secrets
 from asyncrl.bus.answers import BUSY, IN_PROCESS, Answer, Busy, Nobody, Refused, Stored
+from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
 
 logger = logging.getLogger(__name__)

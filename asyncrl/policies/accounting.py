@@ -43,7 +43,7 @@ class Entry:
     groups         ids that met this fate, in the order of the batch
     max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this life
     kept           of "begun": what lies at this position and beyond is not in the history of the weights
-    settings       of "begun": the run file (config_record.py)
+    settings       of "begun": the run file (config/record.py)
     """
 
     kind: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl.config_staleness import Staleness
+from asyncrl.config.staleness import Staleness
 
 
 def vcpo_learning_rate(

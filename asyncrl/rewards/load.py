@@ -19,7 +19,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, Final
 
-from asyncrl import config, plugins, tables
+from asyncrl import config, plugins
+from asyncrl.config import tables
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.guard import GuardedReward
 

@@ -235,7 +235,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
             log_path=scratch / "w0.engine.log",
         )
         await engine.start()
-        gc.freeze()  # as roles.py does
+        gc.freeze()  # as commands/roles.py does
         try:
             bench = Bench(options, shape, folder, engine)
             stack.enter_context(trainer := Trainer(bench._device))

@@ -20,7 +20,12 @@ from tests.chaos import forks
 
 LAUNCHER: Final = 'launcher.kind="tests.chaos.forked:ForkingLauncher"'
 _START_SECONDS: Final = 120.0
-_IMPORTED: Final = ("asyncrl.roles", "asyncrl.launch", "transformers.models.auto.tokenization_auto", "uvloop")
+_IMPORTED: Final = (
+    "asyncrl.commands.roles",
+    "asyncrl.commands.launch",
+    "transformers.models.auto.tokenization_auto",
+    "uvloop",
+)
 """By everybody."""
 
 

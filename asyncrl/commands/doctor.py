@@ -12,9 +12,9 @@ import json
 from typing import Any
 
 from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
-from asyncrl.addresses import without_secrets
 from asyncrl.app import bus_address, observe
 from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import NoSuchRun
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen

@@ -21,8 +21,8 @@ from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
 from asyncrl.bus.server import EmbeddedServer, StoreInUse
-from asyncrl.check import gpus_per_worker, num_gpus, placement
 from asyncrl.children import Budget, Child
+from asyncrl.commands.check import gpus_per_worker, num_gpus, placement
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.fleet import Fleet

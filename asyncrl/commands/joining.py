@@ -12,15 +12,16 @@ import json
 import logging
 from collections.abc import Sequence
 
-from asyncrl import config, config_record
-from asyncrl.addresses import without_secrets
+from asyncrl import config
 from asyncrl.app import connect
 from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import ConfigError
 from asyncrl.fleet_messages import RunSettings
 from asyncrl.topics import SETTINGS
 
-log = logging.getLogger("asyncrl.joining")
+log = logging.getLogger("asyncrl.commands.joining")
 
 
 def joined(url: str, name: str, overrides: Sequence[str], *, token: str) -> RunConfig:

@@ -15,9 +15,9 @@ from asyncrl.actors.base import Heart
 from asyncrl.actors.supervisor import supervise
 from asyncrl.app import connect
 from asyncrl.assembly import build_learner, build_worker
-from asyncrl.check import check, check_worker
+from asyncrl.commands.check import check, check_worker
 from asyncrl.config import RunConfig
-from asyncrl.config_record import worker_table
+from asyncrl.config.record import worker_table
 from asyncrl.errors import INTERRUPTED, HopelessError
 from asyncrl.fleet_messages import RunSettings
 from asyncrl.topics import SETTINGS

@@ -29,8 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from asyncrl import config, config_record
+from asyncrl import config
 from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.metrics.sinks import JsonLines

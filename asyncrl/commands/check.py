@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import app, auxiliary, plugins
-from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model_at
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement, place
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncrl.policies.correction_chains import Step
 
 
-log = logging.getLogger("asyncrl.check")
+log = logging.getLogger("asyncrl.commands.check")
 
 
 def check(run: RunConfig) -> None:

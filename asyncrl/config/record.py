@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.addresses import without_secrets
 from asyncrl.config import RunConfig
-from asyncrl.tables import build
+from asyncrl.config.addresses import without_secrets
+from asyncrl.config.tables import build
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),

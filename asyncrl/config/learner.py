@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config_checks import positive, require
+from asyncrl.config.checks import positive, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

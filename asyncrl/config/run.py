@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl.config_checks import positive, require
-from asyncrl.config_launcher import LauncherSection
-from asyncrl.config_learner import Learner as Learner
-from asyncrl.config_staleness import Staleness
+from asyncrl.config.checks import positive, require
+from asyncrl.config.launcher import LauncherSection
+from asyncrl.config.learner import Learner
+from asyncrl.config.models import Critic, Reference, Teacher
+from asyncrl.config.staleness import Staleness
+from asyncrl.config.tables import build
 from asyncrl.errors import ConfigError
-from asyncrl.model_sections import Critic, Reference, Teacher
-from asyncrl.tables import build
 
 Mode = Literal["sync", "one_step_off", "async"]
 

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
-from asyncrl.addresses import without_secrets
 from asyncrl.app import bus_address, observe
 from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import AsyncRLError, NoSuchRun
 from asyncrl.messages import StepMetrics
 from asyncrl.policies.diagnosis import diagnose

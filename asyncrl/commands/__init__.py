@@ -1,0 +1,1 @@
+"""What the asyncrl command does: a verb of cli.py a file."""
