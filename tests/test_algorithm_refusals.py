@@ -97,8 +97,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 def test_wrong_combinations_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
     overrides, reason = REFUSED[case]
     with pytest.raises(ConfigError, match=reason):
-        made = run(tmp_path, *overrides)
-    assert app.algorithm(made).name == made.algorithm.name
+        app.algorithm(run(tmp_path, *overrides))
 
 
 OUT_OF_RANGE: dict[str, tuple[list[str], str]] = {

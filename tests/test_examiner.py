@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from asyncrl.actors.attempts import Attempts
 from asyncrl.actors.examiner import Examiner
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.errors import HopelessError
@@ -254,11 +255,13 @@ async def test_a_group_on_its_last_attempt_has_the_worker_to_itself(tmp_path: Pa
         group.create_task(loop.run_learner())
         while await bus.depth(PROMPTS) < 6:
             await asyncio.sleep(0)
+        attempts = Attempts(bus, worker="another", max_attempts=3)
         async with bus.consume(PROMPTS) as deliveries:  # two attempts of group 0, of prompt (1, 4), came to nothing
             held = [await anext(deliveries) for _ in range(6)]
             await held[0].retry()
             again = await anext(deliveries)
             assert (again.key, again.attempt) == ("0", 2)
+            await attempts.begin(again)
             for delivery in held[1:]:
                 await delivery.retry()
             await again.retry()
