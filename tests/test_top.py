@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from asyncrl import config
+from asyncrl.app import BUS_FILE
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.commands import top
@@ -120,6 +123,37 @@ def test_it_reads_everything_from_the_bus(show: Show, run: str) -> None:
     assert f"run {run} on nats://" in text
     assert "mean 0.750" in text
     assert "w0" in text
+
+
+def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str, tmp_path: Path) -> None:
+    """`asyncrl run` was killed, and is started again: its server has another port and another token."""
+
+    def is_up(url: str, token: str) -> None:
+        (tmp_path / run).mkdir(exist_ok=True)
+        (tmp_path / run / BUS_FILE).write_text(json.dumps({"url": url, "token": token, "pid": 1}))
+
+    async def look() -> tuple[top.View, top.View]:
+        is_up("nats://127.0.0.1:1", "old")
+        looker = top.Looker(config.only_overrides([f"run.directory={tmp_path}", f"run.name={run}"]), token="")
+        try:
+            away = await looker.look()
+            is_up(nats_server.url, nats_server.token)
+            return away, await looker.look()
+        finally:
+            await looker.close()
+
+    away, back = asyncio.run(look())
+    assert away.metrics is None
+    assert back.metrics == METRICS_OF_STEP_7
+    assert nats_server.url in back.where
+
+
+def test_who_is_silent_waits_for_nothing() -> None:
+    beat = Heartbeat(actor="learner", role=LEARNER, waits=(Wait(what="a training step", seconds=4.0),))
+    (line,) = [
+        one for one in shown(view(Seen(beat=beat, seconds=40.0))).splitlines() if "learner" in one and "heard" in one
+    ]
+    assert line.split() == ["learner", "not", "heard", "for", "40", "s"]
 
 
 def test_a_run_that_is_not_there_is_a_mistake_that_names_those_that_are(show: Show, run: str) -> None:
