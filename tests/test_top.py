@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import uuid
@@ -20,7 +21,7 @@ from asyncrl.bus.server import EmbeddedServer
 from asyncrl.commands import top
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, StepMetrics, Wait
-from asyncrl.policies.faults import LEARNER, WORKER, Observation, Seen
+from asyncrl.policies.faults import LEARNER, WORKER, Finding, Observation, Seen
 from asyncrl.topics import ACTORS, METRICS
 from tests.conftest import BUS_SIZES
 
@@ -84,6 +85,20 @@ def test_of_a_large_fleet_those_that_are_behind_are_shown() -> None:
     assert "w000" in text
     assert f"w{top.MOST_ROWS:03d}" not in text
     assert f"and {100 - top.MOST_ROWS} more" in text
+
+
+def test_of_a_large_fleet_those_that_are_silent_are_shown() -> None:
+    fleet = [worker(f"w{number:03d}", version=number) for number in range(100)]
+    assert "w100" in shown(view(*fleet, worker("w100", version=100, seconds=40.0)))
+
+
+def test_what_a_worker_says_does_nothing_to_the_terminal() -> None:
+    wait = Wait(what="\x1b]0;mine\x07 [red]prompts", seconds=4.0)
+    beat = Heartbeat(actor="w\x1b[2J", role=WORKER, waits=(wait,))
+    finding = Finding(fault="engine", actor="w", cause="\x1b[2J", remedy="see its log", seconds=7.0)
+    found = dataclasses.replace(view(Seen(beat=beat)), findings=[finding])
+    assert "[red]prompts" in shown(found)
+    assert not {"\x1b", "\x07"} & set(shown(found))
 
 
 def test_before_the_first_step_it_says_so() -> None:

@@ -29,7 +29,7 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import METRICS
 
 MOST_ROWS = 32
-"""Of a larger fleet the workers that are furthest behind are shown."""
+"""Of a larger fleet those that are silent are shown, and those that are furthest behind."""
 BAR = 40
 """Characters of the longest bar of the histogram."""
 
@@ -227,11 +227,11 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
     for name in ("tok/s", "running", "queued", "idle", "version", "lag", "pause s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", no_wrap=True, ratio=1)
-    shown = sorted(workers, key=lambda seen: (seen.beat.policy_version, seen.beat.actor))[:MOST_ROWS]
+    shown = sorted(workers, key=_is_looked_for)[:MOST_ROWS]
     for seen in sorted(shown, key=lambda seen: seen.beat.actor):
         numbers, beat = seen.beat.numbers, seen.beat
         table.add_row(
-            escape(beat.actor),
+            escape(_plain(beat.actor)),
             f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
             f"{numbers.get('rollout/running', 0):,.0f}",
             f"{numbers.get('rollout/queued', 0):,.0f}",
@@ -239,13 +239,23 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
             str(beat.policy_version),
             str(max(0, newest - beat.policy_version)),
             f"{numbers.get('weights/pause_seconds', 0):.3f}",
-            escape(_state(seen)),
+            escape(_plain(_state(seen))),
             style="red" if seen.seconds > SILENT_SECONDS else "",
         )
     if not workers:
         return Text("no rollout worker", style="dim")
     left_out = len(workers) - len(shown)
-    return Group(table, Text(f"and {left_out:,} more, of newer versions", style="dim")) if left_out else table
+    return Group(table, Text(f"and {left_out:,} more, no further behind", style="dim")) if left_out else table
+
+
+def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
+    """Who is silent first, then who is furthest behind."""
+    return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
+
+
+def _plain(text: str) -> str:
+    """What a worker says of itself is not believed: it writes nothing else to a terminal than letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _state(seen: Seen) -> str:
@@ -260,7 +270,9 @@ def _waits(others: Sequence[Seen]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
         is_at_work = seen.seconds <= SILENT_SECONDS and seen.beat.phase == "running"
-        table.add_row(escape(seen.beat.actor), ("[dim]waits for[/] " if is_at_work else "") + escape(_state(seen)))
+        table.add_row(
+            escape(_plain(seen.beat.actor)), ("[dim]waits for[/] " if is_at_work else "") + escape(_plain(_state(seen)))
+        )
     return table
 
 
@@ -268,5 +280,8 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text("nothing is wrong", style="green")
     return Group(
-        *(Text(f"{finding.fault}: {finding.text}\n  -> {finding.remedy}", style="red") for finding in findings)
+        *(
+            Text(f"{_plain(f'{finding.fault}: {finding.text}')}\n  -> {_plain(finding.remedy)}", style="red")
+            for finding in findings
+        )
     )
