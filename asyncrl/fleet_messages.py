@@ -47,7 +47,7 @@ class FleetStatus:
 class RunSettings:
     """What a worker needs of the run file.  Topic ``settings``: learner -> workers that join without one.
 
-    sections  as config_record.worker_table makes them, without secrets
+    sections  as config/record.py makes them, without secrets
     withheld  keys that may hold some, such as "reward.options": who joins has to say them
     """
 

@@ -147,6 +147,8 @@ def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_se
         with pytest.raises(ConfigError, match=rf"demo: this run is up \(`asyncrl run`, process {pid}\)") as refused:
             launch_demo(tmp_path)
         assert "kill" not in str(refused.value)
+        with pytest.raises(ConfigError, match="demo: this run is up"):
+            launch_demo(tmp_path, f"bus.port={server.port}")
         (folder / "bus.json").unlink()
         with pytest.raises(ConfigError, match=f"end it with `kill {server.pid}`"):
             launch_demo(tmp_path)

@@ -102,6 +102,17 @@ async def test_a_delivery_that_never_began_buries_nothing(bus_factory: Any, max_
     assert (record.key, record.message.error) == ("1", "")
 
 
+async def test_a_group_that_is_published_leaves_no_note_that_it_was_begun(bus_factory: Any) -> None:
+    """Where a group has one attempt alone, its first delivery is noted too."""
+    bus = await bus_factory()
+    await publish_prompts(bus, 1)
+    async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=1) as (worker, task):
+        await first(bus, 1)
+        worker.drain()
+        await task
+    assert await bus.states(SEGMENTS) == {}
+
+
 async def test_each_delivery_that_began_is_an_attempt(bus_factory: Any) -> None:
     """Killed with it three times, it is buried by the fourth worker; what was ready beside it is not."""
     bus = await bus_factory()

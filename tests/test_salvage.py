@@ -16,7 +16,7 @@ from asyncrl.bus.memory import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, Sampling, Trajectory, VersionSpan
 from asyncrl.protocols import Bus, Generate, Generation, Partial
 from asyncrl.topics import PROGRESS, SEGMENTS
-from tests.bus_fixtures import first_event
+from tests.bus_fixtures import first_event, taken
 from tests.conftest import BUS_SIZES
 from tests.salvage_fixtures import Answer, Worker, publish_prompt
 
@@ -370,3 +370,16 @@ def test_what_comes_after_some_tokens_joins_them_again() -> None:
         assert again.version_spans == spans
         assert whole.after(count).version_spans[0].start == 0
         assert again.finish_reason == "stop"
+
+
+async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus: Bus) -> None:
+    """Two workers have the group ready and leave: it is delivered for the fourth time, and begins for the second."""
+    await killed_with_parts(bus)
+    for _ in range(2):
+        async with taken(bus, 1):
+            pass
+    async with Worker(bus, "w1", version=3).working() as heir:
+        await heir.begun(2)
+        await heir.until_published(bus, 1)
+        assert await bus.states(SEGMENTS) == {}
+    assert [begin for _, _, begin in heir.engine.asked] == [40, 40]

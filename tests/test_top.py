@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
+import json
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from asyncrl import config
+from asyncrl.app import BUS_FILE
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.commands import top
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, StepMetrics, Wait
-from asyncrl.policies.faults import LEARNER, WORKER, Observation, Seen
+from asyncrl.policies.faults import LEARNER, WORKER, Finding, Observation, Seen
 from asyncrl.topics import ACTORS, METRICS
 from tests.conftest import BUS_SIZES
 
@@ -83,6 +87,20 @@ def test_of_a_large_fleet_those_that_are_behind_are_shown() -> None:
     assert f"and {100 - top.MOST_ROWS} more" in text
 
 
+def test_of_a_large_fleet_those_that_are_silent_are_shown() -> None:
+    fleet = [worker(f"w{number:03d}", version=number) for number in range(100)]
+    assert "w100" in shown(view(*fleet, worker("w100", version=100, seconds=40.0)))
+
+
+def test_what_a_worker_says_does_nothing_to_the_terminal() -> None:
+    wait = Wait(what="\x1b]0;mine\x07 [red]prompts", seconds=4.0)
+    beat = Heartbeat(actor="w\x1b[2J", role=WORKER, waits=(wait,))
+    finding = Finding(fault="engine", actor="w", cause="\x1b[2J", remedy="see its log", seconds=7.0)
+    found = dataclasses.replace(view(Seen(beat=beat)), findings=[finding])
+    assert "[red]prompts" in shown(found)
+    assert not {"\x1b", "\x07"} & set(shown(found))
+
+
 def test_before_the_first_step_it_says_so() -> None:
     assert "no step is trained yet" in shown(view(metrics=None))
 
@@ -120,6 +138,37 @@ def test_it_reads_everything_from_the_bus(show: Show, run: str) -> None:
     assert f"run {run} on nats://" in text
     assert "mean 0.750" in text
     assert "w0" in text
+
+
+def test_it_goes_on_where_a_run_comes_back(nats_server: EmbeddedServer, run: str, tmp_path: Path) -> None:
+    """`asyncrl run` was killed, and is started again: its server has another port and another token."""
+
+    def is_up(url: str, token: str) -> None:
+        (tmp_path / run).mkdir(exist_ok=True)
+        (tmp_path / run / BUS_FILE).write_text(json.dumps({"url": url, "token": token, "pid": 1}))
+
+    async def look() -> tuple[top.View, top.View]:
+        is_up("nats://127.0.0.1:1", "old")
+        looker = top.Looker(config.only_overrides([f"run.directory={tmp_path}", f"run.name={run}"]), token="")
+        try:
+            away = await looker.look()
+            is_up(nats_server.url, nats_server.token)
+            return away, await looker.look()
+        finally:
+            await looker.close()
+
+    away, back = asyncio.run(look())
+    assert away.metrics is None
+    assert back.metrics == METRICS_OF_STEP_7
+    assert nats_server.url in back.where
+
+
+def test_who_is_silent_waits_for_nothing() -> None:
+    beat = Heartbeat(actor="learner", role=LEARNER, waits=(Wait(what="a training step", seconds=4.0),))
+    (line,) = [
+        one for one in shown(view(Seen(beat=beat, seconds=40.0))).splitlines() if "learner" in one and "heard" in one
+    ]
+    assert line.split() == ["learner", "not", "heard", "for", "40", "s"]
 
 
 def test_a_run_that_is_not_there_is_a_mistake_that_names_those_that_are(show: Show, run: str) -> None:

@@ -7,6 +7,9 @@ too. Tests: tests/test_prefetch.py, test_a_delivery_that_never_began_buries_noth
 
 from __future__ import annotations
 
+import logging
+
+from asyncrl.errors import BusError
 from asyncrl.messages import GroupSegment, PromptGroup
 from asyncrl.protocols import Bus, Delivery
 from asyncrl.topics import SEGMENTS
@@ -17,6 +20,7 @@ class Attempts:
 
     def __init__(self, bus: Bus, *, worker: str, max_attempts: int) -> None:
         self._bus, self._worker = bus, worker
+        self._log = logging.getLogger(f"asyncrl.{worker}")
         self._first_noted = min(2, max_attempts)
 
     async def number(self, delivery: Delivery[PromptGroup]) -> int:
@@ -32,6 +36,14 @@ class Attempts:
         if delivery.attempt >= self._first_noted and delivery.message is not None:
             note = GroupSegment(group_id=delivery.message.group_id, worker=self._worker, calls=())
             await self._bus.put(SEGMENTS, note, key=_key(note.group_id, delivery.attempt))
+
+    async def forget(self, delivery: Delivery[PromptGroup]) -> None:
+        """The group is published. Of one that came again salvage.py takes everything off the bus."""
+        if delivery.attempt == self._first_noted == 1 and delivery.message is not None:
+            try:
+                await self._bus.forget(SEGMENTS, key=_key(delivery.message.group_id, 1))
+            except BusError as error:  # it goes by itself in some hours
+                self._log.warning("group %s: the note that it was begun stays on the bus: %s", delivery.key, error)
 
 
 def _key(group_id: int, delivery: int) -> str:

@@ -215,6 +215,7 @@ class RolloutWorker(Actor):
                 await self._publish(result)
             await self._pace.ack(delivery)
             await self._salvage.forget(delivery.key)
+            await self._attempts.forget(delivery)
         except EngineDied:
             raise
         except EngineError as error:
@@ -239,7 +240,7 @@ class RolloutWorker(Actor):
             return _buried(prompt.group_id, self.name, f"{gave_up}: whoever tried it last did not come back", prompt)
         await self._attempts.begin(delivery)
         started = time.monotonic()
-        parts = await self._salvage.open(prompt, attempt=delivery.attempt)
+        parts = await self._salvage.open(prompt, attempt=delivery.attempt, begun=attempt)
         try:
             trajectories = await self._rewarded(prompt, await self._generate(prompt, places, parts))
         except (PromptError, RewardError, RolloutError) as error:

@@ -81,10 +81,14 @@ class Salvage:
         except BusError as error:
             self._log.warning("group %d: could not save what it has so far: %s", parts.group_id, error)
 
-    async def open(self, prompt: PromptGroup, *, attempt: int) -> Parts:
-        """What is known of a group that is begun, and from now on saved."""
+    async def open(self, prompt: PromptGroup, *, attempt: int, begun: int | None = None) -> Parts:
+        """What is known of a group that is begun, and from now on saved.
+
+        attempt  as the bus counts: which delivery it is
+        begun    as attempts.py counts: without those that nobody began; ``attempt`` where nobody counted
+        """
         parts = Parts(prompt.group_id, attempt=attempt)
-        if self.is_on and 1 < attempt < self._max_attempts:
+        if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
             try:
                 parts = await self._taken_over(prompt.group_id, attempt=attempt)
             except BusError as error:

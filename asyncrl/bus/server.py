@@ -37,10 +37,6 @@ _MAX_PENDING_BYTES = 256 * 2**20
 """What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
 
 
-class StoreInUse(ConfigError):
-    """Another nats-server has the store."""
-
-
 class EmbeddedServer:
     """A nats-server process. ``start`` and ``stop`` block for a moment: call them before and after the event loop runs.
 
@@ -155,7 +151,7 @@ class EmbeddedServer:
         except OSError:
             lock.close()
             pid = path.read_text().strip() or "unknown"
-            raise StoreInUse(
+            raise ConfigError(
                 f"{self.directory}: a nats-server (process {pid}) of an earlier start still uses this store; "
                 f"end it with `kill {pid}` or choose another run.name"
             ) from None

@@ -1,6 +1,6 @@
 """How a worker joins a run it knows the bus and the name of: the learner left the settings there.
 
-What may hold a secret is not on the bus (config_record.worker_table), and neither are the model's files: who joins from
+What may hold a secret is not on the bus (config/record.py), and neither are the model's files: who joins from
 another machine says where those are, ``--set model.path=...``.
 """
 

@@ -20,7 +20,7 @@ from asyncrl import app, elsewhere, needs, only_learner, only_one
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.watcher import Watcher
 from asyncrl.app import BUS_FILE, connect
-from asyncrl.bus.server import EmbeddedServer, StoreInUse
+from asyncrl.bus.server import EmbeddedServer
 from asyncrl.children import Budget, Child
 from asyncrl.commands.check import gpus_per_worker, num_gpus, placement
 from asyncrl.config import RunConfig
@@ -54,7 +54,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     )
     try:
         server.start()  # before the event loop: the server ends with the thread that started it
-    except StoreInUse:
+    except ConfigError:  # its store, or its port if the run file gives one
         if pid := launcher_pid(directory):
             raise ConfigError(
                 f"{directory}: this run is up (`asyncrl run`, process {pid}); `asyncrl doctor` says how it is, Ctrl-C "

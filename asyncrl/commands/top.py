@@ -21,7 +21,7 @@ from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
 from asyncrl.app import bus_address, observe
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
-from asyncrl.errors import AsyncRLError, NoSuchRun
+from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 from asyncrl.messages import StepMetrics
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import BUS_SECONDS, LEARNER, SILENT_SECONDS, WORKER, Finding, Observation, Seen, in_words
@@ -29,7 +29,7 @@ from asyncrl.protocols import Bus
 from asyncrl.topics import METRICS
 
 MOST_ROWS = 32
-"""Of a larger fleet the workers that are furthest behind are shown."""
+"""Of a larger fleet those that are silent are shown, and those that are furthest behind."""
 BAR = 40
 """Characters of the longest bar of the histogram."""
 
@@ -53,8 +53,7 @@ def top(run: RunConfig, *, token: str, once: bool, console: Console | None = Non
 
 
 async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
-    url, token = bus_address(run, token=token)
-    looker = Looker(run, where=f"run {run.run.name} on {without_secrets(url)}", token=token)
+    looker = Looker(run, token=token)
     try:
         view = await looker.look()
         while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
@@ -71,18 +70,19 @@ async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> 
 
 
 class Looker:
-    """Looks at a run again and again; a bus that is away is something it sees."""
+    """Looks at a run again and again; a bus that is away is something it sees, and so is one that comes back elsewhere:
+    `asyncrl run` gives its own server another port and password each time. Raises ConfigError: it has no address."""
 
-    def __init__(self, run: RunConfig, *, where: str, token: str) -> None:
-        self._where = where
+    def __init__(self, run: RunConfig, *, token: str) -> None:
+        self._run, self._token = run, token
+        self._address = bus_address(run, token=token)
         self._bus: Bus | None = None
         self._metrics: StepMetrics | None = None
+        self._watcher = Watcher(self._connect)
 
-        async def connect() -> Bus:
-            self._bus = await observe(run, token=token)
-            return self._bus
-
-        self._watcher = Watcher(connect)
+    async def _connect(self) -> Bus:
+        self._bus = await observe(self._run, token=self._token)
+        return self._bus
 
     @property
     def is_connecting(self) -> bool:
@@ -91,6 +91,8 @@ class Looker:
 
     async def look(self) -> View:
         """Raises NoSuchRun."""
+        if self._watcher.error is not None:
+            await self._follow()
         observation = await self._watcher.look()
         if isinstance(self._watcher.error, NoSuchRun):
             raise self._watcher.error
@@ -98,7 +100,16 @@ class Looker:
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
                 async with asyncio.timeout(LOOK_SECONDS):
                     self._metrics = (await self._bus.states(METRICS)).get("", self._metrics)
-        return View(where=self._where, observation=observation, metrics=self._metrics, findings=diagnose(observation))
+        where = f"run {self._run.run.name} on {without_secrets(self._address[0])}"
+        return View(where=where, observation=observation, metrics=self._metrics, findings=diagnose(observation))
+
+    async def _follow(self) -> None:
+        """To where the run's bus is now, if it has moved."""
+        with contextlib.suppress(ConfigError):  # it is not up
+            address = bus_address(self._run, token=self._token)
+            if address != self._address:
+                await self._watcher.close()
+                self._address, self._bus, self._watcher = address, None, Watcher(self._connect)
 
     async def close(self) -> None:
         await self._watcher.close()
@@ -216,11 +227,11 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
     for name in ("tok/s", "running", "queued", "idle", "version", "lag", "pause s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("waits for", no_wrap=True, ratio=1)
-    shown = sorted(workers, key=lambda seen: (seen.beat.policy_version, seen.beat.actor))[:MOST_ROWS]
+    shown = sorted(workers, key=_is_looked_for)[:MOST_ROWS]
     for seen in sorted(shown, key=lambda seen: seen.beat.actor):
         numbers, beat = seen.beat.numbers, seen.beat
         table.add_row(
-            escape(beat.actor),
+            escape(_plain(beat.actor)),
             f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
             f"{numbers.get('rollout/running', 0):,.0f}",
             f"{numbers.get('rollout/queued', 0):,.0f}",
@@ -228,13 +239,23 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
             str(beat.policy_version),
             str(max(0, newest - beat.policy_version)),
             f"{numbers.get('weights/pause_seconds', 0):.3f}",
-            escape(_state(seen)),
+            escape(_plain(_state(seen))),
             style="red" if seen.seconds > SILENT_SECONDS else "",
         )
     if not workers:
         return Text("no rollout worker", style="dim")
     left_out = len(workers) - len(shown)
-    return Group(table, Text(f"and {left_out:,} more, of newer versions", style="dim")) if left_out else table
+    return Group(table, Text(f"and {left_out:,} more, no further behind", style="dim")) if left_out else table
+
+
+def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
+    """Who is silent first, then who is furthest behind."""
+    return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
+
+
+def _plain(text: str) -> str:
+    """What a worker says of itself is not believed: it writes nothing else to a terminal than letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _state(seen: Seen) -> str:
@@ -248,7 +269,10 @@ def _state(seen: Seen) -> str:
 def _waits(others: Sequence[Seen]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
-        table.add_row(escape(seen.beat.actor), f"[dim]waits for[/] {escape(_state(seen))}")
+        is_at_work = seen.seconds <= SILENT_SECONDS and seen.beat.phase == "running"
+        table.add_row(
+            escape(_plain(seen.beat.actor)), ("[dim]waits for[/] " if is_at_work else "") + escape(_plain(_state(seen)))
+        )
     return table
 
 
@@ -256,5 +280,8 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
     if not findings:
         return Text("nothing is wrong", style="green")
     return Group(
-        *(Text(f"{finding.fault}: {finding.text}\n  -> {finding.remedy}", style="red") for finding in findings)
+        *(
+            Text(f"{_plain(f'{finding.fault}: {finding.text}')}\n  -> {_plain(finding.remedy)}", style="red")
+            for finding in findings
+        )
     )
