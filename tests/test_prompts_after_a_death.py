@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from asyncrl.actors import weight_follower
+from asyncrl.actors.examiner import Examiner
 from asyncrl.actors.rollouts import single_turn
 from asyncrl.messages import PromptGroup, Sampling, WeightVersion
 from asyncrl.policies.admission import Admission, version_to_begin
 from asyncrl.protocols import Generation, Partial
 from asyncrl.snapshot import Snapshot
-from asyncrl.topics import PROMPTS, WEIGHTS
+from asyncrl.topics import PROMPTS, TRAJECTORIES, WEIGHTS
 from tests import fakes
 from tests.fakes import Engine, Loop, run_worker, until, worker
 
@@ -161,5 +163,40 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
         group.create_task(run_worker(worker(await bus_factory(), Engine(), load=load, max_staleness=max_staleness)))
         await learner
     assert second.learner.run_epoch == 1
+    assert second.backend.steps == 8
+    assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness
+
+
+@pytest.mark.parametrize(("mode", "max_staleness", "batches"), [("async", 1, 2), ("sync", 0, 1)])
+async def test_nor_where_what_was_to_bring_it_there_is_lost(
+    bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, max_staleness: int, batches: int
+) -> None:
+    """The next life trains nothing of the worker that has made the whole log."""
+    monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 0.1)
+    settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
+    load = "in_flight" if mode == "async" else "on_demand"
+    first = Loop(await bus_factory(), tmp_path, steps=100, **settings)
+    engine = Stuck()
+    learner = asyncio.create_task(first.run_learner())
+    rollout = asyncio.create_task(
+        run_worker(worker(await bus_factory(), engine, load=load, max_staleness=max_staleness))
+    )
+    await until(lambda: engine.running == 2 * 2 * batches)
+    for task in (learner, rollout):
+        task.cancel()
+    await asyncio.wait((learner, rollout))
+    async with first.bus.read(TRAJECTORIES) as records:
+        made_by = (await anext(records)).message.worker
+    second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
+    second.examiner = Examiner(second.bus)
+    second.examiner.quarantined[made_by], second.examiner.lives[made_by] = "its logprobs are off", "before"
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(second.run_learner(resume=True))
+        async with second.bus.watch(WEIGHTS) as versions:
+            while (await anext(versions)).run_epoch == 0:
+                pass
+        honest = worker(await bus_factory(), Engine(), name="honest", load=load, max_staleness=max_staleness)
+        group.create_task(run_worker(honest))
+        await learner
     assert second.backend.steps == 8
     assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness

@@ -26,6 +26,8 @@ Progress = Callable[[], int]
 ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
+STARVED_SECONDS = 10.0
+"""An engine with nothing to do but groups of a lost history begins them after so long without a new version."""
 LOADING_SHARE = 1 / 8
 """Of the engines, at least one: so many may be paused by a load at once."""
 
@@ -67,6 +69,7 @@ class WeightFollower(Actor):
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
         self._demanded = 0
+        self._starved_at = (-1, -1)
         self._failures = 0  # of sending, in a row
         self._changed = asyncio.Condition()
         self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
@@ -104,13 +107,18 @@ class WeightFollower(Actor):
         def is_new_enough() -> bool:
             return self._engine.version[1] >= self._version_to_begin(min_policy_version, run_epoch)
 
+        def may_begin() -> bool:
+            is_of_lost_history = self._engine.version[0] > run_epoch
+            return is_new_enough() or (is_of_lost_history and self._starved_at == self._engine.version)
+
         async with self._changed:
             if not is_new_enough():
                 self._demanded = max(self._demanded, self._version_to_begin(min_policy_version, run_epoch))
                 self._changed.notify_all()
             note = f"of version {min_policy_version}"
             with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
-                await self._changed.wait_for(lambda: is_new_enough() and not self._wants_quiet())
+                while not (may_begin() and not self._wants_quiet()):
+                    await self._wait_for_change()
             self._running += 1
         try:
             yield
@@ -118,6 +126,21 @@ class WeightFollower(Actor):
             self._running -= 1
             if self._running == 0:  # nothing else waits for an end, and there may be hundreds that wait for weights
                 await asyncio.shield(self._notify())
+
+    async def _wait_for_change(self) -> None:
+        """With ``_changed`` held. An idle engine whose version stays the same for too long has starved at it.
+
+        A group of a lost history begins then: the groups that were to bring the learner to the version it asks for may
+        be lost by now, and too old is better than never.
+        """
+        version = self._engine.version
+        try:
+            async with asyncio.timeout(STARVED_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            if self._engine.version == version and self._running == 0:
+                self._starved_at = version
+                self._changed.notify_all()
 
     def _version_to_begin(self, min_policy_version: int, run_epoch: int) -> int:
         engine_epoch, version = self._engine.version
