@@ -155,3 +155,27 @@ async def test_leaving_a_lease_does_not_wait_for_a_server_that_is_away(
     async with bus.lease("load", holder="a"):
         await asyncio.to_thread(own_server.stop)
     assert not own_server.pid
+
+
+async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_running(
+    own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that comes as a try fails is lost in the client, and what that leaves keeps a process up."""
+    tries = asyncio.Event()
+
+    async def refused(*_: object) -> None:
+        tries.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise ConnectionRefusedError from None
+
+    before = asyncio.all_tasks()
+    bus = await connect(own_server)
+    monkeypatch.setattr(bus._connection._client, "_connect_to_server", refused)
+    await asyncio.to_thread(own_server.stop)
+    await tries.wait()
+    await bus.close()
+    while asyncio.all_tasks() != before:
+        await asyncio.sleep(0.01)
+    assert not own_server.pid

@@ -341,6 +341,11 @@ class Connection:
             future.set_result(message)
 
     async def _on_error(self, error: Exception) -> None:
+        """Also ends the client's own task that reconnects: it loses a cancellation that comes as a try fails (as
+        asyncio.wait_for does), and would go on for ever behind ``close``."""
+        task = asyncio.current_task()
+        if self._is_closing and task is not None and task.cancelling():
+            raise asyncio.CancelledError
         text = str(error) or type(error).__name__
         if self._is_starting and "authorization" in text.lower():
             raise ConfigError(
