@@ -44,9 +44,9 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("new"), seed=1)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def server(old: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[sglang.SGLangEngine]:
-    """The one SGLang server of this session: a start takes most of a minute."""
+    """The one SGLang server of these tests: a start takes most of a minute."""
     engine = sglang.SGLangEngine(
         old.folder,
         device="cpu",

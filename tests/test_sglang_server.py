@@ -77,7 +77,7 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
     words = command("cuda")
     assert value_of(words, "--dtype") == "bfloat16"
     assert value_of(words, "--tensor-parallel-size") == "2"
-    assert not {"--attention-backend", "--mem-fraction-static", "--skip-server-warmup"} & set(words)
+    assert not {"--attention-backend", "--mem-fraction-static", "--skip-server-warmup", "--sleep-on-idle"} & set(words)
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:

@@ -34,6 +34,7 @@ _CPU_ARGUMENTS: Mapping[str, Any] = {
     "max-total-tokens": 65_536,
     "max-running-requests": 64,
     "skip-server-warmup": True,
+    "sleep-on-idle": True,  # it would spin on a core that the learner could use
 }
 
 _CPU_ENVIRONMENT: Mapping[str, str] = {
