@@ -40,8 +40,10 @@ def value_loss(
     if clip is None:
         return unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
     old = as_floats(old_values).detach()
-    clipped = error(old + (value - old).clamp(-clip, clip))
-    return torch.maximum(unclipped, clipped), (clipped > unclipped).detach()
+    moved = value - old
+    clipped = error(old + moved.clamp(-clip, clip))
+    is_larger = (moved.abs() > clip) & (clipped > unclipped)  # within the clip they differ by rounding alone
+    return torch.maximum(unclipped, clipped), is_larger.detach()
 
 
 def has_moved(values: Array, old_values: Array, *, clip: float = 0.5) -> torch.Tensor:
