@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import uuid
@@ -19,8 +20,11 @@ from asyncrl.bus.memory import MemoryBus
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.protocols import Bus
 
-# A shared machine is slow at times, and a test run leaves no files behind.
-hypothesis.settings.register_profile("asyncrl", deadline=None, database=None, max_examples=100)
+# A shared machine is slow at times, and a test run leaves no files behind. The same cases every time: whether a change
+# lands is no matter of luck. ASYNCRL_EXPLORE=1 draws others, for a night.
+hypothesis.settings.register_profile(
+    "asyncrl", deadline=None, database=None, max_examples=100, derandomize=not os.environ.get("ASYNCRL_EXPLORE")
+)
 hypothesis.settings.load_profile("asyncrl")
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
