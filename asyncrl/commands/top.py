@@ -175,7 +175,7 @@ _ROWS = (
         "groups",
         (
             ("buffer", "buffer/groups", ",.0f"),
-            ("at workers", "bus/prompts", ",.0f"),
+            ("on the bus", "bus/prompts", ",.0f"),
             ("log lag", "bus/lag", ",.0f"),
             ("dropped", "staleness/dropped_groups", ",.0f"),
             ("buried", "staleness/buried_groups", ",.0f"),
