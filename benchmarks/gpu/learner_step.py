@@ -236,6 +236,7 @@ def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequen
             shape="", tokens=tokens, data_parallel=data_parallel, tensor_parallel=tensor_parallel, length=256
         )
         same = dataclasses.replace(variant, data_parallel=2)  # as many documents whatever the layout
+        print(json.dumps({"begins": variant.name}), flush=True)
         with backend(variant, folder, device=device, dtype=dtype) as learner:
             before = cpu_weights(learner)
             metrics = []

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
 
 The engine keeps --requests answers in progress all the time. The learner's GPU multiplies matrices without end, so
-that what a transfer takes from training shows. Per transport --loads updates (the first is a warm-up, and reported
-apart), then, with --kill, the server is killed while weights are on the way to it: the learner must go on.
+that what a transfer takes from training shows; it is a process of its own, as a learner is. Per transport --loads
+updates (the first is a warm-up, and reported apart), then, with --kill, the server is killed while weights are on the
+way to it: the learner must go on.
 
 pause    seconds without a token: from the order to pause until the server goes on
 export   the snapshot on the learner's GPU: its stall for one publish
@@ -20,69 +21,49 @@ import contextlib
 import gc
 import json
 import math
-import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import safetensors.torch
-import torch
 
 from asyncrl.engines.sglang import Options, SGLangEngine
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import LoadReport
-from asyncrl.snapshot import Snapshot
-from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl import Sender
+from asyncrl.snapshot import BUCKET_BYTES
 from benchmarks.gpu.fleet import Fleet, has_gpu
+from benchmarks.gpu.learner_side import LearnerSide, learner_side
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 _PATIENCE_SECONDS: Final = 5.0
-_MATRIX: Final = 4096
 
 
-class Trainer:
-    """Keeps the learner's GPU busy, and knows how long each of its products took."""
+class TimedEngine(SGLangEngine):
+    """Keeps how long every order to its server took: (path, seconds)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stop = threading.Event()
-        self.times: list[tuple[float, float]] = []
-        """(when it ended, seconds) of every product of ten."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.orders: list[tuple[str, float]] = []
 
-    def __enter__(self) -> Trainer:
-        self._thread.start()
-        return self
+    async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return await super()._told(path, body)
+        finally:
+            self.orders.append((path, time.monotonic() - began))
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        size = _MATRIX if self._device.type == "cuda" else 128
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        a = torch.randn(size, size, device=self._device, dtype=dtype)
-        while not self._stop.is_set():
-            began = time.monotonic()
-            for _ in range(10):
-                a @ a
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-            now = time.monotonic()
-            self.times.append((now, now - began))
-
-    def seconds(self, since: float, until: float) -> float:
-        """Of a product of ten, the mean between two times."""
-        found = [seconds for at, seconds in self.times if since < at <= until]
-        return statistics.mean(found) if found else float("nan")
+    def stages(self) -> dict[str, tuple[float, float]]:
+        """Seconds by path since the last call: median and worst."""
+        taken: dict[str, list[float]] = {}
+        for path, seconds in self.orders:
+            taken.setdefault(path, []).append(seconds)
+        self.orders.clear()
+        return {path: (statistics.median(seconds), max(seconds)) for path, seconds in taken.items()}
 
 
 @contextlib.asynccontextmanager
@@ -108,93 +89,84 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def send(engine: SGLangEngine, sender: Sender) -> LoadReport:
+async def send(engine: SGLangEngine, learner: LearnerSide) -> LoadReport:
     """One transfer, as WeightFollower and WeightSender do it."""
     receiver = engine.receiver
     assert receiver is not None
     if not receiver.request.has_joined:
-        meeting = sender.begin(receiver.request)
-        await asyncio.gather(asyncio.to_thread(meeting.send), receiver.join(meeting.offer))
-    transfer = sender.begin(receiver.request)
-    _, report = await asyncio.gather(asyncio.to_thread(transfer.send), receiver.receive(transfer.offer))
+        offer = await asyncio.to_thread(learner.begin, receiver.request)
+        await asyncio.gather(asyncio.to_thread(learner.send), receiver.join(offer))
+    offer = await asyncio.to_thread(learner.begin, receiver.request)
+    _, report = await asyncio.gather(asyncio.to_thread(learner.send), receiver.receive(offer))
     return report
 
 
 class Bench:
-    """One shape: the learner's tensors, one loaded engine, one row per transport."""
+    """One shape: the learner's process, one loaded engine, one row per transport."""
 
-    def __init__(self, options: argparse.Namespace, shape: str, folder: Path, engine: SGLangEngine) -> None:
-        self._options, self._shape, self._folder, self._engine = options, shape, folder, engine
-        self._device = torch.device("cuda", 0) if has_gpu() else torch.device("cpu")
-        tensors = safetensors.torch.load_file(folder / "model.safetensors")
-        self._tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+    def __init__(self, options: argparse.Namespace, shape: str, engine: TimedEngine, learner: LearnerSide) -> None:
+        self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
         self._version = 0
 
-    def snapshot(self) -> tuple[Snapshot, float]:
-        began = time.monotonic()
-        made = Snapshot.of(self._tensors.items())
-        return made, time.monotonic() - began
-
-    async def row(self, transport: str, trainer: Trainer) -> dict[str, Any]:
-        sender = Sender("127.0.0.1", patience_seconds=_PATIENCE_SECONDS)
-        root = Path("/dev/shm" if transport == "shm" else tempfile.gettempdir()) / "asyncrl-weights-bench"
-        channel = FilesChannel(root, keep=2, model_path=self._folder)
+    async def row(self, transport: str, bucket_megabytes: int) -> dict[str, Any]:
+        learner, ask = self._learner, asyncio.to_thread
         quiet = (time.monotonic() - 2.0, time.monotonic())
         reports, exports, publishes, busy = [], [], [], []
         loads = self._options.loads if transport != "disk" else min(4, self._options.loads)
-        try:
-            for _ in range(loads + 1):
-                await asyncio.sleep(0.2)
-                self._version += 1
-                snapshot, seconds = await asyncio.to_thread(self.snapshot)
-                exports.append(seconds)
-                began = time.monotonic()
-                if transport == "nccl":
-                    sender.hold(snapshot, run_epoch=0, policy_version=self._version)
-                    reports.append(await send(self._engine, sender))
-                else:
-                    weights = await asyncio.to_thread(
-                        channel.publish, snapshot, run_epoch=0, policy_version=self._version
-                    )
-                    publishes.append(time.monotonic() - began)
-                    reports.append(await self._engine.load(weights))
-                busy.append(trainer.seconds(began, time.monotonic()))
-        finally:
-            shutil.rmtree(root, ignore_errors=True)
+        await self._meet_anew(transport)
+        for number in range(loads + 1):
+            await asyncio.sleep(0.2)
+            self._version += 1
+            num_bytes, seconds = await ask(learner.export, self._version, bucket_megabytes * 2**20)
+            exports.append(seconds)
+            began = time.monotonic()
+            if transport == "nccl":
+                reports.append(await send(self._engine, learner))
+            else:
+                weights = await ask(learner.publish)
+                publishes.append(time.monotonic() - began)
+                reports.append(await self._engine.load(weights))
+            busy.append(await ask(learner.seconds, began, time.monotonic()))
+            if number == 0:
+                self._engine.stages()  # the first is apart
         pauses = sorted(report.pause_seconds for report in reports[1:])
-        before, during = trainer.seconds(*quiet), statistics.mean(busy[1:])
+        before, during = await ask(learner.seconds, *quiet), statistics.mean(busy[1:])
         return {
             "shape": self._shape,
             "transport": transport,
             "requests": self._options.requests,
             "loads": loads,
-            "megabytes": snapshot.num_bytes / 1e6,
+            "megabytes": num_bytes / 1e6,
+            "bucket_megabytes": bucket_megabytes,
             "pause_first": reports[0].pause_seconds,
-            "pauses": [report.pause_seconds for report in reports],
+            "pauses": [round(report.pause_seconds, 4) for report in reports],
             "pause_p50": statistics.median(pauses),
             "pause_p99": pauses[math.ceil(0.99 * len(pauses)) - 1],
+            "stages": self._engine.stages(),
             "export_p50": statistics.median(exports[1:]),
             "export_max": max(exports[1:]),
             "publish_p50": statistics.median(publishes[1:]) if publishes else None,
             "slower": during / before - 1.0,
         }
 
-    async def killed(self, fleet: Fleet, trainer: Trainer) -> dict[str, Any]:
-        """The server dies while weights are on the way: what the sender says, and whether the learner goes on."""
-        sender = Sender("127.0.0.1", patience_seconds=_PATIENCE_SECONDS)
-        snapshot, _ = self.snapshot()
-        sender.hold(snapshot, run_epoch=0, policy_version=self._version + 1)
+    async def _meet_anew(self, transport: str) -> None:
+        assert self._engine.receiver is not None
+        await self._engine.receiver.leave()
+        await asyncio.to_thread(self._learner.open, transport)
+
+    async def killed(self, fleet: Fleet) -> dict[str, Any]:
+        """The server dies while weights are on the way to it: what the sender says, and whether the learner goes on."""
+        learner, ask = self._learner, asyncio.to_thread
+        await self._meet_anew("nccl")
+        await ask(learner.export, self._version + 1, BUCKET_BYTES)
+        await send(self._engine, learner)
         receiver = self._engine.receiver
         assert receiver is not None
-        if not receiver.request.has_joined:
-            await send(self._engine, sender)
-        else:
-            await self._rejoin(sender)
-        transfer = sender.begin(self._engine.receiver.request)  # type: ignore[union-attr]
+        await ask(learner.begin, receiver.request)
         began = time.monotonic()
-        sending = asyncio.create_task(asyncio.to_thread(transfer.send))
+        sending = asyncio.create_task(ask(learner.send))
         await asyncio.sleep(0.5)  # the collective waits on the learner's GPU
-        await asyncio.to_thread(fleet.kill)
+        await ask(fleet.kill)
         problem = ""
         try:
             await sending
@@ -202,20 +174,14 @@ class Bench:
             problem = str(error)
         gave_up = time.monotonic() - began
         await asyncio.sleep(1.0)
-        after = trainer.seconds(time.monotonic() - 0.9, time.monotonic())
-        check = float((torch.ones(64, 64, device=self._device) @ torch.ones(64, 64, device=self._device))[0, 0])
+        after = await ask(learner.seconds, time.monotonic() - 0.9, time.monotonic())
         return {
             "shape": self._shape,
             "transport": "killed",
             "gave_up_seconds": gave_up,
             "problem": problem,
-            "learner_goes_on": check == 64.0 and after == after,
+            "learner_goes_on": await ask(learner.computes) and not math.isnan(after),
         }
-
-    async def _rejoin(self, sender: Sender) -> None:
-        """This sender has not met the engine yet."""
-        self._engine.receiver._rename()  # type: ignore[union-attr]
-        await send(self._engine, sender)
 
 
 async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str, Any]]) -> None:
@@ -226,7 +192,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
         fleet = stack.enter_context(
             Fleet(folder, gpus=[options.engine_gpu], log_dir=scratch, server_arguments=arguments)
         )
-        engine = SGLangEngine(
+        engine = TimedEngine(
             folder,
             device="cuda" if has_gpu() else "cpu",
             dtype="bfloat16",
@@ -237,15 +203,16 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
         await engine.start()
         gc.freeze()  # as commands/roles.py does
         try:
-            bench = Bench(options, shape, folder, engine)
-            stack.enter_context(trainer := Trainer(bench._device))
+            learner = stack.enter_context(learner_side(folder, patience_seconds=_PATIENCE_SECONDS))
+            bench = Bench(options, shape, engine, learner)
             async with full_load(engine, options.requests) as finished:
                 await asyncio.sleep(3.0)
                 for transport in options.transports:
-                    report(rows, await guarded(bench.row(transport, trainer), shape, transport), options.json)
+                    for bucket in options.bucket_megabytes if transport == "nccl" else [BUCKET_BYTES // 2**20]:
+                        report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
             print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
             if options.kill:
-                report(rows, await guarded(bench.killed(fleet, trainer), shape, "killed"), options.json)
+                report(rows, await guarded(bench.killed(fleet), shape, "killed"), options.json)
         finally:
             await engine.close()
 
@@ -267,7 +234,7 @@ def report(rows: list[dict[str, Any]], row: dict[str, Any], path: Path | None) -
             file.write(json.dumps(row) + "\n")
 
 
-HEAD = "shape  transport     MB   first pause   p50 ms   p99 ms   export ms   publish ms   slower"
+HEAD = "shape  transport     MB  bucket   first pause   p50 ms   p99 ms   export ms   publish ms   slower"
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -277,10 +244,15 @@ def line(row: Mapping[str, Any]) -> str:
     if row["transport"] == "killed":
         return f"{head}  given up after {row['gave_up_seconds']:.1f} s, learner goes on: {row['learner_goes_on']}"
     publish = f"{1e3 * row['publish_p50']:10.0f}" if row["publish_p50"] is not None else "         -"
-    return (
-        f"{head}  {row['megabytes']:5.0f}  {1e3 * row['pause_first']:12.0f}  {1e3 * row['pause_p50']:7.1f}"
-        f"  {1e3 * row['pause_p99']:7.1f}  {1e3 * row['export_p50']:10.1f}   {publish}  {row['slower']:7.1%}"
+    table = (
+        f"{head}  {row['megabytes']:5.0f}  {row['bucket_megabytes']:6d}  {1e3 * row['pause_first']:12.0f}"
+        f"  {1e3 * row['pause_p50']:7.1f}  {1e3 * row['pause_p99']:7.1f}  {1e3 * row['export_p50']:10.1f}   {publish}"
+        f"  {row['slower']:7.1%}"
     )
+    stages = [
+        f"    {path:32s} {1e3 * p50:7.1f} ms, worst {1e3 * worst:.1f}" for path, (p50, worst) in row["stages"].items()
+    ]
+    return "\n".join([table, *stages])
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -289,6 +261,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["0.6B"], metavar="SHAPE")
     add("--transports", nargs="+", choices=("nccl", "shm", "disk"), default=["nccl", "shm", "disk"])
+    add("--bucket-megabytes", nargs="+", type=int, default=[BUCKET_BYTES // 2**20], help="of one collective (nccl)")
     add("--requests", type=int, default=256)
     add("--loads", type=int, default=20)
     add("--engine-gpu", type=int, default=1)
