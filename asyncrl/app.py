@@ -131,7 +131,10 @@ def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     kind = plugins.load(run.weights.channel, where="weights.channel", table=CHANNELS)
     extra: dict[str, Any] = {}
     if run.weights.channel == "nccl":
-        extra = {"host": run.weights.host or _own_address(run)}
+        extra = {
+            "host": run.weights.host or _own_address(run),
+            "bucket_bytes": run.weights.bucket_megabytes * 2**20,
+        }
     elif run.weights.channel == "objects":
         extra = {
             "objects": bus.objects(),

@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
-BUCKET_BYTES: Final = 512 * 2**20
-"""Bounds the memory that an engine needs beside its weights while it takes new ones."""
+BUCKET_BYTES: Final = 2 * 2**30
+"""Bounds the memory that an engine needs beside its weights while it takes new ones, and what is pinned on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,14 @@ class Bucket:
         for entry in self.entries:
             yield entry.name, self.data[start : start + entry.num_bytes].view(entry.dtype).view(entry.shape)
             start += entry.num_bytes
+
+    def cut(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """The same bytes in buckets of at most ``bucket_bytes`` (a larger tensor has one of its own), not copied."""
+        start = 0
+        for entries in _grouped(self.entries, bucket_bytes):
+            stop = start + sum(entry.num_bytes for entry in entries)
+            yield Bucket(entries=tuple(entries), data=self.data[start:stop])
+            start = stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,10 @@ class Snapshot:
     def entries(self) -> Iterator[TensorEntry]:
         """In file order."""
         return (entry for bucket in self.buckets for entry in bucket.entries)
+
+    def cut(self, bucket_bytes: int) -> Snapshot:
+        """See Bucket.cut."""
+        return Snapshot(buckets=tuple(part for bucket in self.buckets for part in bucket.cut(bucket_bytes)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, view) in file order."""

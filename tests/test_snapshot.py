@@ -55,6 +55,16 @@ def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> 
     ]
 
 
+def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none() -> None:
+    snapshot = Snapshot.of([*tensors("a", "b", "c"), ("large", torch.zeros(100))])
+    (whole,) = snapshot.buckets
+    cut = snapshot.cut(130)
+    assert [[entry.name for entry in bucket.entries] for bucket in cut.buckets] == [["a", "b"], ["c"], ["large"]]
+    assert torch.equal(torch.cat([bucket.data for bucket in cut.buckets]), whole.data)
+    assert all(torch.equal(tensor, dict(snapshot.tensors())[name]) for name, tensor in cut.tensors())
+    assert cut.buckets[0].data.data_ptr() == whole.data.data_ptr()
+
+
 def test_a_bucket_has_one_type() -> None:
     snapshot = Snapshot.of([*tensors("a"), *tensors("b", dtype=torch.bfloat16)])
     assert [{entry.dtype for entry in bucket.entries} for bucket in snapshot.buckets] == [

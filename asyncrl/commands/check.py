@@ -15,6 +15,7 @@ from asyncrl import app, auxiliary, plugins
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
 from asyncrl.data.model_folder import check_model_at
+from asyncrl.engines.sglang_server import check_dtype
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement, place
 
@@ -68,7 +69,10 @@ def check_worker(run: RunConfig) -> None:
     check_model_at("model.path", Path(run.model.path))
     if run.engine.device == "cuda" and not app.launcher_class(run).places:
         app.require_gpu("engine")
-    app.options(app.engine_class(run), run.engine.options, "engine.options")
+    engine = app.options(app.engine_class(run), run.engine.options, "engine.options")
+    if run.engine.kind == "sglang" and not engine.url and not app.launcher_class(run).places:
+        device = app.device(run.engine.device, "engine")
+        check_dtype(run.model.dtype, device=device, server_arguments=engine.server_arguments)
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)

@@ -221,6 +221,8 @@ class Weights:
     """Shared folder for weight versions, /dev/shm/... on one host; empty is weights/ in the run's folder."""
     host: str = ""
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
+    bucket_megabytes: int = 2048
+    """nccl: what an engine takes at once (MiB), in memory beside its weights; more of them pause it longer."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
     every_steps: int = 1
@@ -232,7 +234,7 @@ class Weights:
     """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
-        positive(self, "every_steps", "full_every")
+        positive(self, "every_steps", "full_every", "bucket_megabytes")
         require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
         require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 

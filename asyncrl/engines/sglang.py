@@ -28,7 +28,14 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.checks import Shapes, check_prompt, check_sampling, check_weights, read_shapes
 from asyncrl.engines.sglang_reply import Reply
-from asyncrl.engines.sglang_server import ServerProcess, check_installed, free_port, server_command, server_environment
+from asyncrl.engines.sglang_server import (
+    ServerProcess,
+    check_dtype,
+    check_installed,
+    free_port,
+    server_command,
+    server_environment,
+)
 from asyncrl.engines.sglang_weights import SGLangReceiver, WeightLoader
 from asyncrl.engines.spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
@@ -39,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 16 * 2**20
 """Longest line of a streamed reply."""
+_KEPT_SECONDS = 2.0
+"""An order's connection is kept so long for the next one: under the five seconds after which the server closes it."""
 _ABORT_SECONDS = 5.0
 _FIRST_SAFE_RETRACT = (0, 5, 23)
 """Older servers die when their cache is flushed while requests are retracted."""
@@ -88,6 +97,7 @@ class SGLangEngine:
         self.url = options.url.rstrip("/")
         self._server: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
+        self._orders: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._shapes: Shapes = {}
         self._optional_names: frozenset[str] = frozenset()
@@ -112,11 +122,16 @@ class SGLangEngine:
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._reader, self._read_model_folder)
+        timeout = aiohttp.ClientTimeout(total=self._options.request_seconds, sock_connect=60.0)
         self._http = aiohttp.ClientSession(
             # A new connection each: a kept one that the server closes just then looks like the server's death.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=self._options.request_seconds, sock_connect=60.0),
+            timeout=timeout,
             read_bufsize=_READ_BYTES,
+        )
+        # A busy server is slow to accept one, and while weights are loaded everything waits for it.
+        self._orders = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS), timeout=timeout
         )
         if not self.url:
             await self._launch()
@@ -166,8 +181,8 @@ class SGLangEngine:
         )
 
     async def close(self) -> None:
-        if self._http:
-            await self._http.close()
+        for session in filter(None, (self._http, self._orders)):
+            await session.close()
         if self._server:
             await self._server.close()
         self._reader.shutdown(wait=False)
@@ -187,6 +202,7 @@ class SGLangEngine:
 
     async def _launch(self) -> None:
         check_installed()
+        check_dtype(self._dtype, device=self._device, server_arguments=self._options.server_arguments)
         port = free_port()
         command = server_command(
             self._model_path,
@@ -343,17 +359,17 @@ class SGLangEngine:
         return self._ask("POST", path, body)
 
     async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
-        async with self._post(path, body) as response:
+        async with self._ask("POST", path, body, session=self._orders) as response:
             text = await response.text()
         return json.loads(text) if text else {}
 
     @asynccontextmanager
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, session: aiohttp.ClientSession | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises EngineError when the server refuses or is too slow, EngineDied when it is gone."""
         try:
-            async with self._session().request(method, self.url + path, json=body) as response:
+            async with (session or self._session()).request(method, self.url + path, json=body) as response:
                 if response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
                 yield response

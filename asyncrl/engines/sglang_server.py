@@ -49,6 +49,14 @@ def check_installed() -> None:
         raise ConfigError(INSTALL_HINT)
 
 
+def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the server would die as it starts, minutes later."""
+    if device == "cuda" and dtype == "float32" and "dtype" not in server_arguments:
+        raise ConfigError(
+            'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", or engine.kind = "inprocess"'
+        )
+
+
 def server_command(
     model_path: Path,
     *,

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.snapshot import Bucket, Snapshot
+from asyncrl.snapshot import BUCKET_BYTES, Bucket, Snapshot
 from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
 
@@ -43,10 +43,10 @@ _ENVIRONMENT: Final = threading.Lock()
 class NCCLChannel:
     """See WeightChannel: folders as FilesChannel makes them, and a sender."""
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str) -> None:
-        """``host``: the learner's address as engines see it."""
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
+        """See Sender."""
         self._files = FilesChannel(directory, keep=keep, model_path=model_path)
-        self._sender = Sender(host)
+        self._sender = Sender(host, bucket_bytes=bucket_bytes)
 
     def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
         return self._files.publish(snapshot, run_epoch=run_epoch, policy_version=policy_version)
@@ -70,9 +70,15 @@ class NCCLChannel:
 class Sender:
     """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to others."""
 
-    def __init__(self, host: str, *, patience_seconds: float = 60.0) -> None:
-        """``patience_seconds``: for an engine to meet us, and beside the time its weights may take."""
+    def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
+        """
+        host              the learner's address as engines see it
+        bucket_bytes      of one collective: an engine needs so much memory beside its weights, and pauses 7-9 ms more
+                          for each on a GPU (docs/performance.md)
+        patience_seconds  for an engine to meet us, and beside the time its weights may take
+        """
         self._host = host
+        self._bucket_bytes = bucket_bytes
         self._patience = patience_seconds
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
@@ -80,7 +86,7 @@ class Sender:
 
     def hold(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> None:
         with self._lock:
-            self._newest = ((run_epoch, policy_version), snapshot)
+            self._newest = ((run_epoch, policy_version), snapshot.cut(self._bucket_bytes))
 
     def begin(self, request: TransferRequest) -> Transfer:
         with self._lock:

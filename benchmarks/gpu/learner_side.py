@@ -1,8 +1,8 @@
 """The learner's side of benchmarks/gpu/weights.py, in a process of its own: its weights, its channels, its busy GPU.
 
 with learner_side(folder, patience_seconds=5) as learner:
-    learner.open("nccl")
-    learner.export(version, bucket_bytes)
+    learner.open("nccl", bucket_bytes)
+    learner.export(version)
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class LearnerSide:
         self._version = 0
         self._transfer: Transfer | None = None
 
-    def open(self, transport: str) -> None:
-        self._sender = Sender("127.0.0.1", patience_seconds=self._patience)
+    def open(self, transport: str, bucket_bytes: int) -> None:
+        self._sender = Sender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
         root = Path("/dev/shm" if transport == "shm" else tempfile.gettempdir()) / "asyncrl-weights-bench"
         shutil.rmtree(root, ignore_errors=True)
         self._channel = FilesChannel(root, keep=2, model_path=self._folder)
         self._root = root
 
-    def export(self, version: int, bucket_bytes: int) -> tuple[int, float]:
+    def export(self, version: int) -> tuple[int, float]:
         """Bytes of the snapshot, and the seconds for which the learner stalls."""
         began = time.monotonic()
-        self._snapshot = Snapshot.of(self._tensors.items(), bucket_bytes=bucket_bytes)
+        self._snapshot = Snapshot.of(self._tensors.items())
         seconds = time.monotonic() - began
         self._version = version
         self._sender.hold(self._snapshot, run_epoch=0, policy_version=version)

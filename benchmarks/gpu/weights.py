@@ -113,11 +113,11 @@ class Bench:
         quiet = (time.monotonic() - 2.0, time.monotonic())
         reports, exports, publishes, busy = [], [], [], []
         loads = min(self._options.loads, {"nccl": 10**6, "shm": 30, "disk": 4}[transport])  # files take seconds each
-        await self._meet_anew(transport)
+        await self._meet_anew(transport, bucket_megabytes)
         for number in range(loads + 1):
             await asyncio.sleep(0.2)
             self._version += 1
-            num_bytes, seconds = await ask(learner.export, self._version, bucket_megabytes * 2**20)
+            num_bytes, seconds = await ask(learner.export, self._version)
             exports.append(seconds)
             began = time.monotonic()
             if transport == "nccl":
@@ -149,16 +149,16 @@ class Bench:
             "slower": during / before - 1.0,
         }
 
-    async def _meet_anew(self, transport: str) -> None:
+    async def _meet_anew(self, transport: str, bucket_megabytes: int) -> None:
         assert self._engine.receiver is not None
         await self._engine.receiver.leave()
-        await asyncio.to_thread(self._learner.open, transport)
+        await asyncio.to_thread(self._learner.open, transport, bucket_megabytes * 2**20)
 
     async def killed(self, fleet: Fleet) -> dict[str, Any]:
         """The server dies while weights are on the way to it: what the sender says, and whether the learner goes on."""
         learner, ask = self._learner, asyncio.to_thread
-        await self._meet_anew("nccl")
-        await ask(learner.export, self._version + 1, BUCKET_BYTES)
+        await self._meet_anew("nccl", BUCKET_BYTES // 2**20)
+        await ask(learner.export, self._version + 1)
         await send(self._engine, learner)
         receiver = self._engine.receiver
         assert receiver is not None
