@@ -2,6 +2,7 @@
 
     python -m benchmarks.fleet                                      a quarter of an hour on two cores
     python -m benchmarks.fleet --workers 1 100 1000 --steps 6       less of it
+    python -m benchmarks.fleet --each 0.2                           fleets that grow with the work
     python -m benchmarks.fleet --json docs/results/fleet.jsonl      one object a line, for plot_fleet.py
 
 Real: nats-server with JetStream on disk, one connection a worker, every actor of workers and learner, the launcher's
@@ -12,8 +13,8 @@ presence  before the learner starts, every worker waits: heartbeats, watches and
 load      the steady part of the run. ``work`` is load less presence, ``whole`` is load: per trajectory each
 
 A worker that waits costs what it costs per second, not per trajectory; the load here is spread thin, a trajectory per
-worker in four seconds at the largest, as with answers of 32k tokens. Flat within 20 % is the goal, and printed where it
-is missed. What must hold (exit code 1): ``asyncrl audit`` is clean, no token over the bound, never more groups
+worker in sixteen seconds at the largest, as with answers of 32k tokens. Flat within 20 % is the goal, and printed where
+it is missed. What must hold (exit code 1): ``asyncrl audit`` is clean, no token over the bound, never more groups
 outstanding than the window.
 """
 
@@ -55,6 +56,7 @@ Row = dict[str, Any]
 SIZES: Final = (1, 3, 10, 30, 100, 300, 1000)
 _NAMES: Final = ("server", "workers", "learner", "watcher")
 _LOOK_SECONDS: Final = 1.0
+_EACH_STEP_SECONDS: Final = 12.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +314,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workers", type=int, nargs="+", default=SIZES, metavar="N", help="sizes of the fleet")
     add("--rate", type=float, default=8.0, help="prompt groups a second, at every size (default 8)")
+    add("--each", type=float, metavar="RATE", help="trajectories/s of each worker: rate and batch grow with the fleet")
     add("--group-size", type=int, default=8, help="trajectories of a group (default 8)")
     add("--tokens", type=int, default=128, help="of a trajectory (default 128)")
     add("--seconds", type=float, default=4.0, help="that an answer takes on average (default 4)")
@@ -328,13 +331,17 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def scene_of(options: argparse.Namespace) -> Scene:
+def scene_of(options: argparse.Namespace, workers: int) -> Scene:
+    rate, groups = options.rate, options.groups
+    if options.each:
+        rate = workers * options.each / options.group_size
+        groups = max(1, round(_EACH_STEP_SECONDS * rate))
     return Scene(
-        rate=options.rate,
+        rate=rate,
         group_size=options.group_size,
         num_tokens=options.tokens,
         seconds=options.seconds,
-        groups_per_batch=options.groups,
+        groups_per_batch=groups,
         max_staleness=options.max_staleness,
         warmup=options.warmup,
         steps=options.steps,
@@ -346,13 +353,12 @@ def scene_of(options: argparse.Namespace) -> Scene:
 def main(given: Sequence[str] | None = None) -> int:
     """Exit code 1 when a promise was broken, 130 at Ctrl-C."""
     options = arguments(given)
-    scene = scene_of(options)
     started = time.monotonic()
     rows: list[Row] = []
     print(HEAD)
     try:
         for workers in sorted(options.workers):
-            rows.append(run(scene, workers=workers))
+            rows.append(run(scene_of(options, workers), workers=workers))
             print(line(rows[-1]), flush=True)
             if options.json is not None:
                 write(options.json, rows, given=sys.argv[1:] if given is None else given)
