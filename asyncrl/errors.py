@@ -2,6 +2,7 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
+    │   ├── NoAnswer       nobody answers at bus.url
     │   ├── NoSuchRun      the bus is there and knows no run of that name
     │   └── NoRoom         no GPUs are free for another process
     ├── LaunchError        a launcher could not start a process; the next try may work
@@ -37,6 +38,10 @@ class ConfigError(AsyncRLError, ValueError):
     """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
 
     exit_code = 2
+
+
+class NoAnswer(ConfigError):
+    """Nobody answers at bus.url. Who watches a run waits for it."""
 
 
 class NoSuchRun(ConfigError):

@@ -29,7 +29,7 @@ from asyncrl.config import Run
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import Launcher
-from asyncrl.policies.faults import LEARNER, WORKER, Finding
+from asyncrl.policies.faults import LEARNER, WORKER, Finding, printable
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of a process that would end the same way again."""
@@ -250,9 +250,9 @@ class Fleet:
         self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
         begun, ended = self._lasting.update(findings)
         for finding in begun:
-            self._say(f"{finding.text}\n  -> {finding.remedy}")
+            self._say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
         for finding in ended:
-            self._say(f"over after {finding.seconds:.0f} s: {finding.fault} of {finding.actor}")
+            self._say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
         for finding in findings:
             if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
                 self._cure(finding)
@@ -268,7 +268,7 @@ class Fleet:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
         elif finding.cure == "end" and self._staff():  # without own workers others may be on their way
-            self._end(STUCK_EXIT_CODE, f"{finding.text}; ending the run")
+            self._end(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 BUCKET_BYTES: Final = 2 * 2**30
-"""Bounds the memory that an engine needs beside its weights while it takes new ones, and what is pinned on the host."""
+"""Bounds the memory that an engine needs beside its weights while it takes new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

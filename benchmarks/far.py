@@ -6,7 +6,8 @@
 Each arm is a run of real processes in two network namespaces (far_link.py): nats-server with the configuration of
 bin/nats-config and the learner on one side, the worker on the other, each with a folder of its own and nothing between
 them but TCP connections that the worker opened; weights go through the object store. Engine and trainer are simulated.
-An arm's loss is against the arm "near", whose worker is beside the learner.
+An arm's loss is against the arm "near", whose worker is beside the learner. Behind the steps that are measured the run
+has a window of others: at its very end no prompts are left, and everybody waits for the last answers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.staleness_task import Policy
 
 RESULTS: Final = Path("docs/results/far.jsonl")
 _LIMIT_SECONDS: Final = 600.0
+_MAX_STALENESS: Final = 8
 CAPACITY: Final = 32
 """Sequences that the engine runs at once; a worker that takes two groups more has them ready when places come free."""
 
@@ -78,7 +80,7 @@ rescore_every = 1000000
 options = {{ weights_bytes = {weights_bytes}, log = "{folder}/steps.jsonl" }}
 
 [staleness]
-max_staleness = 8
+max_staleness = {max_staleness}
 
 [weights]
 channel = "objects"
@@ -144,8 +146,9 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
             RUN_FILE.format(
                 folder=folder,
                 host=NEAR,
-                steps=warmup + steps,
+                steps=warmup + steps + _MAX_STALENESS + 1,
                 capacity=CAPACITY,
+                max_staleness=_MAX_STALENESS,
                 **asdict(arm),
             )
         )
@@ -159,7 +162,7 @@ def run_arm(arm: Arm, *, warmup: int, steps: int, keep: Path | None = None) -> d
                     process.kill()
                     process.wait()
             tcp = link.congestion_control()
-        return _row(arm, folder, warmup=warmup) | {"tcp": tcp, "how": link.how}
+        return _row(arm, folder, warmup=warmup, until=warmup + steps) | {"tcp": tcp, "how": link.how}
 
 
 def _commands(arm: Arm, link: FarLink, folder: Path) -> list[list[str]]:
@@ -194,9 +197,9 @@ def _until_done(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
         raise RuntimeError("the learner failed; the output ends: " + (folder / "output.txt").read_text()[-2000:])
 
 
-def _row(arm: Arm, folder: Path, *, warmup: int) -> dict[str, Any]:
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    metrics = [json.loads(line) for line in (folder / "learner/far/metrics.jsonl").read_text().splitlines()]
+def _row(arm: Arm, folder: Path, *, warmup: int, until: int) -> dict[str, Any]:
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()][:until]
+    metrics = [json.loads(line) for line in (folder / "learner/far/metrics.jsonl").read_text().splitlines()][:until]
     seconds = steps[-1]["time"] - steps[warmup - 1]["time"]
     steady = metrics[warmup:]
 

@@ -88,6 +88,28 @@ def test_a_run_that_is_not_there_is_a_mistake_that_names_those_that_are(examine:
         examine("nowhere")
 
 
+def test_a_wrong_token_is_a_mistake_of_the_user_and_no_stall_of_the_bus(run: str, nats_server: EmbeddedServer) -> None:
+    settings = config.only_overrides([f"bus.url={nats_server.url}", f"run.name={run}"])
+    with pytest.raises(ConfigError, match="refuses the token or password"):
+        doctor.examine(settings, token="wrong", as_json=False)
+
+
+def test_what_an_actor_says_does_nothing_to_the_terminal(
+    examine: Examine, run: str, nats_server: EmbeddedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def speak() -> None:
+        bus = await _open(nats_server, run)
+        wait = Wait(what="\x1b]0;mine\x07 prompts", on=LEARNER, seconds=4.0)
+        await bus.put(ACTORS, Heartbeat(actor="w0", role=WORKER, waits=(wait,), host="far"), key="w0")
+        await bus.close()
+
+    asyncio.run(speak())
+    examine(run)
+    printed = capsys.readouterr().out
+    assert "mine? prompts" in printed
+    assert not {"\x1b", "\x07"} & set(printed)
+
+
 def test_a_bus_that_is_not_there_is_a_finding(
     examine: Examine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,10 +56,17 @@ async def test_an_answer_of_the_simulated_engine_grows_and_says_which_version_sa
 def test_a_small_fleet_is_measured_and_its_audit_is_clean() -> None:
     options = ["--groups", "16", "--rate", "40", "--seconds", "0.2", "--warmup", "2", "--steps", "3"]
     given = fleet.arguments([*options, "--idle-seconds", "1"])
-    row = fleet.run(fleet.scene_of(given), workers=3)
+    row = fleet.run(fleet.scene_of(given, 3), workers=3)
     assert list(fleet.broken_promises([row])) == []
     assert row["whole"]["messages"] > row["work"]["messages"] > 0
     assert row["audit"]["trained"] == 9 * 16  # 2 + 3 and a window of 4
+
+
+def test_fleets_whose_workers_bring_the_same_grow_with_their_work() -> None:
+    given = fleet.arguments(["--each", "0.2"])
+    small, large = fleet.scene_of(given, 10), fleet.scene_of(given, 1000)
+    assert (small.rate, large.rate) == (0.25, 25.0)
+    assert (small.groups_per_batch, large.groups_per_batch) == (3, 300)
 
 
 def test_the_tables_of_the_page_are_what_the_script_prints() -> None:

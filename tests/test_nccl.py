@@ -294,7 +294,7 @@ def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=0)
-    channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1")
+    channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1", bucket_bytes=1000)
     version = channel.publish(weights(0), run_epoch=0, policy_version=1)
     assert version.order == (0, 1)
     assert channel.verify(version) == Path(version.uri)

@@ -127,6 +127,8 @@ class FakeServer:
         self.weight_version = "default"
         self.update_status = 200
         self.is_silent = False
+        self.callers: dict[str, set[int]] = {}
+        """Ports that each path was asked from: one is one connection."""
         self.application = web.Application()
         self.application.router.add_route("*", "/{path}", self.answer)
 
@@ -134,6 +136,8 @@ class FakeServer:
         path = request.path
         asked = await request.json() if request.can_read_body else {}
         self.asked.append((path, asked))
+        assert request.transport is not None
+        self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
             return web.json_response({"version": self.version, "max_running_requests": 1})
         if path == "/model_info":
@@ -203,6 +207,35 @@ async def test_every_load_changes_the_name_of_the_prefix_cache(
     names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
     assert len(set(names)) == 3
     await engine.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_the_orders_of_a_load_share_a_connection_unless_the_server_is_not_ours(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url="" if is_ours else url)
+
+    async def launch() -> None:
+        engine.url = url
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    await engine.start()
+    await engine.load(model.version(4))
+    orders = [server.callers[path] for path in ("/pause_generation", "/update_weights_from_disk")]
+    assert (orders[0] == orders[1]) == is_ours
+    await engine.close()
+
+
+async def test_an_order_to_a_closed_engine_says_that_it_is_closed(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    _, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.close()
+    with pytest.raises(EngineDied, match="not running"):
+        await engine._told("/continue_generation", {})
 
 
 async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(

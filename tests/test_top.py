@@ -176,5 +176,11 @@ def test_a_run_that_is_not_there_is_a_mistake_that_names_those_that_are(show: Sh
         show("nowhere")
 
 
+def test_a_wrong_token_is_a_mistake_of_the_user(nats_server: EmbeddedServer, run: str) -> None:
+    settings = config.only_overrides([f"bus.url={nats_server.url}", f"run.name={run}"])
+    with pytest.raises(ConfigError, match="refuses the token or password"):
+        top.top(settings, token="wrong", once=True, console=Console(file=io.StringIO()))
+
+
 def test_a_bus_that_is_not_there_is_said(show: Show) -> None:
     assert "nats-server has not answered" in show("any", url="nats://127.0.0.1:1")

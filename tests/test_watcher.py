@@ -92,6 +92,16 @@ def test_who_takes_its_entry_away_and_is_still_a_process_is_not_starting(is_leav
     assert heard.present() == {}
 
 
+@pytest.mark.parametrize(("host", "is_named"), [("here", False), ("elsewhere", True)])
+def test_what_a_killed_life_of_the_run_left_on_this_machine_is_not_accused(host: str, is_named: bool) -> None:
+    heard = Sightings(host="here", process=lambda pid: "gone" if pid == 3 else "running")
+    own = Launched(name="learner", role="learner", pid=8, seconds=1)
+    for _ in range(20):
+        left = {"prompts": beat("prompts", 5, pid=3, host=host)}
+        heard.hear(left | {"learner": beat("learner", 1, pid=8)}, seconds=1, launched=[own])
+    assert ("prompts" in heard.present()) == is_named
+
+
 def test_who_leaves_before_it_was_heard_is_not_starting() -> None:
     heard = sightings()
     heard.hear({}, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=7, seconds=700, is_leaving=True)])

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl.errors import AsyncRLError, Forbidden
+from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.policies.diagnosis import diagnose
 from asyncrl.policies.faults import (
@@ -77,6 +77,8 @@ class Sightings:
         self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
         self._own = up
         self._ended -= set(self._own.values())
+        if own and not self._has_listened:
+            self._ended |= {(beat.host, beat.pid) for beat in beats.values() if self._is_of_before(beat)}
         self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
@@ -128,6 +130,10 @@ class Sightings:
 
     def _is_over(self, beat: Heartbeat) -> bool:
         return beat.role == ROLE or (beat.host, beat.pid) in self._ended
+
+    def _is_of_before(self, beat: Heartbeat) -> bool:
+        """Left on this machine by a life of the run before this launcher's, which was killed."""
+        return beat.host == self._host and self._process(beat.pid) == "gone"
 
     def _starting(self, one: Launched) -> Seen:
         wait = Wait(what="its first sign of life", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
@@ -262,6 +268,13 @@ class Lasting:
         self._missed = self._now.keys() - present.keys() - {finding.key for finding in ended}
         self._now = {key: self._now[key] for key in self._missed} | present
         return begun, ended
+
+
+def refusal(error: Exception | None) -> ConfigError | None:
+    """What waiting does not mend of what failed a look: a wrong token stays wrong, a server that is away may come."""
+    if isinstance(error, Forbidden):
+        return ConfigError(str(error))
+    return error if isinstance(error, ConfigError) and not isinstance(error, NoAnswer) else None
 
 
 def process_state(pid: int) -> Process:

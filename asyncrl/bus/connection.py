@@ -32,7 +32,7 @@ from nats.aio.client import Client
 
 from asyncrl.bus.answers import BUSY, IN_PROCESS, Answer, Busy, Nobody, Refused, Stored
 from asyncrl.config.addresses import servers, without_secrets
-from asyncrl.errors import BusError, ConfigError, Forbidden, Unanswered
+from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswered
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Connection:
                     )
                 )
         except TimeoutError:
-            raise ConfigError(
+            raise NoAnswer(
                 f"bus.url {self.name}: nobody answers ({self._said or 'no route'}); "
                 f"start `nats-server -js` there or leave bus.url empty"
             ) from None

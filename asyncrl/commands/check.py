@@ -69,10 +69,7 @@ def check_worker(run: RunConfig) -> None:
     check_model_at("model.path", Path(run.model.path))
     if run.engine.device == "cuda" and not app.launcher_class(run).places:
         app.require_gpu("engine")
-    engine = app.options(app.engine_class(run), run.engine.options, "engine.options")
-    if run.engine.kind == "sglang" and not engine.url and not app.launcher_class(run).places:
-        device = app.device(run.engine.device, "engine")
-        check_dtype(run.model.dtype, device=device, server_arguments=engine.server_arguments)
+    app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
     plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
@@ -169,7 +166,7 @@ def placement(run: RunConfig) -> Placement:
 
     Not part of ``check``: a process that was given its GPUs sees no others.
     """
-    return place(
+    placed = place(
         num_gpus(),
         ranks=run.learner.ranks if run.learner.device != "cpu" else 0,
         workers=run.rollout.workers,
@@ -177,6 +174,11 @@ def placement(run: RunConfig) -> Placement:
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
     )
+    if run.engine.kind == "sglang" and any(placed.workers):
+        options = app.options(app.engine_class(run), run.engine.options, "engine.options")
+        if not options.url:
+            check_dtype(run.model.dtype, device="cuda", server_arguments=options.server_arguments)
+    return placed
 
 
 def num_gpus() -> int:

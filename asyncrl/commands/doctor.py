@@ -1,7 +1,7 @@
 """`asyncrl doctor`: from any machine, what every actor of a run waits for and what is wrong, in ten seconds.
 
-It listens for as long as a live actor needs to be heard a few times, and changes nothing. Exit code 0: nothing is
-wrong; 1: it found something.
+It listens for as long as a live actor needs to be heard a few times, and changes nothing of the run. Exit code 0:
+nothing is wrong; 1: it found something; 2: there is no such run, or its bus refuses us.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import dataclasses
 import json
 from typing import Any
 
-from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
+from asyncrl.actors.watcher import LOOK_SECONDS, Watcher, refusal
 from asyncrl.app import bus_address, observe
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
-from asyncrl.errors import NoSuchRun
 from asyncrl.policies.diagnosis import diagnose
-from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen
+from asyncrl.policies.faults import SILENT_SECONDS, Finding, Observation, Seen, printable
 from asyncrl.protocols import Bus
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5
@@ -25,7 +24,7 @@ LISTEN_SECONDS = SILENT_SECONDS + 1.5
 
 
 def examine(run: RunConfig, *, token: str, as_json: bool) -> int:
-    """Print what is wrong with the run; the exit code. Raises ConfigError when it is not said which bus."""
+    """Print what is wrong with the run; the exit code. Raises ConfigError: which bus, what run, a wrong token."""
     url, token = bus_address(run, token=token)
     observation = asyncio.run(_listen(run, token=token))
     findings = diagnose(observation)
@@ -44,8 +43,8 @@ async def _listen(run: RunConfig, *, token: str) -> Observation:
     try:
         while True:
             observation = await watcher.look()
-            if isinstance(watcher.error, NoSuchRun):
-                raise watcher.error
+            if (refused := refusal(watcher.error)) is not None:
+                raise refused
             if loop.time() >= end:
                 return observation
             await asyncio.sleep(LOOK_SECONDS)
@@ -62,7 +61,7 @@ def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
         lines.append(f"  {name:20s} {seen.beat.role:16s} {heard:12s} {version:12s} waits for: {waits or '-'}")
     for finding in findings:
         lines += [f"{finding.fault}: {finding.text}", f"  -> {finding.remedy}"]
-    return "\n".join(lines if findings else [*lines, "nothing is wrong"])
+    return "\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"]))
 
 
 def _json(run: RunConfig, observation: Observation, findings: list[Finding]) -> str:

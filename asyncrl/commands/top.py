@@ -17,14 +17,24 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.actors.watcher import LOOK_SECONDS, Watcher
+from asyncrl.actors.watcher import LOOK_SECONDS, Watcher, refusal
 from asyncrl.app import bus_address, observe
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 from asyncrl.messages import StepMetrics
 from asyncrl.policies.diagnosis import diagnose
-from asyncrl.policies.faults import BUS_SECONDS, LEARNER, SILENT_SECONDS, WORKER, Finding, Observation, Seen, in_words
+from asyncrl.policies.faults import (
+    BUS_SECONDS,
+    LEARNER,
+    SILENT_SECONDS,
+    WORKER,
+    Finding,
+    Observation,
+    Seen,
+    in_words,
+    printable,
+)
 from asyncrl.protocols import Bus
 from asyncrl.topics import METRICS
 
@@ -77,6 +87,7 @@ class Looker:
         self._run, self._token = run, token
         self._address = bus_address(run, token=token)
         self._bus: Bus | None = None
+        self._has_seen = False
         self._metrics: StepMetrics | None = None
         self._watcher = Watcher(self._connect)
 
@@ -90,12 +101,14 @@ class Looker:
         return self._watcher.error is not None
 
     async def look(self) -> View:
-        """Raises NoSuchRun."""
+        """Raises NoSuchRun, and ConfigError for what will not mend itself before anything was seen: a wrong token."""
         if self._watcher.error is not None:
             await self._follow()
         observation = await self._watcher.look()
-        if isinstance(self._watcher.error, NoSuchRun):
-            raise self._watcher.error
+        refused = refusal(self._watcher.error)
+        if refused is not None and (isinstance(refused, NoSuchRun) or not self._has_seen):
+            raise refused
+        self._has_seen |= not self.is_connecting
         if self._bus is not None and not observation.bus_silent:
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -231,7 +244,7 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
     for seen in sorted(shown, key=lambda seen: seen.beat.actor):
         numbers, beat = seen.beat.numbers, seen.beat
         table.add_row(
-            escape(_plain(beat.actor)),
+            escape(printable(beat.actor)),
             f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
             f"{numbers.get('rollout/running', 0):,.0f}",
             f"{numbers.get('rollout/queued', 0):,.0f}",
@@ -239,7 +252,7 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
             str(beat.policy_version),
             str(max(0, newest - beat.policy_version)),
             f"{numbers.get('weights/pause_seconds', 0):.3f}",
-            escape(_plain(_state(seen))),
+            escape(printable(_state(seen))),
             style="red" if seen.seconds > SILENT_SECONDS else "",
         )
     if not workers:
@@ -251,11 +264,6 @@ def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
 def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
     """Who is silent first, then who is furthest behind."""
     return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
-
-
-def _plain(text: str) -> str:
-    """What a worker says of itself is not believed: it writes nothing else to a terminal than letters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _state(seen: Seen) -> str:
@@ -271,7 +279,8 @@ def _waits(others: Sequence[Seen]) -> RenderableType:
     for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
         is_at_work = seen.seconds <= SILENT_SECONDS and seen.beat.phase == "running"
         table.add_row(
-            escape(_plain(seen.beat.actor)), ("[dim]waits for[/] " if is_at_work else "") + escape(_plain(_state(seen)))
+            escape(printable(seen.beat.actor)),
+            ("[dim]waits for[/] " if is_at_work else "") + escape(printable(_state(seen))),
         )
     return table
 
@@ -281,7 +290,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
         return Text("nothing is wrong", style="green")
     return Group(
         *(
-            Text(f"{_plain(f'{finding.fault}: {finding.text}')}\n  -> {_plain(finding.remedy)}", style="red")
+            Text(f"{printable(f'{finding.fault}: {finding.text}')}\n  -> {printable(finding.remedy)}", style="red")
             for finding in findings
         )
     )

@@ -222,7 +222,8 @@ class Weights:
     host: str = ""
     """The learner's address as engines see it, for nccl; empty is its own on the way to the bus."""
     bucket_megabytes: int = 2048
-    """nccl: what an engine takes at once (MiB), in memory beside its weights; more of them pause it longer."""
+    """nccl: what an engine takes at once (MiB, at most 2048), in memory beside its weights; more of them pause it
+    longer."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
     every_steps: int = 1
@@ -234,7 +235,8 @@ class Weights:
     """objects: what changed is not stored when it takes more than this share of the whole; 0 stores wholes only."""
 
     def __post_init__(self) -> None:
-        positive(self, "every_steps", "full_every", "bucket_megabytes")
+        positive(self, "every_steps", "full_every")
+        require(1 <= self.bucket_megabytes <= 2048, f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
         require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
         require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")
 

@@ -130,9 +130,9 @@ class SGLangEngine:
             read_bufsize=_READ_BYTES,
         )
         # A busy server is slow to accept one, and while weights are loaded everything waits for it.
-        self._orders = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS), timeout=timeout
-        )
+        is_ours = not self.url  # of a server behind a proxy it is not known how long a connection is kept
+        kept = {"keepalive_timeout": _KEPT_SECONDS} if is_ours else {"force_close": True}
+        self._orders = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, **kept), timeout=timeout)
         if not self.url:
             await self._launch()
         await self._wait_until_healthy()
@@ -340,10 +340,11 @@ class SGLangEngine:
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    def _session(self) -> aiohttp.ClientSession:
-        if self._http is None or self._http.closed:
+    def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
+        session = self._orders if of_orders else self._http
+        if session is None or session.closed:
             raise EngineDied("the SGLang engine is not running: start() it first, or it was closed")
-        return self._http
+        return session
 
     async def _get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
@@ -359,17 +360,17 @@ class SGLangEngine:
         return self._ask("POST", path, body)
 
     async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
-        async with self._ask("POST", path, body, session=self._orders) as response:
+        async with self._ask("POST", path, body, is_order=True) as response:
             text = await response.text()
         return json.loads(text) if text else {}
 
     @asynccontextmanager
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, session: aiohttp.ClientSession | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_order: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Raises EngineError when the server refuses or is too slow, EngineDied when it is gone."""
         try:
-            async with (session or self._session()).request(method, self.url + path, json=body) as response:
+            async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
                 if response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
                 yield response

@@ -51,9 +51,11 @@ def check_installed() -> None:
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError where the server would die as it starts, minutes later."""
-    if device == "cuda" and dtype == "float32" and "dtype" not in server_arguments:
+    is_said = {"dtype", "device"} & {_option(key) for key in server_arguments}
+    if device == "cuda" and dtype == "float32" and not is_said:
         raise ConfigError(
-            'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", or engine.kind = "inprocess"'
+            'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
+            'engine.kind = "inprocess"'
         )
 
 
@@ -83,12 +85,16 @@ def server_command(
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
-        **{key.replace("_", "-").lstrip("-"): value for key, value in server_arguments.items()},
+        **{_option(key): value for key, value in server_arguments.items()},
     }
     command = [sys.executable, "-m", "sglang.launch_server"]
     for key, value in arguments.items():
         command += _argument(key, value)
     return command
+
+
+def _option(key: str) -> str:
+    return key.replace("_", "-").lstrip("-")
 
 
 def _argument(key: str, value: Any) -> list[str]:

@@ -335,5 +335,10 @@ def clocks(seen: Observation) -> Iterable[Finding]:
         )
 
 
+def printable(text: str) -> str:
+    """What an actor says of itself is not believed: it writes nothing else to a terminal than letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"

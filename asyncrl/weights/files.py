@@ -25,6 +25,8 @@ from asyncrl.weights import safetensors_file
 
 WEIGHTS_FILE: Final = "model.safetensors"
 
+_STAGING_BYTES: Final = 512 * 2**20
+"""What is taken off the device at once, and pinned on the host."""
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 """Endings of what a model folder holds besides weights: config, generation config, tokenizer, chat template."""
@@ -88,7 +90,7 @@ class FilesChannel:
         return sha256
 
     def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        for bucket in snapshot.buckets:
+        for bucket in snapshot.cut(_STAGING_BYTES).buckets:
             yield self._to_host(bucket)
             self.progress += bucket.data.numel()
 

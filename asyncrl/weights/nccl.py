@@ -73,8 +73,8 @@ class Sender:
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
         host              the learner's address as engines see it
-        bucket_bytes      of one collective: an engine needs so much memory beside its weights, and pauses 7-9 ms more
-                          for each on a GPU (docs/performance.md)
+        bucket_bytes      of one collective: an engine needs so much memory beside its weights, and pauses 2 to 9 ms
+                          longer for each on a GPU (docs/performance.md)
         patience_seconds  for an engine to meet us, and beside the time its weights may take
         """
         self._host = host

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Final, cast
@@ -26,7 +27,7 @@ from asyncrl.messages import WeightVersion
 from asyncrl.snapshot import Snapshot
 from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl import Sender, Transfer
+from asyncrl.weights.nccl import Sender
 
 _MATRIX: Final = 4096
 
@@ -75,7 +76,8 @@ class LearnerSide:
         self._tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         self._products = Products(self._device)
         self._version = 0
-        self._transfer: Transfer | None = None
+        self._threads = ThreadPoolExecutor(1)
+        self._root: Path | None = None
 
     def open(self, transport: str, bucket_bytes: int) -> None:
         self._sender = Sender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
@@ -97,12 +99,14 @@ class LearnerSide:
         return self._channel.publish(self._snapshot, run_epoch=0, policy_version=self._version)
 
     def begin(self, request: TransferRequest) -> TransferOffer:
-        self._transfer = self._sender.begin(request)
-        return self._transfer.offer
+        """Sends at once, beside the answer, as WeightSender does."""
+        transfer = self._sender.begin(request)
+        self._sending = self._threads.submit(transfer.send)
+        return transfer.offer
 
-    def send(self) -> None:
-        assert self._transfer is not None
-        self._transfer.send()
+    def sent(self) -> None:
+        """Returns once the engine has it all. Raises WeightsError."""
+        self._sending.result()
 
     def seconds(self, since: float, until: float) -> float:
         return self._products.seconds(since, until)
@@ -113,7 +117,8 @@ class LearnerSide:
 
     def close(self) -> None:
         self._products.stop()
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
 
 
 class _Process(BaseManager):

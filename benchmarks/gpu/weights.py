@@ -95,9 +95,9 @@ async def send(engine: SGLangEngine, learner: LearnerSide) -> LoadReport:
     assert receiver is not None
     if not receiver.request.has_joined:
         offer = await asyncio.to_thread(learner.begin, receiver.request)
-        await asyncio.gather(asyncio.to_thread(learner.send), receiver.join(offer))
+        await asyncio.gather(receiver.join(offer), asyncio.to_thread(learner.sent))
     offer = await asyncio.to_thread(learner.begin, receiver.request)
-    _, report = await asyncio.gather(asyncio.to_thread(learner.send), receiver.receive(offer))
+    report, _ = await asyncio.gather(receiver.receive(offer), asyncio.to_thread(learner.sent))
     return report
 
 
@@ -164,12 +164,11 @@ class Bench:
         assert receiver is not None
         await ask(learner.begin, receiver.request)
         began = time.monotonic()
-        sending = asyncio.create_task(ask(learner.send))
         await asyncio.sleep(0.5)  # the collective waits on the learner's GPU
         await ask(fleet.kill)
         problem = ""
         try:
-            await sending
+            await ask(learner.sent)
         except WeightsError as error:
             problem = str(error)
         gave_up = time.monotonic() - began
