@@ -55,12 +55,34 @@ def test_every_kept_version_can_be_reached_and_little_more_is_kept() -> None:
     links: Chain = ()
     for version in range(100):
         is_full = chain.is_full_due(links, every=8)
-        links = chain.grown(links, link(version, full=100 if is_full else 0, delta=1 if version else 0), keep=4)
+        one = link(version, full=100 if is_full else 0, delta=1 if version else 0)
+        links = chain.grown(links, one, keep=4, behind=8)
         assert links[-1].policy_version == version
         for end in range(max(0, len(links) - 4), len(links)):
             assert chain.route(links[: end + 1], at_hand=(), lost=()) is not None
         assert min(version + 1, 4) <= len(links) <= 4 + 8
+        assert len([one for one in links if one.full]) <= 2
     assert [one.policy_version % 8 for one in links if one.full] == [0]
+
+
+def test_who_has_fallen_behind_by_less_than_a_round_of_whole_ones_never_fetches_a_whole() -> None:
+    links: Chain = ()
+    stored: dict[int, Link] = {}
+    for version in range(40):
+        is_full = chain.is_full_due(links, every=8)
+        stored[version] = link(version, full=100 if is_full else 0, delta=1 if version else 0)
+        links = chain.grown(links, stored[version], keep=4, behind=8)
+        base = stored[max(0, version - 8)]
+        way = chain.route(links, at_hand={base}, lost=())
+        assert way is not None
+        assert (way.base, way.is_at_hand) == (base, True)
+
+
+def test_where_only_wholes_are_stored_no_more_than_the_kept_versions_are() -> None:
+    links: Chain = ()
+    for version in range(20):
+        links = chain.grown(links, link(version, full=100, delta=0), keep=4, behind=16)
+    assert [one.policy_version for one in links] == [16, 17, 18, 19]
 
 
 def test_a_whole_one_is_due_at_first_and_every_so_many() -> None:

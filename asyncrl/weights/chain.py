@@ -52,7 +52,8 @@ class Link:
 
 
 Chain = tuple[Link, ...]
-"""Versions of one run epoch, each published next after the one before it; the newest last."""
+"""Versions of one run epoch, each published next after the one before it; the newest last. Of the first it may be that
+only who has it already can start there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,14 @@ class Route:
         return {link.delta_name for link in self.links} | (set() if self.is_at_hand else {self.base.full_name})
 
 
-def grown(chain: Chain, link: Link, *, keep: int) -> Chain:
-    """With a newer link, and without those that none of the newest ``keep`` versions needs."""
+def grown(chain: Chain, link: Link, *, keep: int, behind: int) -> Chain:
+    """With a newer link, and without those that nobody needs: the newest ``keep`` versions do not start there, and who
+    has one of ``behind`` versions before the newest goes over deltas, past a whole one too, which may be far larger."""
     chain = (*chain, link)
     oldest = max(0, len(chain) - keep)
     start = max(index for index in range(oldest + 1) if chain[index].full)
+    while start > max(0, len(chain) - 1 - behind) and chain[start].delta:
+        start -= 1
     return chain[start:]
 
 

@@ -33,7 +33,8 @@ class ObjectsChannel:
     """See WeightChannel. The learner writes folders as FilesChannel does, then what workers need of them to the store.
 
     directory   of this machine; workers keep what they fetched in DIRECTORY/fetched, once for all on their machine
-    keep        versions kept in the store and in ``fetched``; what deltas of kept ones need stays as well
+    keep        versions kept in the store and in ``fetched``; what deltas of kept ones need stays as well, and the
+                deltas of ``full_every`` versions, for who has fallen behind
     full_every, delta_share  as in the run file
     """
 
@@ -95,7 +96,7 @@ class ObjectsChannel:
                 full=version.num_bytes if is_whole else 0,
                 delta=delta_bytes,
             )
-            links = chain.grown(before, link, keep=self._keep)
+            links = chain.grown(before, link, keep=self._keep, behind=self._full_every)
             metadata = {"chain": chain.to_text(links)}
             if link.full:
                 with self._file(link).open("rb") as whole:
