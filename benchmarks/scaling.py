@@ -71,8 +71,8 @@ class Assumptions:
     headroom: float = 0.5
     """Of a limit, that is planned with: at the limit latency has no bound."""
     presence_messages: float = 3.5
-    """A second and worker at the server, in and out: two actors' beats and their answers every 2 s (2.0), the watcher's
-    look at them (1.0), the standing order and watches (0.5). Counted; measured where fleet.jsonl has 100 workers."""
+    """A second and worker at the server, in and out: its process's beat every 2 s, the watcher's look at it, the
+    standing order and watches. Counted; measured where fleet.jsonl has 100 workers."""
     group_messages: float = 10.0
     """A prompt group at the server, in and out, with salvage: measured (docs/results/fleet.jsonl)."""
     load_messages: float = 10.0
@@ -261,11 +261,11 @@ def presence(given: Assumptions) -> Table:
             f"{workers:,}",
             f"{workers * given.presence_messages:,.0f}",
             f"{workers * given.presence_messages / given.stream_messages:.0%}",
-            f"{workers * 2 / 2:,.0f}",
+            f"{workers / 2:,.0f}",
         )
         for workers in (10, 100, 1000, 5000, 10_000)
     ]
-    head = ("workers", "messages/s of presence", "of one server's", "heartbeats stored/s (two actors, every 2 s)")
+    head = ("workers", "messages/s of presence", "of one server's", "heartbeats stored/s (one a process, every 2 s)")
     return "Presence", head, rows
 
 

@@ -225,10 +225,11 @@ async def test_a_real_server_goes_with_its_owner_and_says_so(model: Model, tmp_p
 
 def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
     with pytest.raises(ConfigError, match=r'model.dtype: SGLang has no float32.*"bfloat16"'):
-        sglang_server.check_dtype("float32", device="cuda", server_arguments={})
+        sglang_server.check_dtype("float32", device="cuda", server_arguments={"device": "cuda"})
     for dtype, device, arguments in (
         ("bfloat16", "cuda", {}),
         ("float32", "cpu", {}),
-        ("float32", "cuda", {"dtype": "bfloat16"}),
+        ("float32", "cuda", {"--dtype": "bfloat16"}),
+        ("float32", "cuda", {"device": "cpu"}),
     ):
         sglang_server.check_dtype(dtype, device=device, server_arguments=arguments)

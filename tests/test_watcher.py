@@ -102,6 +102,15 @@ def test_what_a_killed_life_of_the_run_left_on_this_machine_is_not_accused(host:
     assert ("prompts" in heard.present()) == is_named
 
 
+def test_who_beats_on_is_heard_though_this_machine_knows_no_such_process() -> None:
+    heard = Sightings(host="here", process=lambda pid: "gone" if pid == 3 else "running")  # of another container, say
+    own = Launched(name="learner", role="learner", pid=8, seconds=1)
+    for number in range(20):
+        beats = {"w9": beat("w9", min(number, 10), pid=3), "learner": beat("learner", number + 1, pid=8)}
+        heard.hear(beats, seconds=1, launched=[own])
+    assert heard.present()["w9"].seconds == 9
+
+
 def test_who_leaves_before_it_was_heard_is_not_starting() -> None:
     heard = sightings()
     heard.hear({}, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=7, seconds=700, is_leaving=True)])

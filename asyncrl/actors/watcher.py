@@ -69,6 +69,7 @@ class Sightings:
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
         self._ended: set[tuple[str, int]] = set()
         self._worked: set[tuple[str, int]] = set()
+        self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last beat
 
     def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
         """Take in one look, ``seconds`` of listening after the one before."""
@@ -78,7 +79,8 @@ class Sightings:
         self._own = up
         self._ended -= set(self._own.values())
         if own and not self._has_listened:
-            self._ended |= {(beat.host, beat.pid) for beat in beats.values() if self._is_of_before(beat)}
+            self._left_behind = {name: _life(beat) for name, beat in beats.items() if self._is_of_before(beat)}
+        beats = {name: beat for name, beat in beats.items() if self._left_behind.get(name) != _life(beat)}
         self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
         self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}

@@ -51,8 +51,8 @@ def check_installed() -> None:
 
 def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
     """Raises ConfigError where the server would die as it starts, minutes later."""
-    is_said = {"dtype", "device"} & {_option(key) for key in server_arguments}
-    if device == "cuda" and dtype == "float32" and not is_said:
+    said = {_option(key): value for key, value in server_arguments.items()}
+    if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
         raise ConfigError(
             'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
             'engine.kind = "inprocess"'

@@ -76,7 +76,7 @@ class Route:
 
 def grown(chain: Chain, link: Link, *, keep: int, behind: int) -> Chain:
     """With a newer link, and without those that nobody needs: the newest ``keep`` versions do not start there, and who
-    has one of ``behind`` versions before the newest goes over deltas, past a whole one too, which may be far larger."""
+    is up to ``behind`` versions behind finds all deltas since, past a whole one too, which may be far larger."""
     chain = (*chain, link)
     oldest = max(0, len(chain) - keep)
     start = max(index for index in range(oldest + 1) if chain[index].full)
