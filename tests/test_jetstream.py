@@ -16,7 +16,8 @@ import pytest
 
 from asyncrl.bus.access import Access
 from asyncrl.bus.answers import Answer
-from asyncrl.bus.connection import Connection, guarded
+from asyncrl.bus.cancelling import guarded
+from asyncrl.bus.connection import Connection
 from asyncrl.bus.jetstream import JetStreamBus
 from asyncrl.bus.layout import Layout, key_of, token
 from asyncrl.bus.server import EmbeddedServer

@@ -17,7 +17,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +42,11 @@ from asyncrl.errors import (
 )
 from asyncrl.messages import Event, Heartbeat, PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, SPACE_IN_LOG
-from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample
+from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample, Tokenizer
 from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
 FULL_LOG_SECONDS = 1.0
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that rewards need."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
 
 
 class RolloutWorker(Actor):

@@ -2,8 +2,7 @@
 
 The only file that imports nats.
 
-1. A cancellation is never lost: Python 3.11's ``wait_for`` inside nats-py swallows one that races a reply, so every
-   nats call goes through ``guarded`` (test_a_cancellation_is_never_lost). It can go with Python 3.11.
+1. A cancellation is never lost: every nats call goes through ``guarded`` (cancelling.py).
 2. While the server is away every call waits; when it is back, what was not answered is sent again
    (test_a_restarted_server_is_transparent). Message ids make the repetition harmless. The same while a cluster elects
    a leader for a stream whose leader died, which takes four to ten seconds (tests/test_nats_cluster.py).
@@ -25,18 +24,17 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.bus.answers import BUSY, IN_PROCESS, Answer, Busy, Nobody, Refused, Stored
+from asyncrl.bus.cancelling import guarded
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswered
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 5.0
 """Then it is asked again: the server that was to answer may be dead, and another one have its streams by now."""
@@ -65,18 +63,6 @@ _PASSING: Final = (
     nats.errors.OutboundBufferLimitError,
     nats.errors.StaleConnectionError,
 )
-
-
-async def guarded(call: Awaitable[T]) -> T:
-    """``await call``, and CancelledError if a cancellation came meanwhile, whatever the call made of it."""
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    try:
-        return await call
-    finally:
-        if task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 class Connection:

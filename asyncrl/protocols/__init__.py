@@ -15,7 +15,7 @@ from asyncrl.generation import Generation, Partial
 from asyncrl.protocols.backend import Backend, StepResult
 from asyncrl.protocols.bus import Asked, Bus, Deliveries, Delivery, ObjectInfo, ObjectStore, Record
 from asyncrl.protocols.engine import Engine, EngineStats, LoadReport, Receiver
-from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample
+from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 from asyncrl.protocols.weights import Sender, Transfer, WeightChannel
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Sample",
     "Sender",
     "StepResult",
+    "Tokenizer",
     "Transfer",
     "WeightChannel",
 ]

@@ -31,6 +31,12 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that rewards need."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
+
+
 class RewardFn(Protocol):
     """Rewards one group. What it raises buries the group with the reason; it never ends the worker."""
 
