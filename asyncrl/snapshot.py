@@ -1,7 +1,8 @@
 """The weights at one instant, as flat buckets of bytes: what a backend exports and every weight channel carries.
 
 Wide types first, then by name, without gaps: the buckets laid end to end are the body of a safetensors file, and each
-is one collective for an engine that takes weights over the network (SGLang's "flattened_bucket").
+is one collective for an engine that takes weights over the network (SGLang's "flattened_bucket"), cut further where
+that is too much for it.
 Test: tests/test_snapshot.py.
 """
 

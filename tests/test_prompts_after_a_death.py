@@ -131,6 +131,21 @@ class Stuck(Engine):
         return await super().generate(prompt_tokens, sampling, seed=seed, partial=partial)
 
 
+async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], *, load: str, stuck: int) -> Loop:
+    """A learner and its worker, both killed once the engine is ``stuck`` in so many samples and answers no more."""
+    life = Loop(await bus_factory(), folder, steps=100, **settings)
+    engine = Stuck()
+    learner = asyncio.create_task(life.run_learner())
+    rollout = asyncio.create_task(
+        run_worker(worker(await bus_factory(), engine, load=load, max_staleness=settings["max_staleness"]))
+    )
+    await until(lambda: engine.running == stuck)
+    for task in (learner, rollout):
+        task.cancel()
+    await asyncio.wait((learner, rollout))
+    return life
+
+
 @pytest.mark.parametrize(
     ("mode", "max_staleness", "batches"),
     [("async", 1, 2), ("async", 0, 1), ("sync", 0, 1), ("one_step_off", 1, 1)],
@@ -144,16 +159,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
     """
     settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
     load = "in_flight" if mode == "async" else "on_demand"
-    first = Loop(await bus_factory(), tmp_path, steps=100, **settings)
-    engine = Stuck()
-    learner = asyncio.create_task(first.run_learner())
-    rollout = asyncio.create_task(
-        run_worker(worker(await bus_factory(), engine, load=load, max_staleness=max_staleness))
-    )
-    await until(lambda: engine.running == 2 * 2 * batches)
-    for task in (learner, rollout):
-        task.cancel()
-    await asyncio.wait((learner, rollout))
+    await killed_life(bus_factory, tmp_path, settings, load=load, stuck=2 * 2 * batches)
     second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
     async with asyncio.TaskGroup() as group:
         learner = group.create_task(second.run_learner(resume=True))
@@ -175,16 +181,7 @@ async def test_nor_where_what_was_to_bring_it_there_is_lost(
     monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 0.1)
     settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
     load = "in_flight" if mode == "async" else "on_demand"
-    first = Loop(await bus_factory(), tmp_path, steps=100, **settings)
-    engine = Stuck()
-    learner = asyncio.create_task(first.run_learner())
-    rollout = asyncio.create_task(
-        run_worker(worker(await bus_factory(), engine, load=load, max_staleness=max_staleness))
-    )
-    await until(lambda: engine.running == 2 * 2 * batches)
-    for task in (learner, rollout):
-        task.cancel()
-    await asyncio.wait((learner, rollout))
+    first = await killed_life(bus_factory, tmp_path, settings, load=load, stuck=2 * 2 * batches)
     async with first.bus.read(TRAJECTORIES) as records:
         made_by = (await anext(records)).message.worker
     second = Loop(await bus_factory(), tmp_path, steps=8, **settings)

@@ -65,7 +65,7 @@ def test_every_kept_version_can_be_reached_and_little_more_is_kept() -> None:
     assert [one.policy_version % 8 for one in links if one.full] == [0]
 
 
-def test_who_has_fallen_behind_by_less_than_a_round_of_whole_ones_never_fetches_a_whole() -> None:
+def test_who_has_fallen_behind_by_no_more_than_a_round_goes_over_deltas_past_a_whole_one() -> None:
     links: Chain = ()
     stored: dict[int, Link] = {}
     for version in range(40):

@@ -129,7 +129,7 @@ class SGLangEngine:
             timeout=timeout,
             read_bufsize=_READ_BYTES,
         )
-        # A busy server is slow to accept one, and while weights are loaded everything waits for it.
+        # A busy server is slow to accept a connection, and while weights are loaded everything waits for the order.
         is_ours = not self.url  # of a server behind a proxy it is not known how long a connection is kept
         kept = {"keepalive_timeout": _KEPT_SECONDS} if is_ours else {"force_close": True}
         self._orders = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, **kept), timeout=timeout)

@@ -7,7 +7,7 @@ that what a transfer takes from training shows; it is a process of its own, as a
 updates (the first is a warm-up, and reported apart), then, with --kill, the server is killed while weights are on the
 way to it: the learner must go on.
 
-pause    seconds without a token: from the order to pause until the server goes on
+pause    seconds from the order to pause until the server goes on: no token but in the first few milliseconds
 export   the snapshot on the learner's GPU: its stall for one publish
 publish  until the folder is written and hashed, beside the next step (files only)
 slower   the matrix products during transfers against before, as a share of their time
