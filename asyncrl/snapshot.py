@@ -39,6 +39,12 @@ class Bucket:
     entries: tuple[TensorEntry, ...]
     data: torch.Tensor
 
+    @classmethod
+    def empty(cls, entries: Sequence[TensorEntry], device: torch.device) -> Bucket:
+        """Room for ``entries``."""
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        return cls(entries=tuple(entries), data=torch.empty(num_bytes, dtype=torch.uint8, device=device))
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Views into ``data``."""
         start = 0
@@ -49,7 +55,7 @@ class Bucket:
     def cut(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The same bytes in buckets of at most ``bucket_bytes`` (a larger tensor has one of its own), not copied."""
         start = 0
-        for entries in _grouped(self.entries, bucket_bytes):
+        for entries in grouped(self.entries, bucket_bytes):
             stop = start + sum(entry.num_bytes for entry in entries)
             yield Bucket(entries=tuple(entries), data=self.data[start:stop])
             start = stop
@@ -84,7 +90,7 @@ class Snapshot:
             for name, tensor in given.items()
         ]
         entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
-        buckets = tuple(_copy(group, given) for group in _grouped(entries, bucket_bytes))
+        buckets = tuple(_copy(group, given) for group in grouped(entries, bucket_bytes))
         if any(bucket.data.is_cuda for bucket in buckets):
             torch.cuda.current_stream().synchronize()  # other threads read it on streams of their own
         return cls(buckets=buckets)
@@ -112,26 +118,23 @@ def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def _grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[TensorEntry]]:
+def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[TensorEntry]]:
     """Neighbours together, as many as fit, of one type each: a bucket's tensors stay aligned."""
     group: list[TensorEntry] = []
+    num_bytes = 0
     for entry in entries:
-        if group and (
-            sum(e.num_bytes for e in group) + entry.num_bytes > bucket_bytes or entry.dtype != group[0].dtype
-        ):
+        if group and (num_bytes + entry.num_bytes > bucket_bytes or entry.dtype != group[0].dtype):
             yield group
-            group = []
+            group, num_bytes = [], 0
         group.append(entry)
+        num_bytes += entry.num_bytes
     if group:
         yield group
 
 
 def _copy(entries: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> Bucket:
     device = tensors[entries[0].name].device
-    bucket = Bucket(
-        entries=tuple(entries),
-        data=torch.empty(sum(entry.num_bytes for entry in entries), dtype=torch.uint8, device=device),
-    )
+    bucket = Bucket.empty(entries, device)
     for name, view in bucket.tensors():
         view.copy_(tensors[name])
     return bucket

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import transformers
 
+from asyncrl import safetensors_file
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.reference import Options, ReferenceBackend
@@ -43,7 +44,7 @@ from asyncrl.policies.algorithms import resolve
 from asyncrl.policies.packing import Document, pack_for_ranks
 from asyncrl.policies.rows import ALGORITHMS
 from asyncrl.snapshot import Snapshot
-from asyncrl.weights import delta, safetensors_file
+from asyncrl.weights import delta
 from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
 from benchmarks.gpu.reasoning import TASKS, TRAINED
 

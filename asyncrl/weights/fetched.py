@@ -15,10 +15,11 @@ from typing import Final
 
 import numpy as np
 
+from asyncrl import safetensors_file
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.protocols import ObjectStore
-from asyncrl.weights import chain, delta, safetensors_file
+from asyncrl.weights import chain, delta
 from asyncrl.weights.chain import Link, Route
 from asyncrl.weights.files import WEIGHTS_FILE, add_companions, verified
 

@@ -18,10 +18,10 @@ from typing import Final
 
 import torch
 
+from asyncrl import safetensors_file
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.snapshot import Bucket, Snapshot
-from asyncrl.weights import safetensors_file
 
 WEIGHTS_FILE: Final = "model.safetensors"
 

@@ -15,11 +15,12 @@ from typing import IO, Final
 
 import numpy as np
 
+from asyncrl import safetensors_file
 from asyncrl.errors import BusError, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.protocols import ObjectStore
 from asyncrl.snapshot import Snapshot
-from asyncrl.weights import chain, delta, safetensors_file
+from asyncrl.weights import chain, delta
 from asyncrl.weights.chain import Chain, Link
 from asyncrl.weights.fetched import FetchedVersions
 from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel

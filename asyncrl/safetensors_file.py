@@ -1,4 +1,5 @@
-"""Writes a safetensors file as a stream, hashing what it writes: no second copy in memory, no second read for the hash.
+"""Weights as a safetensors file: written as a stream that is hashed on its way, without a second copy in memory or a
+second read, and what the header of one says.
 
 Format: eight bytes length of the header, little-endian; the header, JSON padded with spaces to a multiple of eight;
 the tensors' bytes without gaps. huggingface/safetensors, README, "Format".
@@ -49,6 +50,25 @@ def header(entries: Iterable[TensorEntry]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def entries_of(stream: BinaryIO) -> tuple[list[TensorEntry], int]:
+    """The tensors of a file in the order of their bytes, and where the first begins. Raises OSError, ValueError."""
+    num_bytes = int.from_bytes(stream.read(8), "little")
+    table = json.loads(stream.read(num_bytes))
+    table.pop("__metadata__", None)
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    entries, end = [], 0
+    for name, about in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = about["data_offsets"]
+        if about["dtype"] not in dtypes:
+            raise ValueError(f"{name} is {about['dtype']}, which is not known here")
+        entry = TensorEntry(name=name, dtype=dtypes[about["dtype"]], shape=tuple(about["shape"]))
+        if (start, stop) != (end, end + entry.num_bytes):
+            raise ValueError(f"{name} is at {start}..{stop}, expected at {end}..{end + entry.num_bytes}")
+        entries.append(entry)
+        end = stop
+    return entries, 8 + num_bytes
 
 
 def sections(entries: Iterable[TensorEntry], *, header_bytes: int) -> list[tuple[int, int, int]]:
