@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from aiohttp import test_utils, web
 
 from asyncrl.engines import sglang
 from asyncrl.engines.sglang_reply import Reply
+from asyncrl.engines.sglang_weights import WeightLoader
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import Generation
@@ -225,6 +226,47 @@ async def test_the_orders_of_a_load_share_a_connection_unless_the_server_is_not_
     orders = [server.callers[path] for path in ("/pause_generation", "/update_weights_from_disk")]
     assert (orders[0] == orders[1]) == is_ours
     await engine.close()
+
+
+async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model: Model) -> None:
+    """The answer to the order that begins it got lost: until a load succeeds the server stays paused."""
+    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    asked: list[str] = []
+    is_answering = False
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        asked.append(path)
+        if path == begin and not is_answering:
+            raise EngineError("no answer")
+        return {"success": True}
+
+    is_open = asyncio.Event()
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=is_open)
+    loader.has_sessions, loader.ranks_with_loader = True, 2
+    with pytest.raises(WeightsError, match="no answer"):
+        await loader.load(model.version(4), model.folder)
+    assert asked == ["/pause_generation", begin]
+    assert loader.version < (0, 0)
+    assert not is_open.is_set()
+    asked.clear()
+    is_answering = True
+    await loader.load(model.version(4), model.folder)
+    assert asked == ["/pause_generation", end, begin, update, end, "/continue_generation"]
+    assert loader.version == (0, 4)
+    assert is_open.is_set()
+
+
+async def test_a_file_that_is_gone_is_never_ordered(model: Model, tmp_path: Path) -> None:
+    """An error in our loader would end the server."""
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        raise AssertionError(path)
+
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
+    loader.ranks_with_loader = 1
+    with pytest.raises(WeightsError, match="collected for newer versions"):
+        await loader.load(model.version(4), tmp_path)
+    assert loader.version == (0, 3)
 
 
 async def test_an_order_to_a_closed_engine_says_that_it_is_closed(

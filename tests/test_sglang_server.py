@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import select
 import signal
@@ -77,7 +78,51 @@ def test_a_gpu_server_keeps_its_own_defaults() -> None:
     words = command("cuda")
     assert value_of(words, "--dtype") == "bfloat16"
     assert value_of(words, "--tensor-parallel-size") == "2"
-    assert not {"--attention-backend", "--mem-fraction-static", "--skip-server-warmup", "--sleep-on-idle"} & set(words)
+    assert not {"--attention-backend", "--mem-fraction-static", "--sleep-on-idle"} & set(words)
+
+
+def test_no_server_warms_up_with_a_sentence() -> None:
+    """Of the demo's tokenizer nothing is left of it, and on a GPU SGLang 0.5.16 dies of an empty prompt."""
+    assert "--skip-server-warmup" in command("cuda")
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        ({}, 1),
+        ({"tp_size": 2}, 2),
+        ({"tp_size": 4}, 0),
+        ({"dp_size": 2}, 0),
+        ({"nnodes": 2}, 0),
+        ({"quantization": "fp8"}, 0),
+        ({"speculative_algorithm": "EAGLE"}, 0),
+        ({"custom_weight_loader": ["mine.load"]}, 0),
+        ({"custom_weight_loader": None}, 0),
+    ],
+)
+def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
+    info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
+    assert sglang_server.ranks_with_loader(info | said) == ranks
+
+
+def test_the_loader_that_servers_are_told_of_is_there() -> None:
+    module, _, name = sglang_server.LOADER.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert value_of(command("cuda"), "--custom-weight-loader") == sglang_server.LOADER
+
+
+def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SGLang refuses more ranks than NUMA nodes. What the user says himself stays."""
+
+    def shares(ranks: int, **base: str) -> str | None:
+        environment = sglang_server.server_environment(base, device="cpu", tensor_parallel=ranks)
+        return environment.get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3, 4})
+    assert shares(1) is None
+    assert shares(2) == "2,3|4,5"
+    assert shares(8) == "2|3|4|5|2|3|4|5"
+    assert shares(2, SGLANG_CPU_OMP_THREADS_BIND="0|1") == "0|1"
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:

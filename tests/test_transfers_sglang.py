@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from asyncrl.messages import Sampling
 from asyncrl.protocols import Generation, LoadReport
 from asyncrl.snapshot import Snapshot
 from asyncrl.weights.nccl import Sender
-from tests.engine_fixtures import PROMPT, Check, Model, switched_logprobs
+from tests.engine_fixtures import PROMPT, Check, Model, announce, switched_logprobs
 from tests.fakes import until
 from tests.transfer_fixtures import layouts, snapshot
 
@@ -180,6 +182,25 @@ async def test_folders_and_transfers_take_turns(engine: sglang.SGLangEngine, old
 
 
 @on_a_server
+async def test_a_folder_that_is_removed_while_it_is_loaded_is_loaded(
+    engine: sglang.SGLangEngine, old: Model, new: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the learner collects meanwhile stays readable until the server has it (and not half a model instead)."""
+    folder = tmp_path / "new"
+    shutil.copytree(new.folder, folder)
+    told = engine._loader._post
+
+    async def remove_first(path: str, body: Mapping[str, Any]) -> Any:
+        shutil.rmtree(folder, ignore_errors=True)
+        return await told(path, body)
+
+    monkeypatch.setattr(engine._loader, "_post", remove_first)
+    await engine.load(announce(folder, 2))
+    assert not folder.exists()
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+@on_a_server
 async def test_nothing_is_sampled_from_torn_weights(engine: sglang.SGLangEngine, old: Model, new: Model) -> None:
     """The learner dies between two buckets; the folder of that version brings the server back."""
     async with asyncio.TaskGroup() as tasks:
@@ -203,3 +224,30 @@ async def test_another_learner_is_met_after_one_that_died(engine: sglang.SGLangE
     await receive(engine, sender)
     assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
     assert engine.version == (0, 3)
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_two_tensor_parallel_ranks_take_weights_from_a_folder_and_from_the_learner(
+    old: Model, new: Model, tmp_path: Path
+) -> None:
+    engine = sglang.SGLangEngine(
+        old.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 0),
+        options=sglang.Options(tensor_parallel=2, server_arguments={"max-total-tokens": 5_000}),
+        log_path=tmp_path / "w0.engine.log",
+    )
+    await engine.start()
+    try:
+        assert engine._loader.ranks_with_loader == 2
+        await engine.load(new.version(1))
+        assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+        sender = holding(old, 2)
+        await meet(engine, sender)
+        await receive(engine, sender)
+        assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    finally:
+        await engine.close()

@@ -1,8 +1,8 @@
 """An SGLang server as an engine: one that we launch, or one that runs already.
 
-A load is pause -> update from disk -> continue: generations in progress keep their place and their keys. New ones are
-held back here meanwhile, so that what a request was sent under is what its prefix was computed with. Prefixes are
-cached under a name that changes with every load: a new request never finds keys of older weights.
+A load is pause -> update, from a folder or from the learner -> continue: generations in progress keep their place and
+their keys. New ones are held back here meanwhile, so that what a request was sent under is what its prefix was computed
+with. Prefixes are cached under a name that changes with every load: a new request never finds keys of older weights.
 Only one engine may load weights into a server; others attached to it may sample.
 """
 
@@ -33,6 +33,7 @@ from asyncrl.engines.sglang_server import (
     check_dtype,
     check_installed,
     free_port,
+    ranks_with_loader,
     server_command,
     server_environment,
 )
@@ -215,7 +216,7 @@ class SGLangEngine:
             server_arguments=self._options.server_arguments,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
-        environment = server_environment(os.environ, device=self._device)
+        environment = server_environment(os.environ, device=self._device, tensor_parallel=self._options.tensor_parallel)
         self._server = ServerProcess(command, environment=environment, log_path=self._log_path)
         self.url = f"http://127.0.0.1:{port}"
         await self._server.start()
@@ -256,6 +257,7 @@ class SGLangEngine:
         self._max_running = int(info.get("max_running_requests") or self._max_running)
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._knows("/begin_weight_update")
+        self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0
         self._receiver = SGLangReceiver(
             self._told,
             self._loader,
@@ -267,7 +269,8 @@ class SGLangEngine:
         number = tuple(int(part) for part in str(info.get("version", "0")).split(".")[:3] if part.isdecimal())
         if self._options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
             raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
-        probe = self._request(np.zeros(1, dtype=np.int32), Sampling(max_new_tokens=1), stream=False)
+        # Two tokens of prompt and answer: beside what it tells, it warms the server up.
+        probe = self._request(np.zeros(2, dtype=np.int32), Sampling(max_new_tokens=2, ignore_eos=True), stream=False)
         async with self._post("/generate", probe) as response:
             has_spans = "weight_versions" in (await response.json())["meta_info"]
         if self._options.version_source == "spans" and not has_spans:

@@ -21,6 +21,11 @@ from asyncrl.errors import ConfigError
 _HERE = Path(__file__).parent
 _LOG_TAIL_BYTES = 3000
 
+LOADER = "asyncrl.engines.sglang_loader.load"
+"""What reads weights from files in the servers that we launch."""
+_MOST_RANKS_OF_LOADER = 2
+"""Each rank reads all of a file, and in SGLang's own way only what it keeps: from four on that should be as fast."""
+
 INSTALL_HINT = (
     "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
     "of torch, or without a GPU `pip install -r requirements/sglang-cpu.txt && pip install --no-deps sglang`; "
@@ -33,7 +38,6 @@ _CPU_ARGUMENTS: Mapping[str, Any] = {
     "mem-fraction-static": 0.1,
     "max-total-tokens": 65_536,
     "max-running-requests": 64,
-    "skip-server-warmup": True,
     "sleep-on-idle": True,  # it would spin on a core that the learner could use
 }
 
@@ -84,6 +88,8 @@ def server_command(
         "tensor-parallel-size": tensor_parallel,
         "stream-interval": stream_interval,
         "incremental-streaming-output": True,
+        "skip-server-warmup": True,  # it sends a sentence: a tokenizer that knows none of it makes it die on a GPU
+        "custom-weight-loader": [LOADER],
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
         **{_option(key): value for key, value in server_arguments.items()},
     }
@@ -106,7 +112,7 @@ def _argument(key: str, value: Any) -> list[str]:
     return [f"--{key}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
-def server_environment(base: Mapping[str, str], *, device: str) -> dict[str, str]:
+def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel: int = 1) -> dict[str, str]:
     """``base`` and what the server needs besides. No process but the server may see the stand-ins on PYTHONPATH."""
     environment = {
         **base,
@@ -116,10 +122,20 @@ def server_environment(base: Mapping[str, str], *, device: str) -> dict[str, str
     if device == "cpu":
         environment.update(_CPU_ENVIRONMENT)
         environment.setdefault("OMP_NUM_THREADS", "1")
+        if tensor_parallel > 1:
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(tensor_parallel))
         if importlib.util.find_spec("sgl_kernel") is None:
             paths = [str(_HERE / "sglang_cpu_stubs"), base.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
+
+
+def _shares_of_cores(ranks: int) -> str:
+    """Cores for each rank, as SGLang wants them where a machine has fewer NUMA nodes than ranks: 0,1|2,3."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) // ranks)
+    starts = [rank * count % len(cores) for rank in range(ranks)]
+    return "|".join(",".join(map(str, cores[start : start + count])) for start in starts)
 
 
 def free_port() -> int:
@@ -127,6 +143,19 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def ranks_with_loader(info: Mapping[str, Any]) -> int:
+    """How many ranks of a server that we launched read files by LOADER, of its /server_info; 0 when SGLang does."""
+    ranks = int(info.get("tp_size") or 1)
+    is_plain = (
+        LOADER in (info.get("custom_weight_loader") or ())
+        and int(info.get("dp_size") or 1) == 1  # SGLang takes no order with tensors for replicas
+        and int(info.get("nnodes") or 1) == 1  # another host does not see the file that we hold open
+        and not info.get("quantization")  # SGLang quantizes what it reads itself
+        and not info.get("speculative_algorithm")  # the draft model reads the folder, too
+    )
+    return ranks if is_plain and ranks <= _MOST_RANKS_OF_LOADER else 0
 
 
 class ServerProcess:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.engines.checks import Shapes, check_layout
+from asyncrl.engines import sglang_loader
+from asyncrl.engines.checks import WEIGHTS_FILE, Shapes, check_layout
+from asyncrl.engines.sglang_server import LOADER
 from asyncrl.engines.spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
@@ -24,8 +27,11 @@ from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferReque
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """POST a body to a path of the server; its answer. Raises EngineError, EngineDied."""
+Order = tuple[str, dict[str, Any]]
+"""Path and body."""
 
 _FROM_FOLDER: Final = "/update_weights_from_disk"
+_FROM_FILE: Final = "/update_weights_from_tensor"
 _FROM_LEARNER: Final = "/update_weights_from_distributed"
 _NO_VERSION: Final = (-1, -1)
 """Of a server left between two versions: whichever is offered is newer."""
@@ -48,13 +54,33 @@ class WeightLoader:
         self.version = first_version
         self.num_loads = 0
         self.has_sessions = False
-        """Whether the server wants updates from the learner between a begin and an end (0.5.23 does)."""
+        """Whether the server wants updates of tensors between a begin and an end (0.5.23 does)."""
+        self.ranks_with_loader = 0
+        """Of the server, when they have our loader of files (sglang_loader.py); 0 when SGLang's own reads them."""
         self._is_torn = False
 
     async def load(self, weights: WeightVersion, folder: Path) -> LoadReport:
-        """From a folder whose tensors were checked. Raises WeightsError: the old weights stay."""
-        body = {"model_path": str(folder)} | self._body(weights.order)
-        return await self._switch(weights.order, [(_FROM_FOLDER, body)], what=str(folder))
+        """From a folder whose tensors were checked.
+
+        Raises WeightsError: the old weights stay, or the server stays paused; EngineDied where our loader cannot read
+        the file, since an error in there ends the server.
+        """
+        body = self._body(weights.order)
+        if not self.ranks_with_loader:
+            updates = [(_FROM_FOLDER, {"model_path": str(folder)} | body)]
+            return await self._switch(weights.order, updates, what=str(folder))
+        try:
+            stream = await asyncio.to_thread((folder / WEIGHTS_FILE).open, "rb")
+        except OSError as error:
+            raise WeightsError(f"{folder}: {error.strerror}; collected for newer versions?") from error
+        # Open here, it is there until the server has read it, whoever removes the folder. (Only the end of the worker
+        # cancels a load, and its server ends with it.)
+        with stream:
+            file = Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")
+            body["load_format"] = LOADER
+            body["serialized_named_tensors"] = [sglang_loader.serialized(file)] * self.ranks_with_loader
+            updates = self._in_session([(_FROM_FILE, body)])
+            return await self._switch(weights.order, updates, what=str(folder))
 
     async def receive(self, offer: TransferOffer, group: str) -> LoadReport:
         """From the learner, who has begun to send. Raises WeightsError."""
@@ -64,15 +90,18 @@ class WeightLoader:
         ]
         for _, body in updates[:-1]:
             del body["weight_version"]  # the last bucket makes it that version
-        if self.has_sessions:
-            updates = [("/begin_weight_update", {}), *updates, ("/end_weight_update", {})]
-        return await self._switch(offer.order, updates, what=f"group {group}")
+        return await self._switch(offer.order, self._in_session(updates), what=f"group {group}")
+
+    def _in_session(self, updates: list[Order]) -> list[Order]:
+        if not self.has_sessions:
+            return updates
+        return [("/begin_weight_update", {}), *updates, ("/end_weight_update", {})]
 
     def _body(self, version: Version) -> dict[str, Any]:
         # Keys of requests in place cannot be flushed; those of retracted ones must be.
         return {"weight_version": format_version(version), "flush_cache": self._pause == "retract"}
 
-    async def _switch(self, version: Version, updates: list[tuple[str, dict[str, Any]]], *, what: str) -> LoadReport:
+    async def _switch(self, version: Version, updates: list[Order], *, what: str) -> LoadReport:
         asked = time.monotonic()
         async with self._lock:
             began = time.monotonic()
@@ -84,7 +113,7 @@ class WeightLoader:
                     with contextlib.suppress(EngineError):  # the one that failed may be open still
                         await self._post("/end_weight_update", {})
                 for path, body in updates:
-                    self._is_torn |= path == _FROM_LEARNER  # a folder that fails is rolled back by the server
+                    self._is_torn |= path != _FROM_FOLDER  # that the server rolls back
                     answer = await self._post(path, body)
                     if not answer.get("success"):
                         raise EngineError(str(answer.get("message")))

@@ -57,8 +57,9 @@ class Engine(Protocol):
     async def load(self, weights: WeightVersion) -> LoadReport:
         """Switch to newer weights. Generations in progress go on with them from the next token.
 
-        Raises WeightsError and keeps the old weights when the new ones cannot be read. Whether the checksum is right
-        the caller has seen to (WeightChannel.verify).
+        Raises WeightsError when the new ones cannot be read: it keeps the old ones, or, with ``version`` below all
+        others, samples nothing until a load succeeds. Whether the checksum is right the caller has seen to
+        (WeightChannel.verify).
         """
         ...
 
