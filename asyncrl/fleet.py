@@ -136,7 +136,7 @@ class Fleet:
         code, is_learner, was_over = end.code, child.spec.role == LEARNER, self._over.is_set()
         if is_learner and self._interrupts == 1 and code not in DRAINED:
             self._end(code, f"{end.reason} while draining")
-        elif is_learner and code == INTERRUPTED and not self._interrupts:
+        elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
             self._end(code, "learner was drained by somebody else before the run was done; go on with --resume")
         elif is_learner and code == 0:
             self._over.set()

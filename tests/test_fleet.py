@@ -15,7 +15,7 @@ from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.children import Child
 from asyncrl.commands import launch, scale
-from asyncrl.errors import LaunchError, NoRoom
+from asyncrl.errors import INTERRUPTED, LaunchError, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import ProcessSpec
 from asyncrl.messages import Heartbeat
@@ -36,6 +36,7 @@ class Process:
         self.signals: list[int] = []
         self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.drains = True
+        self.drained_code = 0
 
     async def ended(self) -> int:
         return await asyncio.shield(self.code)
@@ -43,7 +44,7 @@ class Process:
     def signal(self, number: int) -> None:
         self.signals.append(number)
         if not self.code.done() and (number == 9 or self.drains):
-            self.code.set_result(-9 if number == 9 else 0)
+            self.code.set_result(-9 if number == 9 else self.drained_code)
 
 
 class Launcher:
@@ -382,3 +383,17 @@ async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..
     await it.until_up("w0", "w1")
     it.launcher.named("w0").code.set_result(2)
     assert await it.task == 2
+
+
+async def test_a_learner_that_is_drained_because_the_run_failed_was_not_drained_by_somebody_else(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The worker's exit code stays the run's: SGLang that is not installed is no interrupt."""
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("learner").drained_code = INTERRUPTED
+    it.launcher.named("w0").code.set_result(2)
+    assert await it.task == 2
+    said = capsys.readouterr().err
+    assert "w0 ended with exit code 2; ending the run" in said
+    assert "somebody else" not in said
