@@ -84,6 +84,7 @@ class Fleet:
         self._device = "cuda" if has_gpu() else "cpu"
         arguments = {
             "log-level-http": "warning",
+            "skip-server-warmup": self._device == "cpu",  # the first arm would wait for kernels to be compiled
             **(GPU_ARGUMENTS if self._device == "cuda" else {}),
             **(server_arguments or {}),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import shutil
 import statistics
 import tempfile
@@ -81,7 +82,9 @@ class LearnerSide:
 
     def open(self, transport: str, bucket_bytes: int) -> None:
         self._sender = Sender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
-        root = Path("/dev/shm" if transport == "shm" else tempfile.gettempdir()) / "asyncrl-weights-bench"
+        parent = Path("/dev/shm" if transport.startswith("shm") else tempfile.gettempdir())
+        # The same name each time: what a killed run left goes. Another one at the same time has another GPU.
+        root = parent / f"asyncrl-weights-bench-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
         shutil.rmtree(root, ignore_errors=True)
         self._channel = FilesChannel(root, keep=2, model_path=self._folder)
         self._root = root

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu.plot_modes docs/results/modes.jsonl docs/results/modes.png
 
-A column for each model and number of GPUs. Above, tokens trained per second: a bar is an arm at its best split, dots
-are its other splits. Below, what share of the time learner and engines of that arm had nothing to do.
+A column for each model, number of GPUs and longest answer. Above, tokens trained per second: a bar is an arm at its
+best split, dots are its other splits. Below, what share of the time learner and engines of that arm had nothing to do.
 """
 
 from __future__ import annotations
@@ -40,22 +40,26 @@ COLORS: Final = {
 
 def draw(rows: Sequence[Row], target: Path) -> None:
     good = [row for row in rows if "error" not in row]
-    columns = list(dict.fromkeys((row["model"], row["gpus"], row["device"]) for row in good))
+    columns = sorted({_column(row) for row in good}, key=lambda column: (-column[1], column))
     figure, axes = pyplot.subplots(
-        2, max(1, len(columns)), figsize=(6.0 * max(1, len(columns)), 6.6), height_ratios=(3, 1.6), squeeze=False
+        2, max(1, len(columns)), figsize=(4.8 * max(1, len(columns)), 6.6), height_ratios=(3, 1.6), squeeze=False
     )
-    for column, (model, gpus, device) in enumerate(columns):
-        of_column = [row for row in good if (row["model"], row["gpus"], row["device"]) == (model, gpus, device)]
+    for column, (model, gpus, length_max, device) in enumerate(columns):
+        of_column = [row for row in good if _column(row) == (model, gpus, length_max, device)]
         arms = [arm for arm in NAMES if arm in best(of_column)]
         draw_speeds(axes[0, column], of_column, arms)
         draw_idle(axes[1, column], of_column, arms)
-        axes[0, column].set_title(f"{model}, {gpus} x {device}")
+        axes[0, column].set_title(f"{model}, {gpus} x {device}, answers up to {length_max:,}", fontsize=10)
     axes[0, 0].set_ylabel("tokens trained per second")
     axes[1, 0].set_ylabel("had nothing to do")
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     pyplot.close(figure)
+
+
+def _column(row: Row) -> tuple[str, int, int, str]:
+    return row["model"], row["gpus"], row["length_max"], row["device"].removeprefix("NVIDIA ")
 
 
 def draw_speeds(axes: Any, rows: Sequence[Row], arms: Sequence[str]) -> None:

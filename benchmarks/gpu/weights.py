@@ -1,11 +1,12 @@
 """New weights into an engine at full load: how long it pauses, how long the learner stalls, by transport.
 
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
+    python -m benchmarks.gpu.weights --transports shm shm-sglang           our reading of files, and SGLang's own
 
 The engine keeps --requests answers in progress all the time. The learner's GPU multiplies matrices without end, so
 that what a transfer takes from training shows; it is a process of its own, as a learner is. Per transport --loads
-updates (the first is a warm-up, and reported apart), then, with --kill, the server is killed while weights are on the
-way to it: the learner must go on.
+updates, or --folder-loads of them (the first is a warm-up, and reported apart), then, with --kill, the server is killed
+while weights are on the way to it: the learner must go on.
 
 pause    seconds from the order to pause until the server goes on: no token but in the first few milliseconds
 export   the snapshot on the learner's GPU: its stall for one publish
@@ -21,11 +22,12 @@ import contextlib
 import gc
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,15 +38,18 @@ from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import Sampling
 from asyncrl.protocols import LoadReport
 from asyncrl.snapshot import BUCKET_BYTES
-from benchmarks.gpu.fleet import Fleet, has_gpu
+from benchmarks.gpu.arm import visible_devices
+from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
 from benchmarks.gpu.shapes import SHAPES, make_model
+
+TRANSPORTS: Final = ("nccl", "shm", "disk", "shm-sglang", "disk-sglang")
 
 _PATIENCE_SECONDS: Final = 5.0
 
 
 class TimedEngine(SGLangEngine):
-    """Keeps how long every order to its server took: (path, seconds)."""
+    """Launches its server, as a rollout worker does; keeps how long every order to it took: (path, seconds)."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -56,6 +61,20 @@ class TimedEngine(SGLangEngine):
             return await super()._told(path, body)
         finally:
             self.orders.append((path, time.monotonic() - began))
+
+    @contextlib.contextmanager
+    def reading(self, transport: str) -> Iterator[None]:
+        """SGLang's own reading of folders for a transport named after it, ours otherwise."""
+        ranks = self._loader.ranks_with_loader
+        self._loader.ranks_with_loader = 0 if transport.endswith("-sglang") else ranks
+        try:
+            yield
+        finally:
+            self._loader.ranks_with_loader = ranks
+
+    async def kill(self) -> None:
+        assert self._server is not None
+        await self._server.close()
 
     def stages(self) -> dict[str, tuple[float, float]]:
         """Seconds by path since the last call: median and worst."""
@@ -112,7 +131,7 @@ class Bench:
         learner, ask = self._learner, asyncio.to_thread
         quiet = (time.monotonic() - 2.0, time.monotonic())
         reports, exports, publishes, busy = [], [], [], []
-        loads = min(self._options.loads, {"nccl": 10**6, "shm": 30, "disk": 4}[transport])  # files take seconds each
+        loads = self._options.loads if transport == "nccl" else self._options.folder_loads
         await self._meet_anew(transport, bucket_megabytes)
         for number in range(loads + 1):
             await asyncio.sleep(0.2)
@@ -125,7 +144,8 @@ class Bench:
             else:
                 weights = await ask(learner.publish)
                 publishes.append(time.monotonic() - began)
-                reports.append(await self._engine.load(weights))
+                with self._engine.reading(transport):
+                    reports.append(await self._engine.load(weights))
             busy.append(await ask(learner.seconds, began, time.monotonic()))
             if number == 0:
                 self._engine.stages()  # the first is apart
@@ -154,7 +174,7 @@ class Bench:
         await self._engine.receiver.leave()
         await asyncio.to_thread(self._learner.open, transport, bucket_megabytes * 2**20)
 
-    async def killed(self, fleet: Fleet) -> dict[str, Any]:
+    async def killed(self) -> dict[str, Any]:
         """The server dies while weights are on the way to it: what the sender says, and whether the learner goes on."""
         learner, ask = self._learner, asyncio.to_thread
         await self._meet_anew("nccl", BUCKET_BYTES // 2**20)
@@ -165,7 +185,7 @@ class Bench:
         await ask(learner.begin, receiver.request)
         began = time.monotonic()
         await asyncio.sleep(0.5)  # the collective waits on the learner's GPU
-        await ask(fleet.kill)
+        await self._engine.kill()
         problem = ""
         try:
             await ask(learner.sent)
@@ -183,26 +203,38 @@ class Bench:
         }
 
 
+@contextlib.contextmanager
+def on_gpu(gpu: int) -> Iterator[None]:
+    """What is started meanwhile sees this GPU alone."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices([gpu])
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
 async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str, Any]]) -> None:
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-weights-")))
         folder = make_model(SHAPES[shape], scratch / "model")
-        arguments = {"mem-fraction-static": options.memory} if has_gpu() else {}
-        fleet = stack.enter_context(
-            Fleet(folder, gpus=[options.engine_gpu], log_dir=scratch, server_arguments=arguments)
-        )
+        arguments = {**GPU_ARGUMENTS, "mem-fraction-static": options.memory} if has_gpu() else {}
         engine = TimedEngine(
             folder,
             device="cuda" if has_gpu() else "cpu",
             dtype="bfloat16",
             version=(0, 0),
-            options=Options(url=fleet.urls[0], version_source="stream"),
+            options=Options(version_source="stream", server_arguments=arguments),
             log_path=scratch / "w0.engine.log",
         )
-        await engine.start()
+        with on_gpu(options.engine_gpu):
+            await engine.start()
         gc.freeze()  # as commands/roles.py does
         try:
-            learner = stack.enter_context(learner_side(folder, patience_seconds=_PATIENCE_SECONDS))
+            with on_gpu(options.learner_gpu):
+                learner = stack.enter_context(learner_side(folder, patience_seconds=_PATIENCE_SECONDS))
             bench = Bench(options, shape, engine, learner)
             async with full_load(engine, options.requests) as finished:
                 await asyncio.sleep(3.0)
@@ -211,7 +243,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
                         report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
             print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
             if options.kill:
-                report(rows, await guarded(bench.killed(fleet), shape, "killed"), options.json)
+                report(rows, await guarded(bench.killed(), shape, "killed"), options.json)
         finally:
             await engine.close()
 
@@ -233,11 +265,11 @@ def report(rows: list[dict[str, Any]], row: dict[str, Any], path: Path | None) -
             file.write(json.dumps(row) + "\n")
 
 
-HEAD = "shape  transport     MB  bucket   first pause   p50 ms   p99 ms   export ms   publish ms   slower"
+HEAD = "shape  transport      MB  bucket   first pause   p50 ms   p99 ms   export ms   publish ms   slower"
 
 
 def line(row: Mapping[str, Any]) -> str:
-    head = f"{row['shape']:5s}  {row['transport']:9s}"
+    head = f"{row['shape']:5s}  {row['transport']:10s}"
     if "error" in row:
         return f"{head}  failed: {row['error']}"
     if row["transport"] == "killed":
@@ -259,10 +291,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["0.6B"], metavar="SHAPE")
-    add("--transports", nargs="+", choices=("nccl", "shm", "disk"), default=["nccl", "shm", "disk"])
+    add("--transports", nargs="+", choices=TRANSPORTS, default=["nccl", "shm", "disk"], metavar="TRANSPORT")
     add("--bucket-megabytes", nargs="+", type=int, default=[BUCKET_BYTES // 2**20], help="of one collective (nccl)")
     add("--requests", type=int, default=256)
-    add("--loads", type=int, default=20)
+    add("--loads", type=int, default=20, help="by NCCL (default 20)")
+    add("--folder-loads", type=int, default=5, help="by a folder: seconds each (default 5)")
+    add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
     add("--memory", type=float, default=0.85, help="mem-fraction-static of the server")
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
