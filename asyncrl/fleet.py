@@ -263,7 +263,8 @@ class Fleet:
             (one for one in self._children for is_at in one.launched() if (is_at.host, is_at.pid) == where), None
         )
         if finding.fault in ("bus", "bus storage") and self._server is not None and self._server.pid:
-            os.kill(self._server.pid, signal.SIGKILL)
+            if finding.fault == "bus" or self._server.has_room():  # it would not come up on a full disk
+                os.kill(self._server.pid, signal.SIGKILL)
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)

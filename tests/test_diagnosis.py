@@ -298,6 +298,17 @@ def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ..
     assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
 
 
+def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it() -> None:
+    """However long workers have waited: it was killed because they did."""
+    observation = observed(replace(HEALTHY, waits=IDLE | {"w1": (prompts(90),), "w2": (prompts(90), weights(80))}))
+    starting = Heartbeat(actor=LEARNER, role=LEARNER, phase="starting", waits=(on("start", 5, limit=25),), pid=2)
+    workers = {name: seen for name, seen in observation.actors.items() if name.startswith("w")}
+    del workers["weights"]
+    assert diagnose(replace(observation, actors=workers | {LEARNER: Seen(beat=starting)})) == []
+    (found,) = diagnose(replace(observation, actors=workers))
+    assert found.fault == "no learner"
+
+
 def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for() -> None:
     def quarantined(name: str) -> Seen:
         seen = observed(replace(HEALTHY, waits=IDLE)).actors[name]

@@ -32,6 +32,17 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         EmbeddedServer(tmp_path).start()
 
 
+def test_a_folder_that_cannot_be_written_is_said_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BusError, match=r"cannot be started in .*file/nats"):
+        EmbeddedServer(tmp_path / "file" / "nats").start()
+
+
+def test_a_server_has_room_while_its_disk_takes_some_messages(tmp_path: Path) -> None:
+    assert EmbeddedServer(tmp_path, max_message_bytes=2**20).has_room()
+    assert not EmbeddedServer(tmp_path, max_message_bytes=2**60).has_room()
+
+
 def test_two_servers_never_share_a_store(tmp_path: Path) -> None:
     with (
         EmbeddedServer(tmp_path) as server,

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors import watcher as watching
-from asyncrl.actors.watcher import Lasting, Launched, Sightings, Watcher, process_state
+from asyncrl.actors.watcher import Lasting, Launched, Sightings, Since, Watcher, process_state
 from asyncrl.commands import doctor
 from asyncrl.errors import BusError, NoSuchRun
 from asyncrl.messages import Heartbeat
@@ -63,6 +63,16 @@ def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) ->
     for _ in range(60):
         heard.hear({}, seconds=1)
     assert heard.present() == {}
+
+
+def test_an_entry_that_expired_while_the_bus_was_away_is_as_old_as_the_bus_is_back() -> None:
+    heard = sightings()
+    for number in (1, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    heard.excuse()
+    for second in range(1, 9):
+        heard.hear({}, seconds=1)
+        assert heard.present()["w0"].seconds == second
 
 
 def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
@@ -144,6 +154,17 @@ def test_a_finding_begins_once_and_ends_when_it_was_missed_twice() -> None:
         begun, ended = lasting.update([finding(fault) for fault in faults])
         said.append((len(begun), len(ended)))
     assert said == [(1, 0), (0, 0), (0, 0), (0, 0), (0, 0), (0, 1), (0, 0)]
+
+
+def test_a_fault_is_not_as_old_as_the_waits_it_was_concluded_from() -> None:
+    """All waited a minute for one who worked, and then it died."""
+    since = Since()
+    window = replace(finding("window"), seconds=60.0, is_joint=True)
+    engine = replace(finding("engine"), seconds=60.0)
+    said = []
+    for listened, found in ((100, [window]), (101, [window, engine]), (103, [window]), (104, []), (105, [window])):
+        said.append([one.seconds for one in since.counted(found, listened)])
+    assert said == [[0], [1, 60], [3], [], [0]]
 
 
 def test_the_state_of_a_process_is_what_its_machine_says() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -66,6 +67,7 @@ class Sightings:
         self._seen: dict[str, Seen] = {}
         self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
         self._has_listened = False
+        self._heard_again = math.inf  # seconds since the bus is back, if it was ever away
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
         self._ended: set[tuple[str, int]] = set()
         self._worked: set[tuple[str, int]] = set()
@@ -73,6 +75,7 @@ class Sightings:
 
     def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
         """Take in one look, ``seconds`` of listening after the one before."""
+        self._heard_again += seconds
         own = {one.name: one for one in launched}
         up = {name: (one.host or self._host, one.pid) for name, one in own.items() if one.pid}
         self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
@@ -96,6 +99,7 @@ class Sightings:
         """The bus was away: who could not be heard gets its time again to be."""
         self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
         self._lively.clear()
+        self._heard_again = 0.0
 
     def has_worked(self, host: str, pid: int) -> bool:
         """Whether an own process was ever heard to be past its start. ``host``: empty is the watcher's own."""
@@ -114,19 +118,20 @@ class Sightings:
         """Whether somebody whose entry is gone did not take it away when it left in order."""
         if not seen.beat.beat:  # never heard: still starting
             return False
-        if name not in self._lively:
-            return True
+        if name in self._lively and seen.seconds <= SILENT_SECONDS:
+            return False
         is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and is a process still
-        return seen.seconds > SILENT_SECONDS and (is_own or seen.seconds < REMEMBER_SECONDS)
+        return is_own or seen.seconds < REMEMBER_SECONDS
 
     def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
         before = self._seen.get(name)
         if before is not None and beat is not None and _life(beat) == _life(before.beat):
             return replace(before, seconds=before.seconds + seconds)
-        if self._has_listened:
+        if self._has_listened and beat is not None:
             self._lively.add(name)
         if before is not None and beat is None:  # its entry has expired
-            return replace(before, seconds=max(before.seconds + seconds, ACTORS.seconds_to_live))
+            unheard = min(self._heard_again, ACTORS.seconds_to_live)  # it could not renew it while the bus was away
+            return replace(before, seconds=max(before.seconds + seconds, unheard))
         assert beat is not None
         return Seen(beat=beat)
 
@@ -181,6 +186,7 @@ class Watcher:
         self._listened = 0.0
         self._pause = LOOK_SECONDS
         self._is_finished = False
+        self._since = Since()
         self.error: Exception | None = None
         """Of the last look, if the bus failed it."""
 
@@ -188,7 +194,8 @@ class Watcher:
         """Hand every look's findings to ``report`` until cancelled."""
         try:
             while True:
-                report(diagnose(await self.look()))
+                observation = await self.look()
+                report(self._since.counted(diagnose(observation), observation.listened))
                 await asyncio.sleep(self._pause)
         finally:
             await self.close()
@@ -253,6 +260,28 @@ class Watcher:
             self.error = error
         else:
             self._stored, self.error = time.monotonic(), None
+
+
+class Since:
+    """How long faults last that are concluded from waits: who waits long for one who works is not long in a deadlock.
+
+    A worker has written a long answer while all others waited for it, and dies: only then does everybody wait for
+    everybody, and most often its prompts come back before long.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], float] = {}
+
+    def counted(self, findings: Iterable[Finding], listened: float) -> list[Finding]:
+        """``listened``: seconds that the watcher has heard until this look."""
+        found = list(findings)
+        self._first = {finding.key: self._first.get(finding.key, listened) for finding in found}
+        return [
+            replace(finding, seconds=min(finding.seconds, listened - self._first[finding.key]))
+            if finding.is_joint
+            else finding
+            for finding in found
+        ]
 
 
 class Lasting:

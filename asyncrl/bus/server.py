@@ -33,6 +33,7 @@ from asyncrl.errors import BusError, ConfigError
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
+_FEW = 4
 _MAX_PENDING_BYTES = 256 * 2**20
 """What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
 
@@ -73,8 +74,18 @@ class EmbeddedServer:
         """0 when it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else 0
 
+    def has_room(self) -> bool:
+        """Whether the disk of its store takes a few messages."""
+        return shutil.disk_usage(self.directory).free > _FEW * self._max_message_bytes
+
     def start(self) -> None:
         """Start the server and wait until it answers. Raises ConfigError or BusError with the reason."""
+        try:
+            self._start()
+        except OSError as error:  # no room, no permission
+            raise BusError(f"nats-server cannot be started in {self.directory}: {error}") from error
+
+    def _start(self) -> None:
         binary = find_binary()
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.port and _is_taken(self.host, self.port):

@@ -30,7 +30,9 @@ from asyncrl.policies.faults import (
     LEARNER,
     PARTS,
     PATIENCE_SECONDS,
+    PROMPT_SOURCE,
     ROOM_IN_WINDOW,
+    SENDER,
     SILENT_SECONDS,
     SPACE_IN_LOG,
     WORKER,
@@ -136,7 +138,9 @@ class _Chains:
             return frozenset({self._stuck(name, seen, wait).key}) if _is_stuck(wait) else None
         if wait.seconds + seen.seconds <= PATIENCE_SECONDS:
             return None
-        candidates = [other for other, its in self.actors.items() if _is_at(wait.on, its) and other != name]
+        candidates = self._others(wait.on, name)
+        if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
+            candidates = self._others(LEARNER, name)
         if not candidates:
             return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds)) if wait.on != FOLLOWER else None
         found: set[_Key] = set()
@@ -147,6 +151,9 @@ class _Chains:
                 return None
             found |= roots
         return _without_echoes(found)
+
+    def _others(self, role: str, name: str) -> list[str]:
+        return [other for other, seen in self.actors.items() if _is_at(role, seen) and other != name]
 
     def _cycle(self, path: _Path) -> frozenset[_Key]:
         whats = {wait.what for _, wait in path}

@@ -102,6 +102,7 @@ class Finding:
     cause    a sentence;  remedy: another;  victims: sentences on who waits for it
     usual    seconds that this usually takes; 0: unknown; None: no length of it is usual
     host, pid  of the process to blame; pid 0: none
+    is_joint   concluded from waits of several, which may be older than it: a watcher counts how long it lasts
     """
 
     fault: str
@@ -114,6 +115,7 @@ class Finding:
     cure: Cure = ""
     host: str = ""
     pid: int = 0
+    is_joint: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -231,6 +233,7 @@ def nobody(role: str, seconds: float) -> Finding:
             "why",
             seconds=seconds,
             cure="end",
+            is_joint=True,
         )
     return Finding(
         fault="no learner",
@@ -239,13 +242,22 @@ def nobody(role: str, seconds: float) -> Finding:
         remedy="start it: asyncrl learner RUN.toml --resume",
         seconds=seconds,
         cure="end",
+        is_joint=True,
     )
 
 
 def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding:
     cause, remedy, cure = CIRCLES[fault]
     return Finding(
-        fault=fault, actor="run", cause=f"{cause}: {who}", remedy=remedy, seconds=seconds, cure=cure, host=host, pid=pid
+        fault=fault,
+        actor="run",
+        cause=f"{cause}: {who}",
+        remedy=remedy,
+        seconds=seconds,
+        cure=cure,
+        host=host,
+        pid=pid,
+        is_joint=True,
     )
 
 
@@ -275,6 +287,7 @@ def ended(seconds: float, host: str, pid: int) -> Finding:
         cure="restart",
         host=host,
         pid=pid,
+        is_joint=True,
     )
 
 
