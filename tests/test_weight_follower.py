@@ -12,7 +12,7 @@ from asyncrl.actors import weight_follower
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.errors import WeightsError
 from asyncrl.topics import TRANSFERS
-from asyncrl.transfer_messages import TransferRequest
+from asyncrl.transfer_messages import TransferOffer, TransferRequest
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.fakes import until
 from tests.weight_fixtures import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
@@ -96,6 +96,28 @@ async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None
             await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
     assert len(sender.sent) == weight_follower.ATTEMPTS
     assert [kind for kind, _ in engine.took] == ["folder"] * (weight_follower.ATTEMPTS + 2)
+
+
+async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_for_without_end(bus: MemoryBus) -> None:
+    """It is neither asked for any more nor written yet: who looked for it all the time let nobody else run."""
+    engine, sender = Engine(), Sender()
+    joins = 0
+
+    async def join(offer: TransferOffer) -> None:
+        nonlocal joins
+        joins += 1
+        await hold(bus, sender, joins + 1)
+        await asyncio.sleep(0.01)
+        raise WeightsError("cannot reach the learner")
+
+    engine.receiver.join = join
+    async with learner(bus, sender), running(follow(bus, engine)):
+        await hold(bus, sender, 1)
+        await until(lambda: joins == weight_follower.ATTEMPTS)
+        await asyncio.sleep(0.02)  # it has failed
+        await announce(bus, joins + 1, folder=True)
+        await until(lambda: engine.version == (0, joins + 1))
+    assert engine.took == [("folder", joins + 1)]
 
 
 async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:

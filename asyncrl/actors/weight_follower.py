@@ -212,7 +212,7 @@ class WeightFollower(Actor):
             except WeightsError as error:
                 self._failures += 1
                 self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
-                if self._newest[SENT] is sent:
+                if self._newest[SENT] is sent or self._failures == ATTEMPTS:
                     del self._newest[SENT]
                 if self._failures == ATTEMPTS:
                     self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
