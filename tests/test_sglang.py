@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
+import pickle
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,7 +130,9 @@ class FakeServer:
         self.version = "0.5.16"
         self.weight_version = "default"
         self.update_status = 200
-        self.is_silent = False
+        self.is_silent = self.is_paused = False
+        self.ended: list[Any] = []
+        """Connections that carry nothing more: SGLang closes one behind an error that it did not expect."""
         self.callers: dict[str, set[int]] = {}
         """Ports that each path was asked from: one is one connection."""
         self.application = web.Application()
@@ -138,13 +143,19 @@ class FakeServer:
         asked = await request.json() if request.can_read_body else {}
         self.asked.append((path, asked))
         assert request.transport is not None
+        if request.transport in self.ended:
+            request.transport.abort()
         self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
         if path == "/server_info":
             return web.json_response({"version": self.version, "max_running_requests": 1})
         if path == "/model_info":
             return web.json_response({"weight_version": self.weight_version})
+        if path == "/update_weights_from_disk" and self.update_status == 500:
+            self.ended.append(request.transport)
         if path == "/update_weights_from_disk":
             return web.json_response({"success": self.update_status == 200, "message": "no"}, status=self.update_status)
+        if path == "/generate" and self.is_paused:
+            await asyncio.Event().wait()
         if path == "/generate" and not asked["stream"]:
             return web.json_response(body([1], finish_reason=LENGTH))
         if path == "/generate" and self.is_silent:
@@ -256,6 +267,23 @@ async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model
     assert is_open.is_set()
 
 
+async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
+    """The folder may be collected while it is read; the descriptor may be out of the server's reach."""
+    named: list[str] = []
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        for order in body.get("serialized_named_tensors", ()):
+            named.extend(name for name, _ in pickle.loads(base64.b64decode(order)))
+        return {"success": True}
+
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
+    loader.ranks_with_loader = 1
+    await loader.load(model.version(4), model.folder)
+    opened, file = named
+    assert opened.startswith(f"/proc/{os.getpid()}/fd/")
+    assert file == str(model.folder / "model.safetensors")
+
+
 async def test_a_file_that_is_gone_is_never_ordered(model: Model, tmp_path: Path) -> None:
     """An error in our loader would end the server."""
 
@@ -295,6 +323,28 @@ async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
     await engine.close()
 
 
+async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes on with the old weights; the connection that the error came over may be closing."""
+    server, url = fake
+    server.update_status = 500
+    engine = make_engine(model, tmp_path / "log")
+
+    async def launch() -> None:
+        engine.url = url
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    await engine.start()
+    with pytest.raises(WeightsError, match="500"):
+        await engine.load(model.version(4))
+    assert server.paths[-1] == "/continue_generation"
+    server.update_status = 200
+    await engine.load(model.version(4))
+    assert engine.version == (0, 4)
+    await engine.close()
+
+
 async def test_the_version_an_attached_server_has_is_taken_over(
     fake: tuple[FakeServer, str], model: Model, tmp_path: Path
 ) -> None:
@@ -319,6 +369,17 @@ async def test_a_cancelled_request_is_aborted_on_the_server(
     (_, sent), (path, aborted) = server.asked[-2:]
     assert (path, aborted["rid"]) == ("/abort_request", sent["rid"])
     await engine.close()
+
+
+async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """Who loaded weights into it died, or ended with its run, in the middle: it is healthy and samples nothing."""
+    fake[0].is_paused = True
+    engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
+    with pytest.raises(EngineDied, match="paused"):
+        async with asyncio.timeout(5.0):
+            await engine.start()
 
 
 @pytest.mark.parametrize("options", [{"version_source": "spans"}, {"pause": "retract"}])

@@ -105,7 +105,8 @@ def test_a_file_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
         dict(sglang_loader.tensors(tmp_path / "w", CPU))
 
 
-def test_a_model_is_given_the_file_that_the_order_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["w", "a descriptor that the server must not look at"])
+def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path: Path, first: str) -> None:
     """What SGLang does with an order: it decodes it, moves its tensors to the device, and calls the loader."""
     given = written(tmp_path / "w")
     taken: dict[str, torch.Tensor] = {}
@@ -114,6 +115,6 @@ def test_a_model_is_given_the_file_that_the_order_names(tmp_path: Path) -> None:
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    named = pickle.loads(base64.b64decode(sglang_loader.serialized(tmp_path / "w")))
+    named = pickle.loads(base64.b64decode(sglang_loader.serialized(tmp_path / first, tmp_path / "w")))
     sglang_loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in named])
     check_same(taken, given)

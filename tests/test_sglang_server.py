@@ -230,12 +230,89 @@ async def test_the_server_goes_with_its_owner(tmp_path: Path) -> None:
     assert await asyncio.to_thread(all_gone, tree)
 
 
+async def test_the_server_goes_with_its_owner_though_a_fork_of_that_lives_on(tmp_path: Path) -> None:
+    """A reward function's ProcessPoolExecutor has all that its worker had open, and does not end with it."""
+    forking = OWNER.replace(
+        "    await server.wait()",
+        "    if not (fork := os.fork()):\n        import time; time.sleep(600)\n"
+        "    print(fork, flush=True)\n    await server.wait()",
+    )
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", forking, TREE, str(tmp_path / "log"), stdout=asyncio.subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"started\n"
+    fork = int(await owner.stdout.readline())
+    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
+    tree = descendants(owner.pid, but=[fork])
+    assert len(tree) == 3
+    owner.kill()
+    try:
+        assert await asyncio.to_thread(all_gone, tree, seconds=5.0)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+    await owner.wait()
+
+
+async def test_ctrl_c_in_a_terminal_is_for_the_worker_alone(tmp_path: Path) -> None:
+    """It finishes what it holds, for which it needs its server: the terminal signals all of its foreground group."""
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{OWNER}",
+        TREE,
+        str(tmp_path / "log"),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert owner.stdout is not None
+    assert await owner.stdout.readline() == b"started\n"
+    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
+    tree = descendants(owner.pid)
+    os.killpg(owner.pid, signal.SIGINT)
+    is_over = await asyncio.to_thread(all_gone, tree[:1], seconds=1.0)
+    owner.kill()
+    await owner.wait()
+    assert not is_over
+    assert await asyncio.to_thread(all_gone, tree)
+
+
+@pytest.mark.parametrize("milliseconds", [0, 0.5, 1, 2, 4, 8])
+async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: Path, milliseconds: float) -> None:
+    server = sglang_server.ServerProcess(
+        [sys.executable, "-c", TREE], environment=os.environ, log_path=tmp_path / "log"
+    )
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
+    await server.start()
+    await asyncio.to_thread(wait_for_text, tmp_path / "log", "child")
+    tree = descendants(os.getpid(), but=others)
+    warden = next(process for process in psutil.Process().children() if process.pid not in others)
+    warden.send_signal(signal.SIGTERM)
+    await asyncio.sleep(milliseconds / 1000)
+    warden.send_signal(signal.SIGINT)
+    await server.wait()
+    assert await asyncio.to_thread(all_gone, tree, seconds=5.0)
+
+
 async def test_a_server_that_dies_while_starting_is_noticed(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang, "server_command", lambda *_, **__: [sys.executable, "-c", "exit('no GPU found')"])
     with pytest.raises(EngineDied, match="no GPU found"):
         await make_engine(model, tmp_path / "log").start()
+
+
+def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
+    """Hundreds of answers that a server's death ends say why, all at once; after a day its log has gigabytes."""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(2**40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"CUDA error")
+    server = sglang_server.ServerProcess(["true"], environment={}, log_path=log)
+    assert server.log_tail().endswith("CUDA error")
+    log.write_text("short")
+    assert server.log_tail().endswith("log:\nshort")
 
 
 @pytest.mark.sglang

@@ -99,6 +99,7 @@ class SGLangEngine:
         self._server: ServerProcess | None = None
         self._http: aiohttp.ClientSession | None = None
         self._orders: aiohttp.ClientSession | None = None
+        self._kept_from = 0.0  # monotonic: until then connections that were kept may be closing
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
         self._shapes: Shapes = {}
         self._optional_names: frozenset[str] = frozenset()
@@ -271,8 +272,14 @@ class SGLangEngine:
             raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         # Two tokens of prompt and answer: beside what it tells, it warms the server up.
         probe = self._request(np.zeros(2, dtype=np.int32), Sampling(max_new_tokens=2, ignore_eos=True), stream=False)
-        async with self._post("/generate", probe) as response:
-            has_spans = "weight_versions" in (await response.json())["meta_info"]
+        try:
+            async with asyncio.timeout(self._options.start_seconds), self._post("/generate", probe) as response:
+                has_spans = "weight_versions" in (await response.json())["meta_info"]
+        except TimeoutError:
+            raise EngineDied(
+                f"SGLang at {self.url} samples nothing: is it paused? Who ended while it loaded weights leaves it so, "
+                "perhaps with half of them; start it anew"
+            ) from None
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         self._has_spans = has_spans and self._options.version_source != "stream"
@@ -344,7 +351,7 @@ class SGLangEngine:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
-        session = self._orders if of_orders else self._http
+        session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http
         if session is None or session.closed:
             raise EngineDied("the SGLang engine is not running: start() it first, or it was closed")
         return session
@@ -374,6 +381,8 @@ class SGLangEngine:
         """Raises EngineError when the server refuses or is too slow, EngineDied when it is gone."""
         try:
             async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
+                if is_order and response.status >= 500:  # SGLang closes the connection behind what it did not expect
+                    self._kept_from = time.monotonic() + _KEPT_SECONDS
                 if response.status >= 400:
                     raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
                 yield response

@@ -32,14 +32,17 @@ _BUCKET_BYTES: Final = 512 * 2**20
 the one before the model's loop holds the last tensor. A model that collects all tensors before it takes any has all."""
 
 
-def serialized(file: Path) -> str:
-    """``file`` as a list of one tensor, (its name, nothing), in SGLang's encoding."""
-    return base64.b64encode(pickle.dumps([(str(file), torch.empty(0))])).decode()
+def serialized(*names: Path) -> str:
+    """``names`` of one file, of which the server reads the first that it can, as SGLang encodes (name, tensor) pairs.
+
+    What is open in another process is not there for everybody: file capabilities and security modules forbid it.
+    """
+    return base64.b64encode(pickle.dumps([(str(name), torch.empty(0)) for name in names])).decode()
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Called by SGLang in every rank of the server. An error here ends the server: the weights may be torn."""
-    [(file, _)] = named_tensors
+    file = next((name for name, _ in named_tensors if os.access(name, os.R_OK)), named_tensors[-1][0])
     device = next(model.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a paused server's last step may be running, on a stream of its own

@@ -179,6 +179,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 env=dict(self._environment),
+                start_new_session=True,  # Ctrl-C is for the worker, which still needs the server to drain
             )
 
     @property
@@ -199,7 +200,9 @@ class ServerProcess:
     def log_tail(self) -> str:
         """The end of the log, for an error message."""
         try:
-            text = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                text = log.read(_LOG_TAIL_BYTES).decode(errors="replace")
         except OSError as error:
             return f"(no log: {error})"
         return f"end of {self.log_path}:\n{text}"

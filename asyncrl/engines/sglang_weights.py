@@ -76,9 +76,9 @@ class WeightLoader:
         # Open here, it is there until the server has read it, whoever removes the folder. (Only the end of the worker
         # cancels a load, and its server ends with it.)
         with stream:
-            file = Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")
+            names = Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}"), folder / WEIGHTS_FILE
             body["load_format"] = LOADER
-            body["serialized_named_tensors"] = [sglang_loader.serialized(file)] * self.ranks_with_loader
+            body["serialized_named_tensors"] = [sglang_loader.serialized(*names)] * self.ranks_with_loader
             updates = self._in_session([(_FROM_FILE, body)])
             return await self._switch(weights.order, updates, what=str(folder))
 

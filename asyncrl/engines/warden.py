@@ -28,8 +28,10 @@ def main(command: list[str]) -> int:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    nothing = os.open(os.devnull, os.O_RDONLY)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: os.close(0))
+        signal.signal(number, lambda *_: os.dup2(nothing, 0))  # as if the owner had closed it, however often
+    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # a fork of the owner may hold that open, and live on
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -44,10 +46,7 @@ def main(command: list[str]) -> int:
 
 def _is_closed(woken: int) -> bool:
     """Wait for a signal or for our standard input; True when the latter ended."""
-    try:
-        ready, _, _ = select.select([0, woken], [], [])
-    except OSError:  # a signal closed our standard input
-        return True
+    ready, _, _ = select.select([0, woken], [], [])
     if woken in ready:
         os.read(woken, 4096)
     return 0 in ready and not os.read(0, 4096)
