@@ -15,7 +15,7 @@ from asyncrl.launchers.port import LaunchedProcess, Launcher, ProcessSpec
 BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
 HEALTHY_SECONDS = 600.0
-"""A process that lived so long has all its restarts again."""
+"""A process that has worked and lived so long has all its restarts again."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Budget:
         Who worked is missed and waits for nothing; nor does who died once while it started, as that was perhaps not
         heard to work yet.
         """
-        if lived_seconds >= HEALTHY_SECONDS:
+        if has_worked and lived_seconds >= HEALTHY_SECONDS:
             self.used = 0
         if self.used >= self.restarts:
             return None

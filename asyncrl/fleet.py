@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,11 @@ DRAIN_SECONDS = 120.0
 """How long processes get to drain."""
 HAND_OVER_SECONDS = 15.0
 """How long a worker that leaves gets behind that, to hand over what it has; then it is killed."""
+
+BUS_FAULTS = ("bus", "bus storage")
+BUS_SECONDS = 90.0
+"""So long after the bus was away, or stored nothing, a process may die of that. It costs no restart."""
+BUS_PAUSE_SECONDS = 10.0
 
 Hire = Callable[[str, frozenset[int]], Child]
 """A rollout worker of this name, on none of these GPUs. Raises NoRoom."""
@@ -74,6 +80,7 @@ class Fleet:
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or somebody cannot come back
         self._interrupts = 0
         self._failure = 0
+        self._bus_was_away = -math.inf  # monotonic time
         self._quarantined: set[str] = set()  # names, as the watcher saw them last
 
     def launched(self) -> list[Launched]:
@@ -100,8 +107,10 @@ class Fleet:
                 if not self._failure and not self._interrupts:  # workers read for themselves that the run is finished
                     await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
                 self._signal_all(signal.SIGTERM)
-                # Only an interrupted run has work worth waiting for: a finished or failed one has none.
+                # An interrupted run has answers worth waiting for, a failed one steps that are in no checkpoint yet.
                 await asyncio.wait(self._tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
+                if learner := [task for task in self._tasks if task.get_name() == LEARNER and not task.done()]:
+                    await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS if self._failure else 0)
                 self._signal_all(signal.SIGKILL)
                 _, stuck = await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
                 for task in (*keeping, *stuck):  # a launcher may wait for ever for room
@@ -147,6 +156,9 @@ class Fleet:
             return None
         if end.has_no_room and (child.lives or child.is_hired):
             return self._without_room(child, end)
+        if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
+            self._say(f"{end.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
+            return BUS_PAUSE_SECONDS
         has_worked = self._has_worked(end.node, end.pid)
         child.is_configured |= has_worked
         if code == ConfigError.exit_code and child.is_hired and not child.is_configured:  # its name is taken, say
@@ -174,16 +186,16 @@ class Fleet:
         """Start the server again on its port and store when it ends: everybody waits for it, and nothing is lost."""
         while True:
             started = time.monotonic()
-            why, has_worked = "nats-server ended", True  # it had started
             await _until_ended(server.pid)
-            while (pause := self._server_budget.pause(time.monotonic() - started, has_worked=has_worked)) is not None:
+            why, has_worked, lived_seconds = "nats-server ended", True, time.monotonic() - started
+            while (pause := self._server_budget.pause(lived_seconds, has_worked=has_worked)) is not None:
                 self._say(f"{why}; {self._server_budget}")
                 await asyncio.sleep(pause)
                 try:
                     server.start()  # here and not in a thread: it ends with the thread that started it
                     break
                 except AsyncRLError as error:
-                    why, has_worked = str(error), False
+                    why, has_worked, lived_seconds = str(error), False, 0.0
             else:
                 self._end(1, f"nats-server does not stay up ({why}); ending the run")
                 return
@@ -248,6 +260,8 @@ class Fleet:
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Say what begins and what is over; start again what is ours and does not heal."""
         self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
+        if any(finding.fault in BUS_FAULTS for finding in findings):
+            self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
         for finding in begun:
             self._say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
@@ -262,9 +276,9 @@ class Fleet:
         child = next(
             (one for one in self._children for is_at in one.launched() if (is_at.host, is_at.pid) == where), None
         )
-        if finding.fault in ("bus", "bus storage") and self._server is not None and self._server.pid:
+        if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
             if finding.fault == "bus" or self._server.has_room():  # it would not come up on a full disk
-                os.kill(self._server.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)

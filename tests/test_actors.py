@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineDied, EngineError, HopelessError, RewardError, WeightsError
+from asyncrl.actors import rollout_worker
+from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, RewardError, WeightsError
 from asyncrl.messages import Progress
 from asyncrl.metrics import schema
+from asyncrl.policies.faults import SPACE_IN_LOG
 from asyncrl.protocols import Reward, Sample
 from asyncrl.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from tests import fakes
@@ -133,6 +135,26 @@ async def test_a_draining_load_waits_until_nothing_runs(loop: Loop, bus_factory:
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_waits_for_room_in_the_log_says_since_when(
+    loop: Loop, bus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it tries: only a wait that grows is found to be a stall."""
+    monkeypatch.setattr(rollout_worker, "FULL_LOG_SECONDS", 0.001)
+    rollout, follower = worker(bus, Engine())
+    publish, said = bus.publish, []
+
+    async def full(topic: Any, message: Any, *, key: str = "") -> None:
+        if topic is TRAJECTORIES and len(said) < 5:
+            said.append([wait.since for wait in rollout.waits._open if wait.what == SPACE_IN_LOG])
+            raise BusFull("trajectories: full")
+        await publish(topic, message, key=key)
+
+    monkeypatch.setattr(bus, "publish", full)
+    await run_all(loop, (rollout, follower))
+    assert said[-1]
+    assert min(said[-1]) == min(said[1])
 
 
 async def test_a_failed_request_is_tried_again(loop: Loop, bus_factory: Any) -> None:

@@ -20,7 +20,7 @@ from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import ProcessSpec
 from asyncrl.messages import Heartbeat
 from asyncrl.placement import free
-from asyncrl.policies.faults import LEARNER, WORKER
+from asyncrl.policies.faults import LEARNER, WORKER, Finding
 from asyncrl.topics import ACTORS, FLEET, FLEET_STATUS
 from tests.bus_fixtures import heartbeat
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -281,6 +281,24 @@ async def test_a_learner_whose_machine_is_gone_waits_for_another_and_is_resumed(
     await it.until_up("w0", "w1")
     assert launcher.named("learner").spec.arguments[-1] == "--resume"
     assert await it.end() == 0
+
+
+async def test_whoever_dies_of_a_bus_that_is_away_is_started_again_however_often(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 2 is what a process says that never reached its bus: no mistake of the configuration."""
+    monkeypatch.setattr(fleet, "BUS_PAUSE_SECONDS", 0.01)
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.fleet._on_findings([Finding(fault="bus storage", actor="nats-server", cause="full", remedy="make room")])
+    for code in (1, 1, 2, 2, 1, 1):
+        before = len(it.launcher.started)
+        it.launcher.named("w0").code.set_result(code)
+        await it.until(lambda before=before: len(it.launcher.started) > before)
+    await it.until_up("w0", "w1")
+    monkeypatch.setattr(fleet, "BUS_SECONDS", 0.0)  # it is back
+    it.launcher.named("w0").code.set_result(2)
+    assert await it.task == 2
 
 
 async def test_a_start_that_fails_is_tried_again(stage: Callable[..., Stage]) -> None:

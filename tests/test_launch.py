@@ -119,6 +119,12 @@ def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
     assert [budget.pause(1.0, has_worked=False) for _ in range(2)] == [0.0, None]
 
 
+def test_a_process_that_never_worked_has_no_more_restarts_however_long_its_starts_take() -> None:
+    """A start that is killed for its length would begin again for ever."""
+    budget = children.Budget(restarts=2)
+    assert [budget.pause(2 * children.HEALTHY_SECONDS, has_worked=False) for _ in range(3)] == [0.0, 1.0, None]
+
+
 def test_a_back_off_has_an_end() -> None:
     budget = children.Budget(restarts=100)
     pauses = [budget.pause(1.0, has_worked=False) for _ in range(100)]

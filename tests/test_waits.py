@@ -90,6 +90,19 @@ def test_a_wait_begins_anew_when_whoever_it_waits_for_called_back(waits: Waits, 
         assert waits.now()[0].seconds == 1
 
 
+def test_what_is_usual_for_a_wait_with_pauses_is_its_longest_part(waits: Waits, clock: Clock) -> None:
+    """A tool is called between two answers: that the last part is short says nothing of how long the tool takes."""
+    with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
+        for _ in range(3):
+            clock.now += 1
+            with waits.paused(wait):
+                clock.now += 200
+            clock.now += 90
+        with waits.paused(wait):
+            clock.now += 200
+    assert waits.usual_seconds("its rollout function", "rollout") == 91
+
+
 def test_an_engine_that_samples_tokens_is_alive_however_long_its_answers_are(clock: Clock) -> None:
     answers = Answers(clock=clock)
     with answers.expected():

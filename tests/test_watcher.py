@@ -218,8 +218,8 @@ async def test_while_the_bus_is_away_only_the_bus_is_named(clock: Clock) -> None
     await bus.put(ACTORS, beat("learner", 1, role=LEARNER, host="there"), key="learner")
     await watcher.look()
     bus.deaf = True
-    for _ in range(6):
-        clock.now += 10
+    for _ in range(12):
+        clock.now += 5
         observation = await watcher.look()
     (found,) = diagnose(observation)
     assert (found.fault, found.actor) == ("bus", "nats-server")
@@ -269,6 +269,32 @@ async def test_nobody_is_accused_by_a_watcher_that_was_frozen_itself(clock: Cloc
 async def _ready(bus: Any) -> Any:
     await asyncio.sleep(0)
     return bus
+
+
+@pytest.mark.parametrize("is_deaf", [True, False])
+async def test_a_watcher_that_was_frozen_does_not_accuse_the_bus_either(clock: Clock, is_deaf: bool) -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    await watcher.look()
+    bus.deaf, bus.full = is_deaf, not is_deaf
+    clock.now += 3600
+    observation = await watcher.look()
+    assert max(observation.bus_silent, observation.bus_refuses) < 10
+    await watcher.close()
+
+
+async def test_another_life_of_the_server_is_not_accused_for_the_one_before(clock: Clock) -> None:
+    bus, pid = Flaky(), 7
+    watcher = Watcher(lambda: _ready(bus), server=lambda: pid)
+    bus.full = True
+    for _ in range(10):
+        clock.now += 2
+        observation = await watcher.look()
+    assert observation.bus_refuses > 15
+    pid = 8
+    clock.now += 2
+    assert (await watcher.look()).bus_refuses == 0
+    await watcher.close()
 
 
 async def test_doctor_does_not_take_a_run_that_ended_for_a_bus_that_died(tmp_path: Path) -> None:

@@ -257,10 +257,18 @@ class PromptSource(Actor):
             policy_version=self._policy_version,
             run_epoch=self._run_epoch,
         )
-        while True:
-            try:
-                await self.bus.publish(PROMPTS, message, key=str(numbered.group_id))
-                return
-            except BusFull:
-                with self.waiting("space on prompts", on=WORKER):
-                    await asyncio.sleep(FULL_QUEUE_SECONDS)
+        if await self._is_published(message):
+            return
+        with self.waiting("space on prompts", on=WORKER):
+            while True:
+                await asyncio.sleep(FULL_QUEUE_SECONDS)
+                if await self._is_published(message):
+                    return
+
+    async def _is_published(self, message: PromptGroup) -> bool:
+        """Now; False when the queue is full."""
+        try:
+            await self.bus.publish(PROMPTS, message, key=str(message.group_id))
+        except BusFull:
+            return False
+        return True

@@ -331,17 +331,25 @@ class RolloutWorker(Actor):
         ]
 
     async def _publish(self, result: TrajectoryGroup) -> None:
-        """Publish; a full log means the learner is behind, so wait; too large a group can only be buried."""
-        while True:
-            try:
-                await self.bus.publish(TRAJECTORIES, result, key=str(result.group_id))
-                return
-            except BusFull:
-                with self.waiting(SPACE_IN_LOG, on=LEARNER):
-                    await asyncio.sleep(FULL_LOG_SECONDS)
-            except MessageTooLarge as error:
-                self.log.error("group %d is buried: %s", result.group_id, error)
-                result = _buried(result.group_id, self.name, str(error))
+        """A full log means that the learner is behind: wait for room, once however often it is tried."""
+        if await self._is_published(result):
+            return
+        with self.waiting(SPACE_IN_LOG, on=LEARNER):
+            while True:
+                await asyncio.sleep(FULL_LOG_SECONDS)
+                if await self._is_published(result):
+                    return
+
+    async def _is_published(self, result: TrajectoryGroup) -> bool:
+        """Now; False when the log is full. Too large a group can only be buried."""
+        try:
+            await self.bus.publish(TRAJECTORIES, result, key=str(result.group_id))
+        except BusFull:
+            return False
+        except MessageTooLarge as error:
+            self.log.error("group %d is buried: %s", result.group_id, error)
+            return await self._is_published(_buried(result.group_id, self.name, str(error)))
+        return True
 
     @property
     def version(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ _REMEMBERED = 32
 
 @dataclass(slots=True)
 class OpenWait:
-    """One wait in progress. ``since``: on the clock of Waits."""
+    """One wait in progress. ``since``: on the clock of Waits; ``longest``: seconds of its longest part so far."""
 
     what: str
     on: str
@@ -33,6 +33,7 @@ class OpenWait:
     usual: float
     limit: float
     since: float
+    longest: float = 0.0
     pauses: int = 0
     progress: Callable[[], int] | None = None
     seen: int = 0
@@ -67,19 +68,24 @@ class Waits:
         self._open.append(wait)
         try:
             yield wait
-            self._past.setdefault((what, on), deque(maxlen=_REMEMBERED)).append(self._clock() - wait.since)
+            self._past.setdefault((what, on), deque(maxlen=_REMEMBERED)).append(self._longest(wait))
         finally:
             self._open = [other for other in self._open if other is not wait]
 
     @contextlib.contextmanager
     def paused(self, wait: OpenWait) -> Iterator[None]:
         """Inside, ``wait`` is no wait: whoever it waits for called us back. It begins anew behind."""
+        if not wait.pauses:
+            wait.longest = self._longest(wait)
         wait.pauses += 1
         try:
             yield
         finally:
             wait.pauses -= 1
             wait.since = self._clock()
+
+    def _longest(self, wait: OpenWait) -> float:
+        return max(wait.longest, self._clock() - wait.since)
 
     def usual_seconds(self, what: str, on: str) -> float:
         """Median duration of the last waits of this kind; 0 when none has ended."""

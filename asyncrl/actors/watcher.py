@@ -182,7 +182,9 @@ class Watcher:
         self._sightings = Sightings(host=socket.gethostname(), process=process_state)
         self._name = f"{ROLE}-{os.getpid()}"
         self._beats = 0
-        self._answered = self._stored = self._started = time.monotonic()
+        self._answered = self._looked = time.monotonic()
+        self._silent = self._refuses = 0.0
+        self._server_pid = 0
         self._listened = 0.0
         self._pause = LOOK_SECONDS
         self._is_finished = False
@@ -202,32 +204,39 @@ class Watcher:
 
     async def look(self) -> Observation:
         """One look at everything. Never raises for a bus that is away: that is an observation."""
-        silent = refuses = 0.0
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 beats, self._is_finished = await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
-            silent = time.monotonic() - self._answered
+            self._silent += self._passed()
+            self._refuses = 0.0
         else:
             now = time.monotonic()
+            self._silent = 0.0
             heard = min(now - self._answered, 2 * self._pause)
             self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
             if self.error is not None:
                 self._sightings.excuse()
             self._answered, self._listened = now, self._listened + heard
             self._sightings.hear(beats, seconds=heard, launched=self._launched())
-            await self._try_to_store()
-            refuses = time.monotonic() - self._stored
+            self._refuses = 0.0 if await self._stores() else self._refuses + self._passed()
+        self._looked = time.monotonic()
+        if self._server_pid != (pid := self._server()):  # another life of it
+            self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
         return Observation(
             actors=self._sightings.present(),
             listened=self._listened,
-            bus_silent=silent,
-            bus_refuses=refuses,
+            bus_silent=self._silent,
+            bus_refuses=self._refuses,
             bus_problem=str(self.error or ""),
-            bus_process=process_state(self._server()),
+            bus_process=process_state(pid),
             is_finished=self._is_finished,
         )
+
+    def _passed(self) -> float:
+        """Seconds since the last look in which it could hear: of a time in which it was frozen, those of one look."""
+        return min(time.monotonic() - self._looked, ANSWER_SECONDS + 2 * self._pause)
 
     def has_worked(self, host: str, pid: int) -> bool:
         """Whether an own process was ever past its start. ``host``: empty is this one."""
@@ -247,7 +256,7 @@ class Watcher:
         progress = (await self._bus.states(PROGRESS)).get("")
         return await self._bus.states(ACTORS), progress is not None and progress.finished
 
-    async def _try_to_store(self) -> None:
+    async def _stores(self) -> bool:
         assert self._bus is not None
         self._beats += 1
         own = Heartbeat(actor=self._name, role=ROLE, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
@@ -255,11 +264,12 @@ class Watcher:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
         except Forbidden:  # an observer's role: whether the bus stores is for others to find out
-            self._stored, self.error = time.monotonic(), None
+            pass
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
-        else:
-            self._stored, self.error = time.monotonic(), None
+            return False
+        self.error = None
+        return True
 
 
 class Since:

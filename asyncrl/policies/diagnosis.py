@@ -71,6 +71,8 @@ class _Chains:
     observation: Observation
     _ends: dict[_Key, Finding] = field(default_factory=dict)
     _known: dict[str, frozenset[_Key]] = field(default_factory=dict)
+    _by_role: dict[str, list[str]] = field(default_factory=dict)
+    _mains: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def actors(self) -> Mapping[str, Seen]:
@@ -153,12 +155,16 @@ class _Chains:
         return _without_echoes(found)
 
     def _others(self, role: str, name: str) -> list[str]:
-        return [other for other, seen in self.actors.items() if _is_at(role, seen) and other != name]
+        if role not in self._by_role:
+            self._by_role[role] = [other for other, seen in self.actors.items() if _is_at(role, seen)]
+        return [other for other in self._by_role[role] if other != name]
 
     def _cycle(self, path: _Path) -> frozenset[_Key]:
         whats = {wait.what for _, wait in path}
-        who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
         fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
+        if (fault, "run") in self._ends:  # of many workers each is in one
+            return frozenset({(fault, "run")})
+        who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
         return self._end(faults.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
 
     def _end(self, finding: Finding) -> frozenset[_Key]:
@@ -171,8 +177,11 @@ class _Chains:
 
     def _main(self, seen: Seen) -> str:
         """The actor that gives its process the name: the learner or the worker in it."""
-        names = [name for name, other in self.actors.items() if _process(other) == _process(seen)]
-        return min(names, key=lambda name: (self.actors[name].beat.role not in (LEARNER, WORKER), name))
+        if not self._mains:
+            by_rank = sorted((its.beat.role not in (LEARNER, WORKER), name) for name, its in self.actors.items())
+            for _, name in by_rank:
+                self._mains.setdefault(_process(self.actors[name]), name)
+        return self._mains[_process(seen)]
 
     def _label(self, name: str) -> str:
         return f"worker {name}" if self.actors[name].beat.role == WORKER else name

@@ -62,7 +62,9 @@ PARTS: Final[Mapping[str, Part]] = {
     "step": Part("step", " has been in one training step", "see the GPUs and the ranks of learner.log"),
     "backend": Part("backend", "'s backend has not answered", "see the GPUs and the ranks of learner.log"),
     "disk": Part("disk", " has been writing a file", "see to the disk of run.directory and weights.directory"),
-    "start": Part("start", " has been starting", "its log says how far it came"),
+    "start": Part(
+        "start", " has been starting", "its log says how far it came; it may take ten times run.stall_seconds"
+    ),
     "data": Part("data", "", ""),  # no length of this wait is a stall; a chain that ends here is
 }
 """What an actor of the same process can wait for."""
@@ -186,7 +188,7 @@ def stuck(label: str, name: str, seen: Seen, wait: Wait) -> Finding:
         remedy=part.remedy,
         seconds=lasts,
         usual=wait.usual,
-        cure="restart",
+        cure="" if wait.on == "reward" else "restart",  # reward.timeout_seconds ends it, and its group alone
         host=seen.beat.host,
         pid=seen.beat.pid,
     )
