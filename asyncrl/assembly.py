@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
-from asyncrl import app, auxiliary, checkpoint, plugins
+from asyncrl import app, auxiliary, checkpoint, rollout_functions
 from asyncrl.actors.base import Actor
 from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
 from asyncrl.actors.examiner import Examiner
@@ -204,6 +204,7 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutW
     """The worker and what keeps its engine's weights new, ready to be supervised."""
     engine = app.engine(run, name=name)
     weights = app.channel(run, bus=bus)
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
     follower = WeightFollower(
         f"{name}.weights",
         bus,
@@ -218,9 +219,9 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutW
         bus,
         engine=engine,
         follower=follower,
-        rollout=plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS),
+        rollout=rollout_functions.load_rollout(run.rollout, table=app.ROLLOUTS)(tokenizer),
         reward=app.load_reward(run),
-        tokenizer=await asyncio.to_thread(load_tokenizer, Path(run.model.path)),
+        tokenizer=tokenizer,
         seed=run.run.seed,
         max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from asyncrl import __version__
+from asyncrl import __version__, logs
 from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _learner(options: argparse.Namespace) -> int:
     config = _on_its_bus(config)
     if config.weights.channel == "nccl":
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it; unlike settings cannot meet
-    _log_to(config.run_directory / "logs" / "learner.log")
+    logs.log_to(config.run_directory / "logs" / "learner.log")
     return roles.run_learner(config, resume=options.resume, token=_token(config))
 
 
@@ -199,7 +199,7 @@ def _rollout_worker(options: argparse.Namespace) -> int:
     processes.end_with_parent()
     config = _on_its_bus(_joined(options))
     name = options.name or roles.worker_name()
-    _log_to(config.run_directory / "logs" / f"{name}.log")
+    logs.log_to(config.run_directory / "logs" / f"{name}.log")
     return roles.run_worker(config, name=name, token=_token(config))
 
 
@@ -294,22 +294,3 @@ def _on_its_bus(config: RunConfig) -> RunConfig:
 def _token(config: RunConfig) -> str:
     """The bus's token: the environment wins, so that it need not be in a file."""
     return os.environ.get("ASYNCRL_BUS_TOKEN", config.bus.token)
-
-
-def _log_to(path: Path) -> None:
-    """Everything from info up to a file of this process; warnings and errors to stderr as well."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(path)
-    except OSError as error:
-        raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
-    logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    to_stderr = logging.StreamHandler()
-    to_stderr.setLevel(logging.WARNING)
-    to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers = [to_file]
-    ours = logging.getLogger("asyncrl")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(to_stderr)

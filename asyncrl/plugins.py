@@ -18,10 +18,12 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     address = (table or {}).get(name, name)
     module_name, colon, attribute = address.partition(":")
     if not colon or not module_name or not attribute:
-        known = ", ".join(table or {})
         near = difflib.get_close_matches(name, table or {}, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {known}" if known else ""
-        raise ConfigError(f"{where}: {name!r} is unknown; {hint} or write package.module:object")
+        if not near and "." in name and all(part.isidentifier() for part in name.split(".")):
+            near = [":".join(name.rsplit(".", 1))]
+        known = f"known: {', '.join(table)}; or" if table else ""
+        hint = f"did you mean {near[0]!r}? Or" if near else known
+        raise ConfigError(f"{where}: {name!r} is unknown; {hint} write package.module:object".replace("  ", " "))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

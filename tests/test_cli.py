@@ -139,6 +139,9 @@ MISTAKES = {
     "unknown engine": ("engine.kind=sglnag", "engine.kind: 'sglnag' is unknown; did you mean 'sglang'?"),
     "unknown engine option": ("engine.options={speed=1}", "engine.options: unknown key 'speed'"),
     "unknown backend": ("learner.backend=megatorn", "did you mean 'megatron'?"),
+    "reward with a dot": ("reward.kind=my_judge.score", "is unknown; did you mean 'my_judge:score'?"),
+    "name of the hub's": ("model.path=Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B"),
+    "no room for a prompt": ("rollout.max_new_tokens=64", "64 new tokens leave no room for a prompt"),
     "reward module": ("reward.kind=my_judge:score", "cannot import 'my_judge'"),
     "reward function": ("reward.kind=asyncrl.data.demo_task:rewardd", "reward"),
     "message size": ("bus.max_message_bytes=1000", "over bus.max_message_bytes (1,000)"),
@@ -176,6 +179,23 @@ def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest
     (tmp_path / "bad.toml").write_text("[run\nname = 3")
     code, _, err = asyncrl("check", tmp_path / "bad.toml", capsys=capsys)
     assert (code, "line 1" in err) == (2, True)
+    code, _, err = asyncrl("check", tmp_path, capsys=capsys)
+    assert (code, "is a folder; name the run file" in err) == (2, True)
+
+
+def test_a_run_that_is_not_there_is_not_gone_on_with(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip in its name would begin another one, from version 0."""
+    there = ("--set", f"run.directory={tmp_path}")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "history.jsonl").touch()
+    code, _, err = asyncrl("run", run_file, *there, "--set", "run.name=reel", "--resume", capsys=capsys)
+    assert code == 2
+    assert err == (
+        f"asyncrl: {tmp_path}/reel: no run to go on with; in {tmp_path} there are real; leave out --resume to start "
+        "one\n"
+    )
 
 
 def test_a_run_that_is_not_there_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,11 +64,13 @@ def test_what_it_has_elsewhere_it_says_itself(monkeypatch: pytest.MonkeyPatch) -
         'reward.options={url="https://user:hidden@host/"}',
         'reward.options={anything="hidden"}',  # of a reward that is not ours, who knows
         'engine.options={server_arguments={api-key="hidden"}}',
+        'rollout.options={anything="hidden"}',
     ],
 )
 def test_what_may_be_a_secret_is_not_on_the_bus(monkeypatch: pytest.MonkeyPatch, override: str) -> None:
     key = override.partition("=")[0]
     own = ["reward.kind=remote"] if key == "reward.options" and "anything" not in override else []
+    own += ['rollout.function="examples.calculator:Calculator"'] if key == "rollout.options" else []
     run = config.load(DEMO, [*own, override])
     assert "hidden" not in str(worker_table(run))
     with pytest.raises(ConfigError, match=f"its {key} may hold secrets, .* --set {key}.KEY=VALUE"):

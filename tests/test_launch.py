@@ -143,7 +143,7 @@ def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() 
 def launch_demo(folder: Path, *overrides: str) -> int:
     demo = Path(__file__).parent.parent / "examples" / "demo.toml"
     run = config.load(demo, [f"run.directory={folder}", *overrides])
-    return launch.run(run, run_file=demo, overrides=[], resume=True, token="")
+    return launch.run(run, run_file=demo, overrides=[], resume=False, token="")
 
 
 def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_server(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import wandb
 
 from asyncrl.actors.reporter import worker_metrics
+from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics import schema
 from asyncrl.metrics.alarm import MismatchAlarm
@@ -104,6 +105,15 @@ def test_workers_are_reported_each_and_together() -> None:
 
 
 @pytest.mark.slow
+def test_wandb_without_a_key_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="metrics.wandb: No API key configured; run `wandb login`"):
+        WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
+
+
 def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, read back from the file that `wandb sync` would upload."""
     monkeypatch.setenv("WANDB_MODE", "offline")

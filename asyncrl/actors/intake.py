@@ -22,6 +22,7 @@ from asyncrl.actors.prompt_source import PromptSource
 from asyncrl.checkpoint import LearnerState
 from asyncrl.errors import HopelessError
 from asyncrl.history import History
+from asyncrl.logs import REASON
 from asyncrl.messages import Event, Progress, TrajectoryGroup
 from asyncrl.policies import batch as batches
 from asyncrl.policies.batch import Metric
@@ -224,7 +225,8 @@ class Intake:
         self._history.lost("buried", [group.group_id], step=self._standing.step)
         self._owner.problem = group.error
         if not is_said:
-            self._log.warning("group %d was buried by %s: %s", group.group_id, group.worker or "?", group.error)
+            worker, error = group.worker or "?", group.error
+            self._log.warning("group %d was buried by %s: %s", group.group_id, worker, error, extra={REASON: error})
         await self.event("buried", group_id=group.group_id, worker=group.worker, error=group.error)
         if self.buried_in_a_row >= self._max_buried_in_a_row:
             raise HopelessError(

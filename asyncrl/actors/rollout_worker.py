@@ -40,6 +40,7 @@ from asyncrl.errors import (
     RewardError,
     RolloutError,
 )
+from asyncrl.logs import REASON
 from asyncrl.messages import Event, Heartbeat, PromptGroup, Trajectory, TrajectoryGroup, Wait
 from asyncrl.policies.faults import FIRST_SECONDS, LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, RolloutFn, Sample, Tokenizer
@@ -237,7 +238,7 @@ class RolloutWorker(Actor):
         try:
             trajectories = await self._rewarded(prompt, await self._generate(prompt, places, parts))
         except (PromptError, RewardError, RolloutError) as error:
-            self.log.warning("group %d is buried: %s", prompt.group_id, error)
+            self.log.warning("group %d is buried: %s", prompt.group_id, error, extra={REASON: str(error)})
             return _buried(prompt.group_id, self.name, str(error), prompt)
         except EngineError as error:
             if isinstance(error, EngineDied) or attempt < self._max_attempts:

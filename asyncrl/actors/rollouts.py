@@ -6,18 +6,14 @@ import numpy as np
 
 from asyncrl.messages import ANY_EPOCH, PromptGroup, Trajectory, VersionSpan
 from asyncrl.protocols import Generate
+from asyncrl.turns import Turns
 
 
 async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """The default RolloutFn: the model answers once, and every token of the answer is trained."""
-    answer = await generate(prompt.prompt_tokens)
-    return Trajectory(
-        tokens=answer.tokens,
-        response_mask=np.ones(len(answer.tokens), np.bool_),
-        behavior_logprobs=answer.logprobs,
-        version_spans=answer.version_spans,
-        finish_reason=answer.finish_reason,
-    )
+    turns = Turns(prompt.prompt_tokens)
+    turns.answered(await generate(turns.tokens))
+    return turns.trajectory()
 
 
 async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:

@@ -62,13 +62,15 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
 
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {folder} is no Hugging Face model folder: {error}") from None
+    except Exception as error:  # of all the kinds that transformers has for a config.json it does not like
+        reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"{where}: {folder} is no Hugging Face model folder: {type(error).__name__}: {' '.join(reason[:2])}"
+        ) from error
     architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{where}: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}. "
-            'learner.backend = "reference" trains whatever transformers loads, on one rank'
+            f"{where}: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}"
         )
     _refuse_extras(f"{where}: {folder}", architecture, config)
     return ModelShape(

@@ -11,10 +11,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import app, auxiliary, plugins
+from asyncrl import app, auxiliary, plugins, rollout_functions
 from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
-from asyncrl.data.model_folder import check_model_at
+from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.engines.sglang_server import check_dtype
 from asyncrl.errors import ConfigError
 from asyncrl.placement import Placement, place
@@ -66,13 +66,13 @@ def check_worker(run: RunConfig) -> None:
     """The part of ``check`` that a rollout worker's machine must stand: it has neither the data nor a learner's GPU."""
     _check_bus(run)
     _check_sampling(run)
-    check_model_at("model.path", Path(run.model.path))
+    _check_context(run, check_model_at("model.path", Path(run.model.path)))
     if run.engine.device == "cuda" and not app.launcher_class(run).places:
         app.require_gpu("engine")
     app.options(app.engine_class(run), run.engine.options, "engine.options")
     plugins.load(run.weights.channel, where="weights.channel", table=app.CHANNELS)
     app.load_reward(run)
-    plugins.load(run.rollout.function, where="rollout.function", table=app.ROLLOUTS)
+    rollout_functions.load_rollout(run.rollout, table=app.ROLLOUTS)
 
 
 def _check_filters(run: RunConfig) -> None:
@@ -107,6 +107,15 @@ def _check_bus(run: RunConfig) -> None:
             f"bus: up to {groups:,} groups of {largest:,} bytes lie in the log before a checkpoint trims it, "
             f"{groups * largest:,} in all, over bus.max_log_bytes ({run.bus.max_log_bytes:,}): a full log would stop "
             "the run; raise it or lower checkpoint.every_steps"
+        )
+
+
+def _check_context(run: RunConfig, model: ModelFolder) -> None:
+    new, context = run.rollout.max_new_tokens, model.context_tokens
+    if new >= context and run.rollout.function != "given":
+        raise ConfigError(
+            f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the model's context of "
+            f"{context:,} (max_position_embeddings in {model.path / 'config.json'}); use fewer"
         )
 
 

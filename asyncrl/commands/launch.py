@@ -42,6 +42,8 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         raise ConfigError(
             f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
         )
+    if resume and not run_config.bus.url:
+        _refuse_nothing(directory)
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     launcher = app.launcher(run_config)
     host = launcher.connect()
@@ -70,6 +72,14 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
     finally:
         address.unlink(missing_ok=True)
         server.stop()
+
+
+def _refuse_nothing(directory: Path) -> None:
+    """Raise ConfigError when there is no run to go on with: a slip in its name would begin another one."""
+    if not directory.is_dir():
+        there = sorted(path.parent.name for path in directory.parent.glob(f"*/{HISTORY_FILE}"))
+        known = f"; in {directory.parent} there are {', '.join(there[-8:])}" if there else ""
+        raise ConfigError(f"{directory}: no run to go on with{known}; leave out --resume to start one")
 
 
 def _make(directory: Path) -> None:
@@ -110,6 +120,7 @@ async def _alone(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIte
             await only_learner.on_bus(bus, run=run_config.run.name)
             if resume:
                 await elsewhere.refuse(run_config, bus=bus)
+                _refuse_nothing(run_config.run_directory)
             yield
     finally:
         await bus.close()

@@ -38,6 +38,8 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
             await elsewhere.refuse(run, bus=bus)
         started = time.monotonic()
         learner, helpers = await build_learner(run, bus=bus, resume=resume)
+        if resume:
+            print(f"goes on from step {learner.step}, policy version {learner.policy_version}", flush=True)
         sections, withheld = worker_table(run)
         await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
         gc.freeze()

@@ -1,8 +1,8 @@
 """A run's settings as a table for its history, and back: what a later reader of the run's folder needs to know.
 
 Paths are absolute, so that it does not matter from where they are read. Sections that may hold secrets and that nobody
-needs afterwards ([reward], [engine], [metrics], [weights]) are left out, and so is the bus's token; files with secrets
-are named. ``worker_table`` has more, for workers that join.
+needs afterwards ([reward], [engine], [metrics], [weights], [rollout.options]) are left out, and so is the bus's token;
+files with secrets are named. ``worker_table`` has more, for workers that join.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table["bus"][key]:
             table["bus"][key] = str(Path(table["bus"][key]).absolute())
     table["bus"]["url"] = without_secrets(table["bus"]["url"])
+    table["rollout"].pop("options")
     return table
 
 
@@ -49,7 +50,7 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What a worker needs that has no run file, and the keys left out because their values may be secrets.
 
     Left out are options with a key such as "headers" or "api-key" or an address with a password, and every option of a
-    reward or engine that is not asyncrl's own. Where a worker keeps its own files is its own business.
+    reward, engine or rollout function that is not asyncrl's own. Where a worker keeps its files is its own business.
     """
     table = as_table(run) | {
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
@@ -59,10 +60,11 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         table["bus"].pop(key)
     if run.weights.directory:
         table["weights"]["directory"] = str(Path(run.weights.directory).absolute())
+    table["rollout"]["options"] = json.loads(json.dumps(run.rollout.options))
     withheld = []
-    for name in ("engine", "reward"):
+    for name, key in (("engine", "kind"), ("reward", "kind"), ("rollout", "function")):
         made = table[name]["options"]
-        if made and (":" in table[name]["kind"] or _may_be_secret(made)):
+        if made and (":" in table[name][key] or _may_be_secret(made)):
             table[name].pop("options")
             withheld.append(f"{name}.options")
     return table, tuple(withheld)

@@ -147,7 +147,9 @@ class Rollout:
     on their last attempt); 0 never does."""
     function: str = "single_turn"
     """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
-    another RolloutFn (multi-turn, tools)."""
+    another RolloutFn (multi-turn, tools), or of a class of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of a class: the Options beside it (docs/customize.md)."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker takes new weights. in_flight (async): at once, between two tokens. drain: once what runs is done.
     on_demand (sync, one_step_off): when a prompt asks for them. Empty: what run.mode says."""
@@ -172,7 +174,7 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, exact, regex, remote, none (0 for everything), or "package.module:function"."""
+    """math, exact, regex, remote, none (what the rollout function set, else 0), or "package.module:function"."""
     timeout_seconds: float = 30.0
     """For one group; a group whose reward takes longer is buried."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -353,6 +355,8 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         table = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name the run file") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     for item in overrides:

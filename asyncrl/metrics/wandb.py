@@ -26,15 +26,20 @@ class WandB:
         directory.mkdir(parents=True, exist_ok=True)
         kept = directory / "wandb-id"
         known = kept.read_text() if resume and kept.exists() else None
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=known,
-            resume="allow" if known else None,
-            dir=str(directory),
-            config=dict(config),
-            settings=wandb.Settings(silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                id=known,
+                resume="allow" if known else None,
+                dir=str(directory),
+                config=dict(config),
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.errors.UsageError as error:  # no API key, say
+            raise ConfigError(
+                f"metrics.wandb: {error}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline"
+            ) from error
         kept.write_text(self._run.id)
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

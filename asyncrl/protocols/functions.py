@@ -15,7 +15,12 @@ from asyncrl.messages import PromptGroup, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a reward function sees of one trajectory."""
+    """What a reward function sees of one trajectory.
+
+    prompt      as it was tokenised, chat template included
+    completion  all of the trajectory's tokens decoded, without special ones; those that an environment wrote too
+    trajectory  its reward and reward_parts are what the rollout function set: NaN and none, mostly
+    """
 
     prompt: str
     completion: str
@@ -32,7 +37,7 @@ class Reward:
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that rewards need."""
+    """The part of a Hugging Face tokenizer that asyncrl itself needs; rollout functions get the whole object."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str: ...
 
@@ -58,8 +63,22 @@ class Generate(Protocol):
 
 
 class RolloutFn(Protocol):
-    """One trajectory of one prompt. The default answers once; multi-turn and tools are other RolloutFns."""
+    """One trajectory of one prompt. The default answers once; multi-turn and tools are other RolloutFns (turns.py).
+
+    An ``async def`` function is called as it is. A class is made once a worker, with the worker's tokenizer (Hugging
+    Face's), and with its module's ``Options``, if it has one, built from [rollout.options]; then it is called:
+
+        def __init__(self, tokenizer)             def __init__(self, tokenizer, options)
+        async def __call__(self, prompt, generate, *, index)
+
+    What it raises buries the group with the reason; it never ends the worker.
+    """
 
     async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        """``index``: which sample of the group this is, 0 to group_size - 1."""
+        """``index``: which sample of the group this is, 0 to group_size - 1.
+
+        It runs anew when its worker died, and must then ask ``generate`` the same, given the same answers: what comes
+        by chance comes from a seed of group_id and index (actors/salvage.py). A reward that it sets in its trajectory
+        stands with reward.kind = "none".
+        """
         ...

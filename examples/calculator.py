@@ -1,0 +1,49 @@
+"""Tool use in two turns: the model asks a calculator, reads what it says, and answers.
+
+The demo's prompts start a count in octal, such as "567"; the right answer is the digit that comes next, "0". The
+calculator adds one to an octal digit, so a good question is the last digit of the prompt: "567" "7" "0" "0".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.messages import PromptGroup, Trajectory
+from asyncrl.protocols import Generate
+from asyncrl.turns import Turns
+
+DIGITS = "01234567"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """[rollout.options] of the run file."""
+
+    question_reward: float = 0.5
+    """For the right question, of a whole reward of 1; the rest is for the right answer."""
+
+
+class Calculator:
+    """A RolloutFn. Made once a worker, called for every sample."""
+
+    def __init__(self, tokenizer: Any, options: Options) -> None:
+        self._tokenizer, self._options = tokenizer, options
+
+    async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        turns = Turns(prompt.prompt_tokens)
+        question = turns.answered(await generate(turns.tokens, max_new_tokens=1))
+        result = plus_one(self._tokenizer.decode(question.tokens))
+        turns.observed(self._tokenizer.encode(result, add_special_tokens=False))
+        answer = turns.answered(await generate(turns.tokens, max_new_tokens=1))
+        right, share = prompt.label[0], self._options.question_reward
+        parts = {
+            "asked": share * (result == right),
+            "answered": (1 - share) * (self._tokenizer.decode(answer.tokens) == right),
+        }
+        return turns.trajectory(reward=sum(parts.values()), reward_parts=parts, finish_reason="stop")
+
+
+def plus_one(digit: str) -> str:
+    """The octal digit after ``digit``, without carry; nothing for what is no digit."""
+    return DIGITS[(int(digit) + 1) % len(DIGITS)] if digit in tuple(DIGITS) else ""
