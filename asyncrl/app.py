@@ -141,7 +141,12 @@ def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
             "full_every": run.weights.full_every,
             "delta_share": run.weights.delta_share,
         }
-    made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **extra)
+    model_path = Path(run.model.path)
+    made: WeightChannel = kind(run.weights_directory, keep=run.weights.keep, model_path=model_path, **extra)
+    if every := run.weights.models_every:
+        from asyncrl.weights.models import WithModels
+
+        return WithModels(made, run.run_directory / "models", every=every, model_path=model_path)
     return made
 
 

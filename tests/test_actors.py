@@ -223,7 +223,12 @@ async def test_a_reward_that_fails_buries_the_group_and_the_run_goes_on(loop: Lo
     assert any(key.startswith("0-buried") for key in await loop.bus.keys(EVENTS))
 
 
-async def test_a_rollout_function_that_raises_is_data(loop: Loop, bus_factory: Any) -> None:
+async def test_a_rollout_function_that_raises_is_data(
+    loop: Loop, bus_factory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its traceback is in the log once, however often it raises."""
+    caplog.set_level("INFO")
+
     async def picky(prompt: Any, generate: Any, *, index: int) -> Any:
         if prompt.label == 1:
             raise KeyError("a bug in the user's tool")
@@ -231,6 +236,9 @@ async def test_a_rollout_function_that_raises_is_data(loop: Loop, bus_factory: A
 
     await run_all(loop, worker(await bus_factory(), Engine(), rollout=picky))
     assert loop.trained_groups == 8
+    (explained,) = [record for record in caplog.records if record.message == "where it was raised:"]
+    assert explained.levelname == "INFO"  # for the file alone
+    assert isinstance(explained.exc_info[1].__cause__, KeyError)
 
 
 async def test_a_run_whose_groups_are_all_buried_ends_with_the_reason(loop: Loop, bus_factory: Any) -> None:

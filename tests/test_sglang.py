@@ -130,7 +130,7 @@ class FakeServer:
         self.version = "0.5.16"
         self.weight_version = "default"
         self.update_status = 200
-        self.is_silent = self.is_paused = False
+        self.is_silent = self.is_paused = self.is_proxy = False
         self.ended: list[Any] = []
         """Connections that carry nothing more: SGLang closes one behind an error that it did not expect."""
         self.callers: dict[str, set[int]] = {}
@@ -158,6 +158,8 @@ class FakeServer:
             await asyncio.Event().wait()
         if path == "/generate" and not asked["stream"]:
             return web.json_response(body([1], finish_reason=LENGTH))
+        if path == "/generate" and self.is_proxy:
+            return web.Response(text="<html>Bad gateway</html>", content_type="text/html")
         if path == "/generate" and self.is_silent:
             await asyncio.Event().wait()
         if path == "/generate":
@@ -368,6 +370,19 @@ async def test_a_cancelled_request_is_aborted_on_the_server(
             await engine.generate(PROMPT, SHORT, seed=0)
     (_, sent), (path, aborted) = server.asked[-2:]
     assert (path, aborted["rid"]) == ("/abort_request", sent["rid"])
+    await engine.close()
+
+
+async def test_an_answer_that_is_no_json_fails_the_request_and_not_the_prompt(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    server.is_proxy = True
+    with pytest.raises(EngineError, match="its answer is no JSON") as raised:
+        await engine.generate(PROMPT, SHORT, seed=0)
+    assert not isinstance(raised.value, EngineDied)
     await engine.close()
 
 

@@ -47,6 +47,7 @@ from asyncrl.protocols import Bus, Delivery, Engine, Generation, RewardFn, Rollo
 from asyncrl.topics import EVENTS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, group_id_of
 
 RETRY_SECONDS = 0.5
+MOST_EXPLAINED = 100
 FULL_LOG_SECONDS = 1.0
 
 
@@ -88,6 +89,8 @@ class RolloutWorker(Actor):
         self._room = Room(max_running)
         self._ahead = ahead
         self._pace = Pace()
+        self._explained: set[str] = set()
+        """Reasons whose traceback is in the log."""
         self._attempts = Attempts(bus, worker=name, max_attempts=max_attempts)
         self._activity = Activity()
         self._answers = Answers()
@@ -239,6 +242,7 @@ class RolloutWorker(Actor):
             trajectories = await self._rewarded(prompt, await self._generate(prompt, places, parts))
         except (PromptError, RewardError, RolloutError) as error:
             self.log.warning("group %d is buried: %s", prompt.group_id, error, extra={REASON: str(error)})
+            self._explain(error)
             return _buried(prompt.group_id, self.name, str(error), prompt)
         except EngineError as error:
             if isinstance(error, EngineDied) or attempt < self._max_attempts:
@@ -330,6 +334,15 @@ class RolloutWorker(Actor):
             messages.replace(trajectory, reward=float(reward.value), reward_parts=dict(reward.parts))
             for trajectory, reward in zip(trajectories, rewards, strict=True)
         ]
+
+    def _explain(self, error: Exception) -> None:
+        """The traceback of a user's function into the log, once a reason."""
+        reason, cause = str(error), error.__cause__
+        while isinstance(cause, BaseExceptionGroup):  # its samples all fail alike
+            cause = cause.exceptions[0]
+        if cause is not None and reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
+            self._explained.add(reason)
+            self.log.info("where it was raised:", exc_info=cause)
 
     async def _publish(self, result: TrajectoryGroup) -> None:
         """A full log means that the learner is behind: wait for room, once however often it is tried."""

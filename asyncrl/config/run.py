@@ -228,6 +228,9 @@ class Weights:
     longer."""
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
+    models_every: int = 0
+    """Every so many-th version stays for good, a Hugging Face model in models/EPOCH-VERSION of the run's folder; 0:
+    none does."""
     every_steps: int = 1
     """Steps between two versions that are published; over 1 where nobody samples (rollout.function = "given"). Each
     step is a version all the same."""
@@ -238,6 +241,7 @@ class Weights:
 
     def __post_init__(self) -> None:
         positive(self, "every_steps", "full_every")
+        require(self.models_every >= 0, f"models_every must be >= 0 (0 keeps none), got {self.models_every}")
         require(1 <= self.bucket_megabytes <= 2048, f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
         require(0 <= self.delta_share <= 1, f"delta_share must be in [0, 1], got {self.delta_share}")
         require(self.keep >= 2, f"keep must be >= 2 (one to load while the next is written), got {self.keep}")

@@ -372,7 +372,7 @@ class SGLangEngine:
     async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
         async with self._ask("POST", path, body, is_order=True) as response:
             text = await response.text()
-        return json.loads(text) if text else {}
+            return json.loads(text) if text else {}
 
     @asynccontextmanager
     async def _ask(
@@ -388,6 +388,8 @@ class SGLangEngine:
                 yield response
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path}: no answer in {self._options.request_seconds:g} s") from error
+        except (aiohttp.ContentTypeError, json.JSONDecodeError) as error:  # a proxy's page, say
+            raise EngineError(f"{self.url}{path}: its answer is no JSON: {error}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             tail = self._server.log_tail() if self._server else ""
             raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {tail}") from error

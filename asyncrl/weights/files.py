@@ -112,7 +112,7 @@ class FilesChannel:
         if self._previous is not None and self._previous.is_dir():
             for file in self._previous.iterdir():
                 if file.name != WEIGHTS_FILE:
-                    os.link(file, folder / file.name)
+                    _link(file, folder / file.name)
             return
         add_companions(folder, self._model_path)
 
@@ -173,6 +173,14 @@ def add_companions(folder: Path, model_path: Path) -> None:
 def _version(path: Path) -> tuple[int, int] | None:
     run_epoch, dash, policy_version = path.name.partition("-")
     return (int(run_epoch), int(policy_version)) if dash and run_epoch.isdigit() and policy_version.isdigit() else None
+
+
+def _link(file: Path, name: Path) -> None:
+    """Or a copy, where a file system knows no links (object stores, exFAT)."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _sync(folder: Path) -> None:
