@@ -270,7 +270,8 @@ class RolloutWorker(Actor):
                     group.create_task(self._stragglers.cut(tasks, starts))
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
-            raise (died or other or error).exceptions[0] from error
+            first = (died or other or error).exceptions[0]
+            raise first from first.__cause__  # and not from the group: the log is to show where it was raised
         return [task.result() for task in tasks if not task.cancelled()]
 
     async def _one(
@@ -338,8 +339,6 @@ class RolloutWorker(Actor):
     def _explain(self, error: Exception) -> None:
         """The traceback of a user's function into the log, once a reason."""
         reason, cause = str(error), error.__cause__
-        while isinstance(cause, BaseExceptionGroup):  # its samples all fail alike
-            cause = cause.exceptions[0]
         if cause is not None and reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
             self._explained.add(reason)
             self.log.info("where it was raised:", exc_info=cause)
