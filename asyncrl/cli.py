@@ -1,6 +1,7 @@
 """The asyncrl command: argument parsing, logging, signals, exit codes. Imports what a verb needs after parsing.
 
-Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would again (a full disk), 70 stuck, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would again (a full disk), 4 a worker
+whose name another one has, 70 stuck, 130 interrupted.
 """
 
 from __future__ import annotations

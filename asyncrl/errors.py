@@ -4,7 +4,8 @@
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
     │   ├── NoAnswer       nobody answers at bus.url
     │   ├── NoSuchRun      the bus is there and knows no run of that name
-    │   └── NoRoom         no GPUs are free for another process
+    │   ├── NoRoom         no GPUs are free for another process
+    │   └── NameTaken      another rollout worker of the run has this name: exit code 4
     ├── LaunchError        a launcher could not start a process; the next try may work
     ├── HopelessError      starting again would end the same way: exit code 3
     ├── BusError           the bus refused or lost us
@@ -50,6 +51,12 @@ class NoSuchRun(ConfigError):
 
 class NoRoom(ConfigError):
     """No GPUs are free for another process. `asyncrl run` refuses it; a fleet that is up stays as it is."""
+
+
+class NameTaken(ConfigError):
+    """Another rollout worker of the run has this name. `asyncrl run` starts its own again under another one."""
+
+    exit_code = 4
 
 
 class LaunchError(AsyncRLError):

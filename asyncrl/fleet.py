@@ -27,7 +27,7 @@ from asyncrl.actors.watcher import Lasting, Launched, Watcher
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.children import LONGEST_BACK_OFF_SECONDS, Budget, Child, End
 from asyncrl.config import Run
-from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError, NoRoom
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, HopelessError, NameTaken, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import Launcher
 from asyncrl.policies.faults import LEARNER, WORKER, Finding, printable
@@ -82,6 +82,7 @@ class Fleet:
         self._failure = 0
         self._bus_was_away = -math.inf  # monotonic time
         self._quarantined: set[str] = set()  # names, as the watcher saw them last
+        self._taken: set[str] = set()  # names of workers that are not ours
 
     def launched(self) -> list[Launched]:
         """What a watcher should know of our processes."""
@@ -129,9 +130,11 @@ class Fleet:
         """Start the child, and again when it dies, until it ends well, its budget is used up, or it is dismissed."""
         try:
             while not child.dismissed.is_set():
-                end = await child.live(self._launcher)
+                name, end = child.name, await child.live(self._launcher)
                 if (pause := self._pause(child, end)) is None:
                     return
+                if child.name != name:
+                    await self._launcher.release(name)
                 await child.rest(pause)
         finally:
             await self._launcher.release(child.name)
@@ -156,12 +159,14 @@ class Fleet:
             return None
         if end.has_no_room and (child.lives or child.is_hired):
             return self._without_room(child, end)
+        if code == NameTaken.exit_code and child.spec.role == WORKER:
+            return self._rename(child)
         if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
             self._say(f"{end.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
             return BUS_PAUSE_SECONDS
         has_worked = self._has_worked(end.node, end.pid)
         child.is_configured |= has_worked
-        if code == ConfigError.exit_code and child.is_hired and not child.is_configured:  # its name is taken, say
+        if code == ConfigError.exit_code and child.is_hired and not child.is_configured:
             child.is_kept = False
             self._refuse(end.reason)
             return None
@@ -172,6 +177,13 @@ class Fleet:
         else:
             self._say(f"{end.reason} after {end.lived_seconds:.0f} s; {child.budget}")
         return pause
+
+    def _rename(self, child: Child) -> float:
+        self._taken.add(taken := child.name)
+        child.spec = child.spec.renamed(self._free_name())
+        self._say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
+        self.changed.set()
+        return 0.0
 
     def _without_room(self, child: Child, end: End) -> float | None:
         """Its GPUs went with their machine: it waits for others. One that never had any is not employed."""
@@ -235,13 +247,15 @@ class Fleet:
         )
 
     def _hired(self) -> Child:
-        names = {child.name for child in self._children}
-        name = next(name for number in itertools.count() if (name := f"w{number}") not in names)
-        child = self._hire(name, frozenset(gpu for one in self._children for gpu in one.spec.gpus))
+        child = self._hire(self._free_name(), frozenset(gpu for one in self._children for gpu in one.spec.gpus))
         child.is_hired = True
         self._children.append(child)
         self._employ(child)
         return child
+
+    def _free_name(self) -> str:
+        names = {child.name for child in self._children} | self._taken
+        return next(name for number in itertools.count() if (name := f"w{number}") not in names)
 
     def _refuse(self, reason: str) -> None:
         """The fleet is as large as it can be."""

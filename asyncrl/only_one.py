@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 
-from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.errors import ConfigError, Forbidden, NameTaken
 from asyncrl.fleet_messages import Claim
 from asyncrl.protocols import Asked, Bus
 from asyncrl.topics import LAUNCHER, Service, worker_named
@@ -31,13 +31,16 @@ def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[No
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
-    """Inside, no other rollout worker of this name joins the run. Raises ConfigError while one is up."""
+    """Inside, no other rollout worker of this name joins the run. Raises NameTaken while one is up."""
+    problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
     mend = "give this one another --name, or end that one first"
-    return _alone(bus, worker_named(name), problem=f"--name: a rollout worker {name!r} is up in run {run!r}", mend=mend)
+    return _alone(bus, worker_named(name), problem=problem, mend=mend, kind=NameTaken)
 
 
 @contextlib.asynccontextmanager
-async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, mend: str) -> AsyncIterator[None]:
+async def _alone(
+    bus: Bus, service: Service[Claim, Claim], *, problem: str, mend: str, kind: type[ConfigError] = ConfigError
+) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
         answering: list[asyncio.Task[None]] = []
@@ -47,7 +50,7 @@ async def _alone(bus: Bus, service: Service[Claim, Claim], *, problem: str, mend
             ):  # one asks at a time
                 there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
                 if there is not None:
-                    raise ConfigError(f"{problem}: process {there.pid} on {there.host}; {mend}")
+                    raise kind(f"{problem}: process {there.pid} on {there.host}; {mend}")
                 questions = await stack.enter_async_context(bus.serve(service))
             answering = [asyncio.create_task(_answer(questions, ours))]  # cancelled below, on every way out
         except Forbidden as error:

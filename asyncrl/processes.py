@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,13 @@ def end_with_parent() -> None:
 def signal_on_parent_death(number: int) -> None:
     """Have the kernel send us ``number`` when the thread that started us ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """End with ``code`` if this process is still there then: a thread in a call that never returns would keep it."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def age_seconds() -> float:

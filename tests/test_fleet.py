@@ -15,7 +15,7 @@ from asyncrl.actors.watcher import Watcher
 from asyncrl.bus.memory import MemoryBus
 from asyncrl.children import Child
 from asyncrl.commands import launch, scale
-from asyncrl.errors import INTERRUPTED, LaunchError, NoRoom
+from asyncrl.errors import INTERRUPTED, LaunchError, NameTaken, NoRoom
 from asyncrl.fleet_messages import FleetSize, FleetStatus
 from asyncrl.launchers.port import ProcessSpec
 from asyncrl.messages import Heartbeat
@@ -401,6 +401,35 @@ async def test_a_configuration_that_never_worked_ends_the_run(stage: Callable[..
     await it.until_up("w0", "w1")
     it.launcher.named("w0").code.set_result(2)
     assert await it.task == 2
+
+
+async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody on another machine called his w0, and another one w2: neither a start nor `asyncrl scale` fails."""
+    released: list[str] = []
+
+    async def release(_: Launcher, name: str) -> None:
+        released.append(name)
+
+    monkeypatch.setattr(Launcher, "release", release)
+    it = stage(Launcher(), gpus=4)
+    await it.until_up("w0", "w1")
+    first = it.launcher.named("w0")
+    first.code.set_result(NameTaken.exit_code)
+    await it.until_up("w1", "w2")
+    again = it.launcher.named("w2")
+    assert again.spec.arguments == (*first.spec.arguments[:-1], "w2")
+    assert again.spec.gpus == first.spec.gpus
+    assert released == ["w0"]
+    assert "'w0' is the name of a rollout worker that is not ours: ours is 'w2' now" in capsys.readouterr().err
+    await it.ask(3)
+    await it.until_up("w1", "w2", "w3")
+    it.launcher.named("w3").code.set_result(NameTaken.exit_code)
+    await it.until_up("w1", "w2", "w4")
+    assert it.fleet.status().workers == ("w2", "w1", "w4")
+    assert not it.fleet.status().problem
+    assert await it.end() == 0
 
 
 async def test_a_learner_that_is_drained_because_the_run_failed_was_not_drained_by_somebody_else(

@@ -111,7 +111,7 @@ async def test_a_second_of_a_name_is_refused_in_one_line_be_it_a_worker_or_a_run
         await first.until(lambda: first.event("first_trained", "w0"), "a step")
         worker = first.join("w0", folder=tmp_path, stderr=subprocess.PIPE)
         _, said = await asyncio.to_thread(worker.communicate)
-        assert worker.returncode == 2
+        assert worker.returncode == 4
         assert b"--name: a rollout worker 'w0' is up in run 'same': process" in said
         beat = next(beat for beat in (await beats(first)).values() if beat.role == WORKER)
         os.kill(beat.pid, signal.SIGKILL)

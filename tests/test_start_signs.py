@@ -71,6 +71,14 @@ def test_the_work_of_a_process_is_that_of_its_children_too() -> None:
     assert after.read_bytes > before.read_bytes
 
 
+def test_a_thread_that_never_returns_does_not_keep_a_process() -> None:
+    code = "import threading; from asyncrl import processes; processes.exit_within(0.1, 70); threading.Event().wait()"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 70
+    stuck = "threading.Thread(target=threading.Event().wait).start()"
+    code = f"import threading; from asyncrl import processes; processes.exit_within(0.1, 70); {stuck}"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 70
+
+
 def test_a_process_knows_its_age() -> None:
     code = "import time; time.sleep(0.2); from asyncrl import processes; print(processes.age_seconds())"
     began = time.monotonic()

@@ -11,8 +11,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from asyncrl import elsewhere, only_learner, only_one
-from asyncrl.actors.base import Heart
-from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.base import Actor, Heart
+from asyncrl.actors.supervisor import STUCK_EXIT_CODE, supervise
 from asyncrl.app import connect
 from asyncrl.assembly import build_learner, build_worker
 from asyncrl.commands.check import check, check_worker
@@ -20,7 +20,11 @@ from asyncrl.config import RunConfig
 from asyncrl.config.record import worker_table
 from asyncrl.errors import INTERRUPTED, HopelessError
 from asyncrl.fleet_messages import RunSettings
+from asyncrl.processes import exit_within
 from asyncrl.topics import SETTINGS
+
+EXIT_SECONDS = 60.0
+"""How long a process may take to end after its actors have stopped."""
 
 
 def run_learner(run: RunConfig, *, resume: bool, token: str) -> int:
@@ -43,7 +47,7 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
         sections, withheld = worker_table(run)
         await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
         gc.freeze()
-        await supervise(learner, *helpers, Heart(learner, *helpers))
+        await _supervised(learner, *helpers, Heart(learner, *helpers))
         seconds = time.monotonic() - started
         was_drained = learner.draining.is_set() and not learner.done
         if not was_drained and learner.step == 0:
@@ -71,10 +75,17 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
         async with only_one.worker(bus, name, run=run.run.name):
             worker, follower = await build_worker(run, bus=bus, name=name)
             gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
-            await supervise(worker, follower, Heart(worker))
+            await _supervised(worker, follower, Heart(worker))
         return 0
     finally:
         await bus.close()
+
+
+async def _supervised(*actors: Actor) -> None:
+    try:
+        await supervise(*actors)
+    finally:
+        exit_within(EXIT_SECONDS, STUCK_EXIT_CODE)
 
 
 def worker_name() -> str:

@@ -7,7 +7,7 @@ it stands still, and when the run is over is decided by asyncrl/fleet.py, the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,10 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     paths: Mapping[str, Path] = field(default_factory=dict)
     shared: Mapping[str, Path] = field(default_factory=dict)
+
+    def renamed(self, name: str) -> ProcessSpec:
+        """A rollout worker's under another name: the last of its arguments."""
+        return replace(self, name=name, arguments=(*self.arguments[:-1], name))
 
 
 class LaunchedProcess(Protocol):
