@@ -178,6 +178,7 @@ class RewardSection:
     timeout_seconds: float = 30.0
     """For one group; a group whose reward takes longer is buried."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """See the Options class beside the reward."""
 
     def __post_init__(self) -> None:
         positive(self, "timeout_seconds")

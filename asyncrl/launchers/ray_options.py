@@ -44,7 +44,9 @@ class Options:
     strategy: Strategy = "PACK"
     """How processes go together (launchers/room.py)."""
     learner: Role = field(default_factory=Role)
+    """What it takes: cpus, gpus, labels, resources."""
     rollout_worker: Role = field(default_factory=Role)
+    """What each takes, likewise."""
     environment: tuple[str, ...] = ()
     """Variables that processes get from `asyncrl run`, by name; they have their machine's own otherwise."""
     wait_for_nodes: bool = False

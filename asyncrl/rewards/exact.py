@@ -14,6 +14,7 @@ class Options:
     strip: bool = True
     """White space around the two does not count."""
     ignore_case: bool = False
+    """Capitals and small letters are the same."""
     extract: str = ""
     """Regular expression; its last match in the completion is the answer (its first group, if it has one)."""
 

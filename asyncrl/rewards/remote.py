@@ -28,6 +28,7 @@ class Options:
     request_timeout_seconds: float = 10.0
     """Of one try; all of them together must fit into reward.timeout_seconds."""
     headers: Mapping[str, Any] = field(default_factory=dict)
+    """Of each request, such as {Authorization = "Bearer ..."}."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
