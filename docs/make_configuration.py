@@ -33,10 +33,13 @@ OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
 NOT_FOR_USERS: Final = {("bus", "address")}
 _NAMES: Final = {int: "whole number", float: "number", str: "text", bool: "true, false"}
 
-HEAD: Final = """# The run file
-
-Every key, its default and its meaning, made from the code by `python docs/make_configuration.py --update`. A key that is not in the file has its default; `--set section.key=value` sets it for one run; `asyncrl check RUN.toml` says what follows from all of them. [examples/demo.toml](../examples/demo.toml) is a whole file, [examples/gpu.toml](../examples/gpu.toml) one for a machine with GPUs.
-"""
+HEAD: Final = (
+    "# The run file\n\n"
+    "Every key, its default and its meaning, made from the code by `python docs/make_configuration.py --update`. A key "
+    "that is not in the file has its default; `--set section.key=value` sets it for one run; `asyncrl check RUN.toml` "
+    "says what follows from all of them. [examples/demo.toml](../examples/demo.toml) is a whole file, "
+    "[examples/gpu.toml](../examples/gpu.toml) one for a machine with GPUs.\n"
+)
 
 
 def page() -> str:
