@@ -110,8 +110,9 @@ class Fleet:
                 self._signal_all(signal.SIGTERM)
                 # An interrupted run has answers worth waiting for, a failed one steps that are in no checkpoint yet.
                 await asyncio.wait(self._tasks, timeout=DRAIN_SECONDS if self._interrupts else FINISH_SECONDS)
-                if learner := [task for task in self._tasks if task.get_name() == LEARNER and not task.done()]:
-                    await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS if self._failure else 0)
+                if self._failure and (learner := self._trained()):
+                    self._say("the learner ends its step and writes a checkpoint")
+                    await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
                 self._signal_all(signal.SIGKILL)
                 _, stuck = await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
                 for task in (*keeping, *stuck):  # a launcher may wait for ever for room
@@ -121,6 +122,15 @@ class Fleet:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
         return self._failure or (INTERRUPTED if self._interrupts else 0)
+
+    def _trained(self) -> list[asyncio.Task[None]]:
+        """The learner's task, if it is up and is past its start."""
+        names = [
+            one.name
+            for one in self._children
+            if one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
+        ]
+        return [task for task in self._tasks if task.get_name() in names and not task.done()]
 
     def _employ(self, child: Child) -> None:
         child.is_kept = True

@@ -432,6 +432,25 @@ async def test_a_worker_whose_name_another_one_has_takes_the_next_that_is_free(
     assert await it.end() == 0
 
 
+@pytest.mark.parametrize("has_trained", [True, False])
+async def test_a_failed_run_gives_its_learner_the_time_for_a_checkpoint_if_it_has_trained(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, has_trained: bool
+) -> None:
+    monkeypatch.setattr(fleet, "FINISH_SECONDS", 0.02)
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    learner = it.launcher.named("learner")
+    learner.drains = False
+    monkeypatch.setattr(it.fleet, "_has_worked", lambda node, pid: has_trained)
+    it.launcher.named("w0").code.set_result(3)
+    done, _ = await asyncio.wait((it.task,), timeout=0.5)
+    assert bool(done) != has_trained
+    if has_trained:
+        assert learner.signals == [15]
+        learner.code.set_result(INTERRUPTED)
+    assert await it.task == 3
+
+
 async def test_a_learner_that_is_drained_because_the_run_failed_was_not_drained_by_somebody_else(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
