@@ -2,8 +2,9 @@
 
 A learner that dies is started again with --resume, a rollout worker as it was; each has a budget, and a process that
 cannot come back ends the run with its exit code. Exit codes 2 (configuration, unless that has worked before) and 3 (a
-full disk, nothing but buried groups) are never tried again. A watcher (actors/watcher.py) says what stands still; what
-is ours and does not heal is killed, which makes it a process that died.
+full disk, nothing but buried groups) are never tried again. What dies of a bus that is away costs no restart. A watcher
+(actors/watcher.py) says what stands still; what is ours and does not heal is killed, which makes it a process that
+died.
 
 How many rollout workers there are may change while the run is up (``resize``, asked for by `asyncrl scale` over
 actors/sizer.py): new ones get GPUs that are free, or are refused; quarantined ones leave first, then the newest, and
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from asyncrl.actors.sizer import Sizer
 from asyncrl.actors.supervisor import STUCK_EXIT_CODE
-from asyncrl.actors.watcher import Lasting, Launched, Watcher
+from asyncrl.actors.watcher import Lasting, Launched, Watcher, refusal
 from asyncrl.bus.server import EmbeddedServer
 from asyncrl.children import LONGEST_BACK_OFF_SECONDS, Budget, Child, End
 from asyncrl.config import Run
@@ -81,6 +82,7 @@ class Fleet:
         self._interrupts = 0
         self._failure = 0
         self._bus_was_away = -math.inf  # monotonic time
+        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token stays wrong
         self._quarantined: set[str] = set()  # names, as the watcher saw them last
         self._taken: set[str] = set()  # names of workers that are not ours
 
@@ -91,6 +93,7 @@ class Fleet:
     async def run(self, watcher: Watcher, sizer: Sizer) -> int:
         """To the end of the run; its exit code."""
         self._has_worked = watcher.has_worked
+        self._is_refused = lambda: refusal(watcher.error) is not None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
@@ -170,7 +173,7 @@ class Fleet:
         if end.has_no_room and (child.lives or child.is_hired):
             return self._without_room(child, end)
         if code == NameTaken.exit_code and child.spec.role == WORKER:
-            return self._rename(child)
+            return self._rename(child, end)
         if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
             self._say(f"{end.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
             return BUS_PAUSE_SECONDS
@@ -188,12 +191,16 @@ class Fleet:
             self._say(f"{end.reason} after {end.lived_seconds:.0f} s; {child.budget}")
         return pause
 
-    def _rename(self, child: Child) -> float:
+    def _rename(self, child: Child, end: End) -> float | None:
+        """Its next life has a name that nobody has, as far as is known."""
+        if (pause := child.budget.pause(0.0, has_worked=False)) is None:
+            self._end(end.code, f"{end.reason}; ending the run")
+            return None
         self._taken.add(taken := child.name)
         child.spec = child.spec.renamed(self._free_name())
         self._say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
         self.changed.set()
-        return 0.0
+        return pause
 
     def _without_room(self, child: Child, end: End) -> float | None:
         """Its GPUs went with their machine: it waits for others. One that never had any is not employed."""
@@ -284,7 +291,7 @@ class Fleet:
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Say what begins and what is over; start again what is ours and does not heal."""
         self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
-        if any(finding.fault in BUS_FAULTS for finding in findings):
+        if not self._is_refused() and any(finding.fault in BUS_FAULTS for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
         for finding in begun:

@@ -283,6 +283,22 @@ async def test_a_watcher_that_was_frozen_does_not_accuse_the_bus_either(clock: C
     await watcher.close()
 
 
+async def test_a_bus_that_stores_nothing_is_so_for_all_the_time_though_some_looks_get_no_answer(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = Watcher(lambda: _ready(bus))
+    await watcher.look()
+    bus.full = True
+    for second in range(60):
+        bus.deaf = second % 10 == 9
+        clock.now += 1
+        observation = await watcher.look()
+    bus.deaf = False
+    clock.now += 1
+    observation = await watcher.look()
+    assert observation.bus_refuses > 45
+    await watcher.close()
+
+
 async def test_another_life_of_the_server_is_not_accused_for_the_one_before(clock: Clock) -> None:
     bus, pid = Flaky(), 7
     watcher = Watcher(lambda: _ready(bus), server=lambda: pid)

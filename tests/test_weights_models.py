@@ -44,10 +44,22 @@ def test_of_versions_that_are_passed_over_the_next_one_stays(tmp_path: Path, mod
     assert names(tmp_path / "models") == {"0-5", "0-8", "0-10"}
 
 
-@pytest.mark.parametrize(("first", "stays"), [(4, {"0-3"}), (6, {"0-3", "1-6"})])
+@pytest.mark.parametrize(("first", "stays"), [(3, {"0-3"}), (4, {"0-3"}), (6, {"0-3", "1-6"})])
 def test_a_learner_that_is_resumed_keeps_what_was_kept(
     tmp_path: Path, model: Model, first: int, stays: set[str]
 ) -> None:
     publish(made(tmp_path, model), model, 0, 1, 2, 3, 4)
     publish(made(tmp_path, model), model, first, run_epoch=1)
     assert names(tmp_path / "models") == stays
+
+
+def test_what_somebody_writes_into_a_model_stays_in_it(tmp_path: Path, model: Model) -> None:
+    channel = made(tmp_path, model)
+    publish(channel, model, 0, 3)
+    (tmp_path / "models" / "0-3" / "evaluation").mkdir()
+    (tmp_path / "models" / "0-3" / "results.json").write_text("{}")
+    (tmp_path / "models" / "0-3" / "config.json").write_text("changed")
+    publish(channel, model, 6)
+    names_of_model = names(tmp_path / "models" / "0-6")
+    assert not {"evaluation", "results.json"} & names_of_model
+    check_model(tmp_path / "models" / "0-6")

@@ -345,24 +345,23 @@ class RolloutWorker(Actor):
 
     async def _publish(self, result: TrajectoryGroup) -> None:
         """A full log means that the learner is behind: wait for room, once however often it is tried."""
-        if await self._is_published(result):
+        if (left := await self._unpublished(result)) is None:
             return
         with self.waiting(SPACE_IN_LOG, on=LEARNER):
-            while True:
+            while left is not None:
                 await asyncio.sleep(FULL_LOG_SECONDS)
-                if await self._is_published(result):
-                    return
+                left = await self._unpublished(left)
 
-    async def _is_published(self, result: TrajectoryGroup) -> bool:
-        """Now; False when the log is full. Too large a group can only be buried."""
+    async def _unpublished(self, result: TrajectoryGroup) -> TrajectoryGroup | None:
+        """What is left to publish when the log is full. Too large a group can only be buried."""
         try:
             await self.bus.publish(TRAJECTORIES, result, key=str(result.group_id))
         except BusFull:
-            return False
+            return result
         except MessageTooLarge as error:
             self.log.error("group %d is buried: %s", result.group_id, error)
-            return await self._is_published(_buried(result.group_id, self.name, str(error)))
-        return True
+            return await self._unpublished(_buried(result.group_id, self.name, str(error)))
+        return None
 
     @property
     def version(self) -> tuple[int, int]:

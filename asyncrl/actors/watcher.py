@@ -209,8 +209,7 @@ class Watcher:
                 beats, self._is_finished = await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
-            self._silent += self._passed()
-            self._refuses = 0.0
+            self._silent += self._passed()  # and of what it stores nothing is known
         else:
             now = time.monotonic()
             self._silent = 0.0

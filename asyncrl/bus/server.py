@@ -75,7 +75,7 @@ class EmbeddedServer:
         return self._process.pid if self._process is not None and self._process.poll() is None else 0
 
     def has_room(self) -> bool:
-        """Whether the disk of its store takes a few messages. False where there is none, or it does not answer."""
+        """Whether the disk of its store takes a few messages; False where there is none."""
         try:
             return shutil.disk_usage(self.directory).free > _FEW * self._max_message_bytes
         except OSError:

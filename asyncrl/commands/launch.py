@@ -120,7 +120,8 @@ async def _alone(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIte
             await only_learner.on_bus(bus, run=run_config.run.name)
             if resume:
                 await elsewhere.refuse(run_config, bus=bus)
-                _refuse_nothing(run_config.run_directory)
+                if not await bus.states(PROGRESS):
+                    _refuse_nothing(run_config.run_directory)
             yield
     finally:
         await bus.close()

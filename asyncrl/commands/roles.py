@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl import elsewhere, only_learner, only_one
 from asyncrl.actors.base import Actor, Heart
-from asyncrl.actors.supervisor import STUCK_EXIT_CODE, supervise
+from asyncrl.actors.supervisor import supervise
 from asyncrl.app import connect
 from asyncrl.assembly import build_learner, build_worker
 from asyncrl.commands.check import check, check_worker
@@ -58,7 +58,9 @@ async def _learner(run: RunConfig, *, resume: bool, token: str) -> int:
             f"{learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
             + ("" if learner.done or was_drained else f"; the data has ended before step {run.run.steps}")
         )
-        return INTERRUPTED if was_drained else 0
+        code = INTERRUPTED if was_drained else 0
+        exit_within(EXIT_SECONDS, code)
+        return code
     finally:
         await bus.close()
 
@@ -76,6 +78,7 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
             worker, follower = await build_worker(run, bus=bus, name=name)
             gc.freeze()  # a collection through all that was imported would stop every answer for a tenth of a second
             await _supervised(worker, follower, Heart(worker))
+        exit_within(EXIT_SECONDS, 0)
         return 0
     finally:
         await bus.close()
@@ -84,8 +87,9 @@ async def _worker(run: RunConfig, *, name: str, token: str) -> int:
 async def _supervised(*actors: Actor) -> None:
     try:
         await supervise(*actors)
-    finally:
-        exit_within(EXIT_SECONDS, STUCK_EXIT_CODE)
+    except BaseException as error:
+        exit_within(EXIT_SECONDS, getattr(error, "exit_code", 1))
+        raise
 
 
 def worker_name() -> str:

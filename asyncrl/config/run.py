@@ -230,8 +230,8 @@ class Weights:
     keep: int = 4
     """Versions kept; a worker slower than that takes the next one."""
     models_every: int = 0
-    """Every so many-th version stays for good, a Hugging Face model in models/EPOCH-VERSION of the run's folder; 0:
-    none does."""
+    """Every so many-th version stays for good, a Hugging Face model in models/EPOCH-VERSION of the run's folder (it is
+    announced to workers when that is written, too); 0: none does."""
     every_steps: int = 1
     """Steps between two versions that are published; over 1 where nobody samples (rollout.function = "given"). Each
     step is a version all the same."""

@@ -34,8 +34,8 @@ def check_model(path: Path) -> ModelFolder:
     """A look at the model folder ``path``. Raises ConfigError when something a run needs is missing or torn."""
     if not path.is_dir():
         hint = "; `asyncrl import-model` makes one from a GGUF file" if path.suffix == ".gguf" else ""
-        if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # a name of the hub's
-            hint = f"; from the Hugging Face hub: hf download {path} --local-dir {path}"
+        if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():  # perhaps a name of the hub's
+            hint = f"; from the Hugging Face hub: hf download ORGANISATION/{path.name} --local-dir {path}"
         problem = "is a file, not a model folder" if path.is_file() else "no such model folder"
         raise ConfigError(f"{path}: {problem}{hint}")
     config = _read_config(path)

@@ -359,7 +359,7 @@ class SGLangEngine:
     async def _get(self, path: str) -> Any:
         async with self._ask("GET", path, None) as response:
             text = await response.text()
-        return json.loads(text) if text else {}
+            return json.loads(text) if text else {}
 
     async def _knows(self, path: str) -> bool:
         """Whether the server has this POST: to a GET it says "not allowed", not "not found"."""

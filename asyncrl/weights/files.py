@@ -35,11 +35,16 @@ _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 class FilesChannel:
     """Folders DIRECTORY/RUN_EPOCH-POLICY_VERSION. One writer; any number of readers, also in other processes."""
 
-    def __init__(self, directory: Path, *, keep: int, model_path: Path) -> None:
-        """``keep``: versions kept. ``model_path``: the folder whose config and tokenizer go with every version."""
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:
+        """
+        keep        versions kept
+        model_path  the folder whose config and tokenizer go with every version
+        links       to them in the version before; False where people may write into a version's folder
+        """
         self._directory = directory.absolute()
         self._keep = max(keep, 1)
         self._model_path = model_path
+        self._links = links
         self._previous: Path | None = None
         self._staging = torch.empty(0, dtype=torch.uint8)
         self.progress = 0
@@ -67,7 +72,7 @@ class FilesChannel:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._cannot_write(name, num_bytes, error) from error
-        self._previous = folder
+        self._previous = folder if self._links else None
         self._collect(newest=(run_epoch, policy_version))
         self.published_bytes = num_bytes
         return WeightVersion(
@@ -137,9 +142,8 @@ class FilesChannel:
     def _cannot_write(self, name: str, num_bytes: int, error: OSError) -> WeightsError:
         free = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = (
-                f", {shutil.disk_usage(self._directory).free:,} are free; lower weights.keep or set weights.directory"
-            )
+            there = shutil.disk_usage(self._directory).free
+            free = f", {there:,} are free; make room, lower weights.keep, or set weights.directory"
         return WeightsError(
             f"{self._directory}: cannot write weights {name}: {error.strerror}; it needs {num_bytes:,} bytes{free}"
         )
