@@ -13,8 +13,8 @@ REASON = "reason"
 """A message logged with ``extra={REASON: "..."}`` is one of many for the same reason."""
 
 
-class Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """stderr. Of the messages for one reason it shows the first, the tenth, the hundredth, and so on."""
+class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Of the messages for one reason it shows the first, the tenth, the hundredth, and so on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def log_to(path: Path) -> None:
         raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
     logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    to_stderr = Console()
+    to_stderr = Stderr()
     to_stderr.setLevel(logging.WARNING)
     to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     root = logging.getLogger()

@@ -21,9 +21,9 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         near = difflib.get_close_matches(name, table or {}, 1)
         if not near and "." in name and all(part.isidentifier() for part in name.split(".")):
             near = [":".join(name.rsplit(".", 1))]
-        known = f"known: {', '.join(table)}; or" if table else ""
-        hint = f"did you mean {near[0]!r}? Or" if near else known
-        raise ConfigError(f"{where}: {name!r} is unknown; {hint} write package.module:object".replace("  ", " "))
+        known = f"known: {', '.join(table)}; or " if table else ""
+        hint = f"did you mean {near[0]!r}? Or " if near else known
+        raise ConfigError(f"{where}: {name!r} is unknown; {hint}write package.module:object")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

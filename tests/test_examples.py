@@ -23,7 +23,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
 def test_every_example_is_a_run_file(name: str) -> None:
-    config.load(EXAMPLES / name)
+    assert config.load(EXAMPLES / name).run.steps > 0
 
 
 def test_the_example_for_gpus_works_with_any_model(demo: Path) -> None:

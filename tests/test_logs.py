@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from asyncrl.logs import REASON, Console
+from asyncrl.logs import REASON, Stderr
 
 
 def test_of_many_messages_for_one_reason_few_are_shown_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.Logger("w0")
-    log.addHandler(Console())
+    log.addHandler(Stderr())
     for number in range(250):
         log.warning("group %d is buried: %s", number, "it raised", extra={REASON: "it raised"})
     log.warning("group 7 is buried: another", extra={REASON: "another"})

@@ -136,6 +136,7 @@ def test_a_class_without_options_beside_it_is_made_with_the_tokenizer_alone(
         load("optionless:Alone")
     with pytest.raises(ConfigError, match=r"^rollout.options: 'optionless:Play' takes no options, got calls"):
         load("optionless:Play", calls=1)
+    del sys.modules["optionless"]
 
 
 CALL = r"async def __call__\(self, prompt, generate, \*, index\)"

@@ -111,10 +111,10 @@ async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_
         raise WeightsError("cannot reach the learner")
 
     engine.receiver.join = join
-    async with learner(bus, sender), running(follow(bus, engine)):
+    follower = follow(bus, engine)
+    async with learner(bus, sender), running(follower):
         await hold(bus, sender, 1)
-        await until(lambda: joins == weight_follower.ATTEMPTS)
-        await asyncio.sleep(0.02)  # it has failed
+        await until(lambda: follower._failures == weight_follower.ATTEMPTS)
         await announce(bus, joins + 1, folder=True)
         await until(lambda: engine.version == (0, joins + 1))
     assert engine.took == [("folder", joins + 1)]

@@ -33,7 +33,7 @@ from asyncrl.errors import BusError, ConfigError
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
-_FEW = 4
+_ROOM_MESSAGES = 4
 _MAX_PENDING_BYTES = 256 * 2**20
 """What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
 
@@ -77,7 +77,7 @@ class EmbeddedServer:
     def has_room(self) -> bool:
         """Whether the disk of its store takes a few messages; False where there is none."""
         try:
-            return shutil.disk_usage(self.directory).free > _FEW * self._max_message_bytes
+            return shutil.disk_usage(self.directory).free > _ROOM_MESSAGES * self._max_message_bytes
         except OSError:
             return False
 

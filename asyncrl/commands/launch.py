@@ -43,7 +43,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
             f"{directory} already holds a run; go on with --resume, or start another with --set run.name=NAME"
         )
     if resume and not run_config.bus.url:
-        _refuse_nothing(directory)
+        _require_run(directory)
     common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
     launcher = app.launcher(run_config)
     host = launcher.connect()
@@ -74,7 +74,7 @@ def run(run_config: RunConfig, *, run_file: Path, overrides: Sequence[str], resu
         server.stop()
 
 
-def _refuse_nothing(directory: Path) -> None:
+def _require_run(directory: Path) -> None:
     """Raise ConfigError when there is no run to go on with: a slip in its name would begin another one."""
     if not directory.is_dir():
         there = sorted(path.parent.name for path in directory.parent.glob(f"*/{HISTORY_FILE}"))
@@ -121,7 +121,7 @@ async def _alone(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIte
             if resume:
                 await elsewhere.refuse(run_config, bus=bus)
                 if not await bus.states(PROGRESS):
-                    _refuse_nothing(run_config.run_directory)
+                    _require_run(run_config.run_directory)
             yield
     finally:
         await bus.close()

@@ -35,8 +35,8 @@ class Run:
     mode: Mode = "async"
     """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
     restarts: int = 3
-    """Times `asyncrl run` starts a process again before it ends the run; one that lived for ten minutes has them all
-    again."""
+    """Times `asyncrl run` starts a process again before it ends the run; one that has worked and
+    lived for ten minutes has them all again."""
     stall_seconds: float = 60.0
     """`asyncrl run` starts a process again that is silent for so long, or stuck for ten times what is usual too."""
 
