@@ -210,8 +210,9 @@ def test_the_most_telling_arms_run_first() -> None:
         ("sync_colocated", "4"),
         ("one_step_off", "2+2"),
     ]
-    assert {plan.split for plan in found[5:]} == {"1+3"}
-    assert not any(plan.is_colocated for plan in found[5:])
+    behind = found[len(plans.KINDS) :]
+    assert {plan.split for plan in behind} == {"1+3"}
+    assert not any(plan.is_colocated for plan in behind)
 
 
 def test_learner_and_engines_share_gpus_only_when_colocated() -> None:
@@ -274,6 +275,17 @@ def test_every_arm_is_a_run_file(text: str, tmp_path: Path) -> None:
     assert run.weights.channel == ("files" if plan.is_colocated else "nccl")
     assert run.learner.micro_batch_tokens == 1024
     assert run.rollout.max_running * plan.workers >= 512
+
+
+def test_an_arm_says_what_becomes_of_answers_that_get_too_old(tmp_path: Path) -> None:
+    def run_of(text: str) -> config.RunConfig:
+        return config.load(RUN_FILE, arm.settings(scene(tmp_path).overrides(plans.parse_arm(text, gpus=4))))
+
+    plain, wait, partial = run_of("async@1+3"), run_of("async_wait@1+3"), run_of("async_partial@1+3")
+    assert (plain.staleness.eviction, plain.staleness.stragglers) == ("drop", "wait_whole")
+    assert (wait.staleness.eviction, wait.staleness.stragglers) == ("wait", "wait_whole")
+    assert (partial.staleness.eviction, partial.staleness.stragglers) == ("drop", "partial")
+    assert {plain.load, wait.load, partial.load} == {"in_flight"}
 
 
 def test_settings_reach_the_run_file_as_they_are(tmp_path: Path) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """mode, load: of the run file; an empty load is what the mode implies."""
+    """mode, load, settings: of the run file; an empty load is what the mode implies."""
 
     mode: str
     load: str = ""
     is_colocated: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -23,6 +24,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "one_step_off": Kind(mode="one_step_off"),
     "async_drain": Kind(mode="async", load="drain"),
     "sync": Kind(mode="sync"),
+    "async_wait": Kind(mode="async", load="in_flight", settings={"staleness.eviction": "wait"}),
+    "async_partial": Kind(mode="async", load="in_flight", settings={"staleness.stragglers": "partial"}),
 }
 """The order is the order they run in: if time runs out, what is left out matters least."""
 

@@ -86,6 +86,7 @@ class Scene:
             "staleness.max_staleness": self.max_staleness,
             "weights.channel": self.channel_of(plan),
             "weights.directory": self.scratch / "weights",
+            **plan.kind.settings,
             **self.settings,
         }
 
@@ -109,7 +110,7 @@ class Scene:
             "length_mean_drawn": self.lengths.mean,
             "length_sigma": self.lengths.sigma,
             "length_max": self.lengths.maximum,
-            "settings": dict(self.settings),
+            "settings": {**plan.kind.settings, **self.settings},
             "command": self.command,
             **machine(),
         }
