@@ -172,13 +172,6 @@ def test_a_buried_group_is_done_with_at_once() -> None:
     assert 0 in buffer.groups
 
 
-def test_waiting_holds_the_step_that_would_make_a_straggler_too_old() -> None:
-    buffer = Buffer(max_staleness=2)
-    # A group admitted at version 1 and still generating: the step from 3 makes version 4, and 4 - 1 > 2.
-    assert not buffer.must_wait(2, [1])
-    assert buffer.must_wait(3, [1])
-
-
 # -- advantages, aggregation, losses, corrections ----------------------------------------------------------------------
 
 

@@ -201,7 +201,7 @@ class BatchFeed:
         starts = self._prompts.oldest_start.items()
         done = (self._buffer.held, self._buffer.groups)
         missing = [start for group_id, start in starts if not any(group_id in known for known in done)]
-        return self._buffer.must_wait(policy_version, missing)
+        return self._buffer.must_wait(policy_version, missing, count=self.settings.groups_per_batch)
 
     def _prepare(self, groups: Sequence[Held], *, policy_version: int) -> Prepared:
         started = time.monotonic()

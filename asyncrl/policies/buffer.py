@@ -95,12 +95,19 @@ class Buffer:
         del self.held[held.group.group_id]
         self._dispose(held.sequence, held.group.group_id)
 
-    def must_wait(self, policy_version: int, oldest_starts: Iterable[int]) -> bool:
-        """With eviction "wait": would the next step make a group that is still being generated too old to train?
+    def must_wait(self, policy_version: int, oldest_starts: Iterable[int], *, count: int) -> bool:
+        """With eviction "wait": would the next step leave behind a group that is still being generated and cannot be
+        trained in time any more?
 
-        ``oldest_starts``: of each group that has not arrived, the oldest version that may sample it.
+        ``oldest_starts``: of each group that has not arrived, the oldest version that may sample it. Steps train
+        ``count`` groups, the oldest first: of these groups the i-th oldest has its turn i // count steps behind the
+        next one. Nothing is lost then, so long as a group is begun at the version that admits it: no more than
+        (max_staleness + 1) x count are outstanding (Liu and Layland, 1973: the earliest deadline first).
         """
-        return any(policy_version + 1 - version > self.max_staleness for version in oldest_starts)
+        turn = policy_version + 1
+        return any(
+            turn + place // count - start > self.max_staleness for place, start in enumerate(sorted(oldest_starts))
+        )
 
     @property
     def num_tokens(self) -> int:
