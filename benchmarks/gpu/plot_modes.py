@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.plot_modes docs/results/modes.jsonl docs/results/modes.png
 
 A column for each model, number of GPUs and longest answer. Above, tokens trained per second: a bar is an arm at its
-best split, dots are its other splits. Below, what share of the time learner and engines of that arm had nothing to do.
+best split, dots are its other splits, settings and runs. Below, what share of the time learner and engines of that arm had nothing to do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ NAMES: Final = {
     "sync_colocated": "synchronous,\ncolocated",
     "one_step_off": "one step off",
     "async_drain": "asynchronous,\ndrained",
+    "async_wait": "asynchronous,\nwaits for late",
+    "async_partial": "asynchronous,\ncancels late",
     "async": "asynchronous,\nin flight",
 }
 COLORS: Final = {
@@ -34,6 +36,8 @@ COLORS: Final = {
     "sync_colocated": "#6f6f6f",
     "one_step_off": "#e0a030",
     "async_drain": "#7fb0dc",
+    "async_wait": "#5590cc",
+    "async_partial": "#8fa6bd",
     "async": "#2a6fbb",
 }
 
@@ -41,12 +45,14 @@ COLORS: Final = {
 def draw(rows: Sequence[Row], target: Path) -> None:
     good = [row for row in rows if "error" not in row]
     columns = sorted({_column(row) for row in good}, key=lambda column: (-column[1], column))
+    rows_of = [[row for row in good if _column(row) == column] for column in columns]
+    arms_of = [[arm for arm in NAMES if arm in best(of_column)] for of_column in rows_of]
+    widths = [1.0 + 1.15 * len(arms) for arms in arms_of] or [1.0]
     figure, axes = pyplot.subplots(
-        2, max(1, len(columns)), figsize=(4.8 * max(1, len(columns)), 6.6), height_ratios=(3, 1.6), squeeze=False
+        2, len(widths), figsize=(sum(widths), 6.6), height_ratios=(3, 1.6), width_ratios=widths, squeeze=False
     )
     for column, (model, gpus, length_max, device) in enumerate(columns):
-        of_column = [row for row in good if _column(row) == (model, gpus, length_max, device)]
-        arms = [arm for arm in NAMES if arm in best(of_column)]
+        of_column, arms = rows_of[column], arms_of[column]
         draw_speeds(axes[0, column], of_column, arms)
         draw_idle(axes[1, column], of_column, arms)
         axes[0, column].set_title(f"{model}, {gpus} x {device}, answers up to {length_max:,}", fontsize=10)
@@ -74,7 +80,7 @@ def draw_speeds(axes: Any, rows: Sequence[Row], arms: Sequence[str]) -> None:
         "o",
         color="black",
         markersize=4,
-        label="other splits",
+        label="other splits, settings and runs",
     )
     if others:
         axes.legend(frameon=False, loc="upper left", fontsize=9)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Final
 from benchmarks.gpu.window import Row, Sample
 
 STEP, WAIT, EXPORT, PAUSE, RUNNING, QUEUED = "#3c8d5a", "#c8503c", "#8a5fb0", "#c8503c", "#2a6fbb", "#cfdff0"
+_NUMBER: Final = re.compile(r"\d+ ")
 _LEAST_PAUSE: Final = 0.15
 """Seconds that a pause is drawn wide at least: most are too short to be seen."""
 
@@ -93,14 +95,15 @@ def _has(actor: Row, version: int) -> bool:
 
 
 def waits(samples: Sequence[Sample]) -> list[tuple[str, str, float]]:
-    """(actor, what it waited for, share of the looks at it), the longest first."""
+    """(actor, what it waited for, share of the looks at it), the longest first. How many answers a worker waits for
+    changes from look to look, and is left out."""
     looks: Counter[str] = Counter()
     found: Counter[tuple[str, str]] = Counter()
     for sample in samples:
         for name, actor in sample["actors"].items():
             looks[name] += 1
             if actor["waits_for"]:
-                found[name, actor["waits_for"]] += 1
+                found[name, _NUMBER.sub("", actor["waits_for"])] += 1
     return [(name, what, count / looks[name]) for (name, what), count in found.most_common()]
 
 
