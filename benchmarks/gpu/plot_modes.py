@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.plot_modes docs/results/modes.jsonl docs/results/modes.png
 
 A column for each model, number of GPUs and longest answer. Above, tokens trained per second: a bar is an arm at its
-best split, dots are its other splits, settings and runs. Below, what share of the time learner and engines of that arm had nothing to do.
+best split, dots are its other splits, settings and runs. Below, what share of the time learner and engines of that arm
+had nothing to do.
 """
 
 from __future__ import annotations
