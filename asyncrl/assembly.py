@@ -28,6 +28,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.history import HISTORY_FILE, History
 from asyncrl.messages import Sampling
+from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.adaptive import AdaptiveBound
 from asyncrl.policies.admission import Admission
@@ -78,7 +79,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         reporter=Reporter(
             bus,
             open_sinks(run, resume=resume),
-            mismatch_alarm=run.metrics.mismatch_alarm,
+            alarms=(MismatchAlarm(run.metrics.mismatch_alarm), DropAlarm(run.metrics.drop_alarm)),
             has_behavior=_are_sampled(run),
         ),
         history=history,

@@ -161,6 +161,7 @@ MISTAKES = {
     "engine that is no class": ("engine.kind=os:sep", "engine.kind: 'os:sep' is a str"),
     "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not a Row"),
     "negative clip": ("algorithm.options={clip_low=-0.2}", "algorithm.options: clip_low must be >= 0, got -0.2"),
+    "alarm over all": ("metrics.drop_alarm=5", "drop_alarm must be a share, 0 to 1 (0 is off), got 5.0"),
     "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1.0"),
 }
 

@@ -17,7 +17,6 @@ from asyncrl.actors.reporter import worker_metrics
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat
 from asyncrl.metrics import schema
-from asyncrl.metrics.alarm import MismatchAlarm
 from asyncrl.metrics.sinks import Console, JsonLines
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.batch import Histogram, Metric
@@ -53,22 +52,6 @@ def test_the_console_prints_one_line_a_step() -> None:
     assert line.startswith("step  7/40  reward  0.750")
     assert "staleness  0.5 (max 1)" in line
     assert "dropped 2" in line
-
-
-def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    alarm = MismatchAlarm(0.05)
-    seen = [alarm.look({"mismatch/fresh_mean": mean}) for mean in (0.01, 0.05, 0.06, 0.3, 0.02, math.nan)]
-    assert [metrics["mismatch/alarm"] for metrics in seen] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
-    assert len(caplog.records) == 2
-    assert "0.060 nats per token, over metrics.mismatch_alarm = 0.05" in caplog.text
-
-
-def test_no_mismatch_is_reported_when_nothing_was_fresh_or_the_alarm_is_off(caplog: pytest.LogCaptureFixture) -> None:
-    assert MismatchAlarm(0.05).look({"mismatch/mean": 0.9}) == {}
-    assert MismatchAlarm(0.0).look({"mismatch/fresh_mean": 0.9}) == {}
-    assert not caplog.records
 
 
 def test_the_console_shows_a_mismatch() -> None:

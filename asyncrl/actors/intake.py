@@ -144,7 +144,8 @@ class Intake:
         for held in stale:
             self._standing.dropped += 1
             lengths = [len(trajectory.tokens) for trajectory in held.group.trajectories]
-            self._dropped_lengths += lengths
+            if reason == "stale":
+                self._dropped_lengths += lengths
             await self.event(
                 "dropped",
                 group_id=held.group.group_id,
@@ -183,6 +184,8 @@ class Intake:
             "length/generated": batches.histogram(self._generated_lengths),
             "length/dropped": batches.histogram(self._dropped_lengths),
         }
+        if self._dropped_lengths:
+            metrics["length/dropped_mean"] = sum(self._dropped_lengths) / len(self._dropped_lengths)
         self._generated_lengths, self._dropped_lengths = [], []
         return metrics
 

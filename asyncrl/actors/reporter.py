@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.messages import Heartbeat, StepMetrics
-from asyncrl.metrics.alarm import MismatchAlarm
+from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.sinks import Sink
 from asyncrl.policies.batch import Histogram, Metric
 from asyncrl.protocols import Bus
@@ -25,12 +25,12 @@ class Reporter:
     """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
 
     def __init__(
-        self, bus: Bus, sinks: Sequence[Sink], *, mismatch_alarm: float = 0.0, has_behavior: bool = True
+        self, bus: Bus, sinks: Sequence[Sink], *, alarms: Sequence[Alarm] = (), has_behavior: bool = True
     ) -> None:
-        """``mismatch_alarm``: see MismatchAlarm; has_behavior: False where nothing sampled the answers."""
+        """``has_behavior``: False where nothing sampled the answers."""
         self._bus = bus
         self._sinks = sinks
-        self._alarm = MismatchAlarm(mismatch_alarm)
+        self._alarms = alarms
         self._left_out = () if has_behavior else _OF_BEHAVIOR
         self._workers: list[Heartbeat] = []
         self._looked = -math.inf
@@ -39,7 +39,8 @@ class Reporter:
         """``cursor``: the last log sequence read."""
         workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
-        row |= self._alarm.look(row)
+        for alarm in self._alarms:
+            row |= alarm.look(row)
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         row[REFUSED] = self._bus.refusals.total + sum(beat.numbers.get(REFUSED, 0.0) for beat in workers)
         for sink in self._sinks:

@@ -269,9 +269,13 @@ class Metrics:
     mismatch_alarm: float = 0.05
     """Warn when mean |trainer - behavior logprob| of fresh samples is above this, in nats per token; 0 never does.
     An engine and a trainer that round to bfloat16 in their own ways are 0.005 to 0.02 apart."""
+    drop_alarm: float = 0.05
+    """Warn when more than this share of ten steps' answers was too old to train; 0 never does. They are the longer
+    ones."""
 
     def __post_init__(self) -> None:
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
+        require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

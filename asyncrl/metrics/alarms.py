@@ -1,0 +1,98 @@
+"""Says when a run trains something else than it looks like; each kind of trouble once for each time it begins.
+
+Tests: tests/test_alarms.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from asyncrl.policies.batch import Histogram, Metric
+
+log = logging.getLogger("asyncrl.metrics")
+
+
+class Alarm(Protocol):
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """At a step's metrics: more of them. Called for every step, in order."""
+        ...
+
+
+class MismatchAlarm:
+    """Warns when engine and trainer do not compute the same policy: ``threshold`` in nats per token; 0 never does.
+
+    Fresh samples were sampled by the very version that trains them, so their behavior and trainer logprobs differ by
+    numerics alone: 0.005 to 0.02 nats per token when both compute in bfloat16, 1e-4 or less in float32. The default of
+    0.05 is above what rounding explains, and below the 0.1 and more that a real difference makes.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._is_on = False
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The metric ``mismatch/alarm`` of a step: 1 above the threshold. Nothing when no sample was fresh."""
+        mean = metrics.get("mismatch/fresh_mean")
+        if not self._threshold or not isinstance(mean, float | int):
+            return {}
+        was_on, self._is_on = self._is_on, not mean <= self._threshold  # NaN is no agreement
+        if self._is_on and not was_on:
+            log.warning(
+                "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
+                "token, over metrics.mismatch_alarm = %g. Usual causes: weights that engines did not get whole, a "
+                "quantised engine or KV cache, a sampling option that the trainer does not know of, tokens that a "
+                "rollout function or chat template changed after they were sampled",
+                mean,
+                self._threshold,
+            )
+        return {"mismatch/alarm": float(self._is_on)}
+
+
+class DropAlarm:
+    """Warns when more than ``threshold`` of the answers of the last STEPS steps were too old to train; 0 never does.
+
+    A group is too old because its longest answer took long, so what is dropped is longer than what is trained, and
+    training sees fewer long answers than the policy gives. It is off again below half the threshold.
+    """
+
+    STEPS = 10
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._is_on = False
+        self._trained: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
+        """Of each step: answers, and their tokens."""
+        self._dropped: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The metric ``staleness/dropped_share`` of a step, in [0, 1], over the last STEPS steps or as many as were."""
+        self._trained.append(_answers(metrics, "trained"))
+        self._dropped.append(_answers(metrics, "dropped"))
+        dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
+        share = dropped[0] / max(dropped[0] + trained[0], 1)
+        has_begun = share > self._threshold and len(self._trained) == self.STEPS and not self._is_on
+        if self._threshold and has_begun:
+            self._is_on = True
+            log.warning(
+                "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
+                "%.0f tokens long on average, those that are trained %.0f. Raise staleness.max_staleness above the "
+                'seconds that the longest answer takes divided by those of a step, or set staleness.eviction = "wait"',
+                100 * share,
+                self.STEPS,
+                self._threshold,
+                dropped[1] / dropped[0],
+                trained[1] / max(trained[0], 1),
+            )
+        elif share < self._threshold / 2:
+            self._is_on = False
+        return {"staleness/dropped_share": share}
+
+
+def _answers(metrics: Mapping[str, Metric], what: str) -> tuple[int, float]:
+    """(number, tokens) of the step's trained or dropped answers."""
+    lengths, mean = metrics.get(f"length/{what}"), metrics.get(f"length/{what}_mean")
+    number = sum(lengths.counts) if isinstance(lengths, Histogram) else 0
+    return number, number * mean if isinstance(mean, float | int) else 0.0
