@@ -19,6 +19,7 @@ from asyncrl.protocols import Generation
 from benchmarks.gpu import arm, lengths, plans, shapes, timeline, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.modes import arguments, assignments
+from benchmarks.gpu.rows import command
 from benchmarks.gpu.sweep import RUN_FILE, Scene
 
 LENGTHS = lengths.Lengths(mean=100.0, sigma=1.0, maximum=800, seed=3)
@@ -301,6 +302,13 @@ def test_options_of_the_command_line_are_toml() -> None:
     assert assignments(["a.b=3", "c=true", "d=word", 'e="3"']) == {"a.b": 3, "c": True, "d": "word", "e": "3"}
     with pytest.raises(ValueError, match="not KEY=VALUE"):
         assignments(["nonsense"])
+
+
+def test_a_row_says_the_command_that_repeats_it_and_no_place_of_this_machine() -> None:
+    given = ["--gpus", "4", "--json", "/there/rows.jsonl", "--arms", "async@1+3", "--out=/there", "--window", "15"]
+    assert command("benchmarks.gpu.modes", given) == (
+        "python -m benchmarks.gpu.modes --gpus 4 --arms async@1+3 --window 15"
+    )
 
 
 def test_an_arm_that_fails_is_a_result_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from asyncrl.engines.sglang import Options, SGLangEngine
 from asyncrl.messages import Sampling
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
+from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 WAYS: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {
@@ -211,8 +212,7 @@ def main(given: Sequence[str] | None = None) -> int:
             for row in pool.map(on_a_gpu, options.ways):
                 rows.append({"shape": options.shape, "requests": options.requests, "tokens": options.tokens} | row)
                 print(line(row), flush=True)
-    if options.json:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                keep(rows[-1] | {"command": command("benchmarks.gpu.engine"), **machine()}, options.json)
     return 1 if any("error" in row for row in rows) else 0
 
 

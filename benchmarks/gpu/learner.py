@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.learner_step import Variant, agree, measure
+from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 SILENCE_SECONDS: Final = 120.0
@@ -208,10 +209,7 @@ def report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             )
     else:
         print(table_row(result), flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.json.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    keep(result | {"command": command("benchmarks.gpu.learner"), **machine()}, arguments.json)
 
 
 if __name__ == "__main__":

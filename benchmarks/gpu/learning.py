@@ -48,9 +48,9 @@ from benchmarks.gpu.learning_arms import (
     compile_seconds,
     step_rows,
 )
-from benchmarks.gpu.modes import assignments, keep
+from benchmarks.gpu.modes import assignments
 from benchmarks.gpu.reasoning import TASKS, Exam, write_prompts
-from benchmarks.gpu.sweep import machine
+from benchmarks.gpu.rows import command, keep, machine
 
 REHEARSAL: Final[dict[str, Any]] = {
     "arms": ["sync", "async-4-none"],
@@ -246,7 +246,7 @@ def report(outcome: Outcome, options: argparse.Namespace, setting: Scene) -> Non
             for key, value in setting.overrides(outcome.job).items()
             if not key.endswith(("path", "directory"))
         },
-        "command": " ".join(["python -m benchmarks.gpu.learning", *sys.argv[1:]]),
+        "command": command("benchmarks.gpu.learning"),
         **machine(),
     }
     for row in [{"run": about}, *rows]:

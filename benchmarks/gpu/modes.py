@@ -18,7 +18,6 @@ once the window was filled; 2 steps of one_step_off, 1 of sync) until --window s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from benchmarks.gpu.estimate import arm_seconds, speeds
 from benchmarks.gpu.fleet import Fleet, FleetError, has_gpu
 from benchmarks.gpu.lengths import Lengths
 from benchmarks.gpu.plans import KINDS, Plan, parse_arm, plans
+from benchmarks.gpu.rows import command, keep
 from benchmarks.gpu.shapes import SHAPES, write_prompts
 from benchmarks.gpu.sweep import Scene, Sweep
 from benchmarks.gpu.window import Row, broken_promises, ratios
@@ -185,7 +185,7 @@ def scene(options: argparse.Namespace, scratch: Path) -> Scene:
         settings=options.set,
         out=options.out,
         scratch=scratch,
-        command=" ".join(["python -m benchmarks.gpu.modes", *sys.argv[1:]]),
+        command=command("benchmarks.gpu.modes"),
     )
 
 
@@ -277,13 +277,6 @@ def main(given: Sequence[str] | None = None) -> int:
     problems = list(broken_promises(rows))
     print(*problems, sep="\n", file=sys.stderr, end="\n" if problems else "")
     return 1 if problems or any("error" in row for row in rows) else 0
-
-
-def keep(row: Row, path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from benchmarks.gpu.fleet import Fleet, FleetError, has_gpu, started_bus
 from benchmarks.gpu.lengths import Lengths, merged, summary
 from benchmarks.gpu.plans import Plan
 from benchmarks.gpu.recorder import Recorder
+from benchmarks.gpu.rows import machine
 from benchmarks.gpu.window import Row, Rule, measure
 
 RUN_FILE: Final = Path(__file__).with_name("modes.toml")
@@ -259,18 +257,3 @@ class _Stage:
                 file.write(json.dumps({"step": row}) + "\n")
             about = self._scene.description(self._plan) | {"warmup_steps": self._scene.rule(self._plan).warmup}
             file.write(json.dumps({"arm": about}) + "\n")
-
-
-@functools.cache
-def machine() -> Row:
-    """device: the first GPU's name, asked without a CUDA context of our own, which would take memory there."""
-    versions = {}
-    for package in ("torch", "sglang", "megatron-core"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    name = ""
-    if has_gpu():
-        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        with contextlib.suppress(OSError):
-            name = subprocess.run(words, capture_output=True, text=True, check=False).stdout.partition("\n")[0].strip()
-    return {"device": name or ("GPU" if has_gpu() else "CPU"), "versions": versions}

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import math
 import os
 import statistics
@@ -41,6 +40,7 @@ from asyncrl.snapshot import BUCKET_BYTES
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
+from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
 TRANSPORTS: Final = ("nccl", "shm", "disk", "shm-sglang", "disk-sglang")
@@ -257,12 +257,9 @@ async def guarded(work: Any, shape: str, transport: str) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]], row: dict[str, Any], path: Path | None) -> None:
-    """At once, so that a call that is cut off keeps what it measured."""
     rows.append(row)
     print(line(row), flush=True)
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    keep(row | {"command": command("benchmarks.gpu.weights"), **machine()}, path)
 
 
 HEAD = "shape  transport      MB  bucket   first pause   p50 ms   p99 ms   export ms   publish ms   slower"

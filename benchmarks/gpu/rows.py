@@ -1,0 +1,53 @@
+"""What a row of results says of itself, and how it gets into a file of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu.fleet import has_gpu
+from benchmarks.gpu.window import Row
+
+_PLACES: Final = ("--json", "--out", "--models", "--profile")
+"""Options that say where files go, and nothing of what was measured."""
+
+
+def command(module: str, given: Sequence[str] | None = None) -> str:
+    """What repeats a measurement: this process's command line, without where it wrote."""
+    words = list(sys.argv[1:] if given is None else given)
+    kept = [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if before not in _PLACES and word.partition("=")[0] not in _PLACES
+    ]
+    return " ".join(["python -m", module, *kept])
+
+
+@functools.cache
+def machine() -> Row:
+    """device: the first GPU's name, asked without a CUDA context of our own, which would take memory there."""
+    versions = {}
+    for package in ("torch", "sglang", "megatron-core"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    name = ""
+    if has_gpu():
+        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            name = subprocess.run(words, capture_output=True, text=True, check=False).stdout.partition("\n")[0].strip()
+    return {"device": name or ("GPU" if has_gpu() else "CPU"), "versions": versions}
+
+
+def keep(row: Row, path: Path | None) -> None:
+    """At once, so that a call that is cut off keeps what it measured."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
