@@ -140,6 +140,7 @@ def _batch_settings(run: RunConfig) -> BatchSettings:
         groups_per_batch=run.learner.groups_per_batch,
         max_staleness=run.max_staleness,
         wait_for_stragglers=run.staleness.eviction == "wait",
+        are_stragglers_cut=run.staleness.stragglers == "partial",
         shares=run.learner.data_parallel,
         micro_batch_tokens=run.learner.micro_batch_tokens,
         age_weight=age_weight(run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness),
@@ -227,7 +228,11 @@ async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutW
         max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
-        stragglers=Stragglers(max_staleness=run.max_staleness, min_group=run.staleness.min_group)
+        stragglers=Stragglers(
+            max_staleness=run.max_staleness,
+            min_group=run.staleness.min_group,
+            are_waited_for=run.staleness.eviction == "wait",
+        )
         if run.staleness.stragglers == "partial"
         else None,
         salvage=Salvage(

@@ -34,12 +34,14 @@ class PromptState:
     position       rows of the endless shuffled data read so far, over-long ones included
     outstanding    group id -> position of each group published and not yet disposed of: published again if the bus
                    lost it
+    oldest_start   group id -> oldest policy version that may sample it
     """
 
     next_group_id: int = 0
     position: int = 0
     overlong: int = 0
     outstanding: dict[int, int] = field(default_factory=dict)
+    oldest_start: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,8 @@ def read(folder: Path) -> tuple[LearnerState, Path]:
         if table.pop("format") != FORMAT:
             raise CheckpointError(f"{folder}: written by another version of asyncrl")
         prompts = table.pop("prompts")
-        prompts["outstanding"] = {int(key): value for key, value in prompts["outstanding"].items()}
+        for name in ("outstanding", "oldest_start"):
+            prompts[name] = {int(key): value for key, value in prompts.get(name, {}).items()}
         table["forks"] = {int(key): value for key, value in table["forks"].items()}
         return LearnerState(prompts=PromptState(**prompts), **table), folder / "backend"
     except (OSError, ValueError, KeyError, TypeError) as error:

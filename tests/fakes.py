@@ -230,6 +230,7 @@ class Loop:
     group_size: int = 2
     checkpoint_every: int = 0
     wait_for_stragglers: bool = False
+    are_stragglers_cut: bool = False
     filters: dict[str, GroupFilter] = field(default_factory=dict)
     rows: Rows = field(default_factory=Rows)
     max_buried_in_a_row: int = 64
@@ -278,6 +279,7 @@ class Loop:
                 groups_per_batch=self.groups_per_batch,
                 max_staleness=self.max_staleness,
                 wait_for_stragglers=self.wait_for_stragglers,
+                are_stragglers_cut=self.are_stragglers_cut,
                 shares=1,
                 micro_batch_tokens=1024,
                 age_weight=self.age_weight,

@@ -11,13 +11,13 @@ import pytest
 
 from asyncrl.actors import rollout_worker
 from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, RewardError, WeightsError
-from asyncrl.messages import Progress
+from asyncrl.messages import Progress, PromptGroup, Trajectory
 from asyncrl.metrics import schema
 from asyncrl.policies.faults import SPACE_IN_LOG
 from asyncrl.protocols import Reward, Sample
 from asyncrl.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from tests import fakes
-from tests.fakes import Engine, Loop, Rows, run_worker, until, worker
+from tests.fakes import Engine, Loop, Rows, run_worker, single_turn, until, worker
 
 
 @pytest.fixture
@@ -297,6 +297,34 @@ async def test_waiting_for_stragglers_drops_nothing(loop: Loop, bus_factory: Any
         await learner
     assert loop.recorder.rows[-1]["staleness/dropped_groups"] == 0
     assert loop.trained_groups == 12
+
+
+async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_factory: Any, tmp_path: Path) -> None:
+    """Group 0 is out while the learner is drained and started again; no life drops it."""
+    released = asyncio.Event()
+
+    async def slow(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
+        made = await single_turn(prompt, generate, index=index)
+        if prompt.group_id == 0:
+            await released.wait()
+        return made
+
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=slow, max_running=64)))
+    first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=1, wait_for_stragglers=True)
+    life = asyncio.create_task(first.run_learner())
+    await until(lambda: first.backend.steps == 2)  # the step from version 2 would make group 0 too old
+    first.learner.drain()
+    await life
+    second = Loop(await bus_factory(), tmp_path, steps=8, wait_for_stragglers=True)
+    life = asyncio.create_task(second.run_learner(resume=True))
+    await until(lambda: hasattr(second, "buffer") and len(second.buffer.held) >= 2)
+    await asyncio.sleep(0.2)
+    assert second.backend.steps == 2
+    released.set()
+    await life
+    await task
+    assert second.recorder.rows[-1]["staleness/dropped_groups"] == 0
+    assert second.backend.steps == 8
 
 
 # -- checkpoint and resume ---------------------------------------------------------------------------------------------

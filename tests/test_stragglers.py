@@ -85,6 +85,22 @@ async def test_a_group_that_has_not_started_is_not_cut() -> None:
         assert not group.cutter.done()
 
 
+async def test_who_is_waited_for_counts_from_the_version_that_was_asked() -> None:
+    """Begun late, at version 5: the learner that asked at version 3 holds behind version 7, so 6 is the last."""
+    members = [asyncio.create_task(asyncio.sleep(0 if index < 2 else 60)) for index in range(3)]
+    starts = {0: 5, 1: 5, 2: 5}
+    rule = Stragglers(max_staleness=4, min_group=2, are_waited_for=True)
+    cutter = asyncio.create_task(rule.cut(members, starts, asked_at=3))
+    await asyncio.wait(members[:2])
+    rule.learner_is_at(5)
+    await settle()
+    assert not cutter.done()
+    rule.learner_is_at(6)
+    await settle()
+    assert cutter.done()
+    assert members[2].cancelled()
+
+
 async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
     """The last member of every third group never ends."""
     made = await single_turn(prompt, generate, index=index)
@@ -95,8 +111,8 @@ async def stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory
 
 async def test_a_member_that_never_ends_costs_itself_and_no_group(bus_factory: Any, tmp_path: Path) -> None:
     """With eviction "wait" the learner would hold for ever for the stuck members' groups; all are trained, by two."""
-    loop = Loop(await bus_factory(), tmp_path, steps=6, group_size=3, wait_for_stragglers=True)
-    rule = Stragglers(max_staleness=2, min_group=2)
+    loop = Loop(await bus_factory(), tmp_path, steps=6, group_size=3, wait_for_stragglers=True, are_stragglers_cut=True)
+    rule = Stragglers(max_staleness=2, min_group=2, are_waited_for=True)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             run_worker(worker(await bus_factory(), Engine(), rollout=stuck, stragglers=rule, max_running=64))
@@ -109,3 +125,42 @@ async def test_a_member_that_never_ends_costs_itself_and_no_group(bus_factory: A
     answers = sum(len(micro.boundaries) - 1 for step in loop.backend.trained for micro in step)
     assert answers == 12 * 3 - len(cut)
     assert max(row["staleness/max"] for row in rows) <= 2
+
+
+async def test_more_stuck_groups_than_a_batch_takes_do_not_stop_the_run(bus_factory: Any, tmp_path: Path) -> None:
+    """Four of the first five groups have a member that never ends. Workers cut them off when the next step is the last
+    for their group, so the learner must get there; what is more than a batch then is dropped."""
+
+    async def mostly_stuck(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
+        made = await single_turn(prompt, generate, index=index)
+        if index == 2 and 1 <= prompt.group_id < 5:
+            await asyncio.Event().wait()
+        return made
+
+    loop = Loop(
+        await bus_factory(),
+        tmp_path,
+        steps=10,
+        groups_per_batch=1,
+        group_size=3,
+        max_staleness=4,
+        wait_for_stragglers=True,
+        are_stragglers_cut=True,
+    )
+    rule = Stragglers(max_staleness=4, min_group=2, are_waited_for=True)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            run_worker(
+                worker(
+                    await bus_factory(),
+                    Engine(),
+                    rollout=mostly_stuck,
+                    stragglers=rule,
+                    max_running=64,
+                    max_staleness=4,
+                )
+            )
+        )
+        tasks.create_task(loop.run_learner())
+    assert loop.learner.step == 10
+    assert sum(row["staleness/cancelled"] for row in loop.recorder.rows) >= 1

@@ -47,7 +47,12 @@ Drop = Callable[[Sequence[Held]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """shares: data-parallel ranks that a batch is dealt to; age_weight: what multiplies the loss weights, if any."""
+    """shares: data-parallel ranks that a batch is dealt to; age_weight: what multiplies the loss weights, if any.
+
+    wait_for_stragglers  hold rather than let a group that is still being generated get too old
+    are_stragglers_cut   workers send a group off without its last answers when the next step is the last that may train
+                         it: a learner that held earlier than for that step would wait for answers that nobody cuts
+    """
 
     groups_per_batch: int
     max_staleness: int
@@ -55,6 +60,7 @@ class BatchSettings:
     shares: int
     micro_batch_tokens: int
     age_weight: AgeWeight | None = None
+    are_stragglers_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +207,8 @@ class BatchFeed:
         starts = self._prompts.oldest_start.items()
         done = (self._buffer.held, self._buffer.groups)
         missing = [start for group_id, start in starts if not any(group_id in known for known in done)]
-        return self._buffer.must_wait(policy_version, missing, count=self.settings.groups_per_batch)
+        turns = len(missing) if self.settings.are_stragglers_cut else self.settings.groups_per_batch
+        return self._buffer.must_wait(policy_version, missing, count=turns)
 
     def _prepare(self, groups: Sequence[Held], *, policy_version: int) -> Prepared:
         started = time.monotonic()

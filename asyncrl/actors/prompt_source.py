@@ -97,8 +97,8 @@ class PromptSource(Actor):
         self._progress: Progress | None = None
         self._announced = (0, 0)  # newest (run epoch, policy version); engines start with version 0
         self._changed = asyncio.Event()
-        self.oldest_start: dict[int, int] = {}
-        """group id -> oldest policy version that may sample it, of outstanding groups published by this process."""
+        self.oldest_start = dict(state.oldest_start)
+        """group id -> oldest policy version that may sample it, of outstanding groups that this history published."""
         self.exhausted = asyncio.Event()
         """Set when the data has ended: no group will be published any more."""
         self.reconciled = asyncio.Event()
@@ -122,6 +122,7 @@ class PromptSource(Actor):
             position=self._position,
             overlong=self.overlong,
             outstanding=dict(self._outstanding),
+            oldest_start=dict(self.oldest_start),
         )
 
     async def run(self) -> None:
@@ -183,6 +184,7 @@ class PromptSource(Actor):
                 missing.append(numbered)
         self.reconciled.set()
         for numbered in missing:
+            self.oldest_start[numbered.group_id] = self._policy_version
             await self._publish(numbered, min_policy_version=0)
 
     def _group_ids(self, keys: set[str]) -> set[int]:

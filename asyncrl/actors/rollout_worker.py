@@ -267,7 +267,8 @@ class RolloutWorker(Actor):
                     group.create_task(self._one(prompt, i, places, parts, starts)) for i in range(prompt.group_size)
                 ]
                 if self._stragglers is not None:
-                    group.create_task(self._stragglers.cut(tasks, starts))
+                    asked_at = prompt.min_policy_version or prompt.policy_version  # 0: published again, or at the start
+                    group.create_task(self._stragglers.cut(tasks, starts, asked_at=asked_at))
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
             first = (died or other or error).exceptions[0]

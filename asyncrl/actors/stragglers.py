@@ -13,7 +13,7 @@ Tests: tests/test_stragglers.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.policies.samplers import group_action
@@ -22,9 +22,12 @@ from asyncrl.policies.samplers import group_action
 class Stragglers:
     """The rule for all groups of one worker."""
 
-    def __init__(self, *, max_staleness: int, min_group: int) -> None:
+    def __init__(self, *, max_staleness: int, min_group: int, are_waited_for: bool = False) -> None:
+        """are_waited_for: the learner holds for groups in time (eviction "wait"). It counts from the version that a
+        group was asked at, and the worker must as well: else each waits for the other."""
         self._max_staleness = max_staleness
         self._min_group = min_group
+        self._are_waited_for = are_waited_for
         self._policy_version = 0
         self._waiting: set[asyncio.Event] = set()
 
@@ -33,10 +36,11 @@ class Stragglers:
         for changed in self._waiting:
             changed.set()
 
-    async def cut(self, members: Sequence[asyncio.Task[Any]], starts: Mapping[int, int]) -> None:
+    async def cut(self, members: Sequence[asyncio.Task[Any]], starts: Mapping[int, int], *, asked_at: int = 0) -> None:
         """Cancel the members that are not done once the others must go; returns when all are done or cancelled.
 
         starts: member -> policy version that its first token was asked of; a member that waits for weights has none
+        asked_at: oldest version that the learner takes the group to be of
         consumes: nothing    waits for: members, the learner    woken by: a member that ends, ``learner_is_at``
         """
         changed = asyncio.Event()
@@ -46,13 +50,16 @@ class Stragglers:
         try:
             while not all(member.done() for member in members):
                 changed.clear()
-                if self._must_go(members, list(starts.values())):
+                if self._must_go(members, self._counted(starts.values(), asked_at)):
                     for member in members:
                         member.cancel()  # nothing happens to those that are done
                     return
                 await changed.wait()
         finally:
             self._waiting.discard(changed)
+
+    def _counted(self, versions: Iterable[int], asked_at: int) -> list[int]:
+        return [min(version, asked_at) if self._are_waited_for else version for version in versions]
 
     def _must_go(self, members: Sequence[asyncio.Task[Any]], versions: Sequence[int]) -> bool:
         last = min(versions, default=0) + self._max_staleness
