@@ -57,6 +57,14 @@ def test_nothing_is_said_of_the_first_steps_whose_share_says_little(caplog: pyte
     assert not caplog.records
 
 
+def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A learner that fell back to an old checkpoint drops what the lost history sampled at once."""
+    alarm = DropAlarm(0.05)
+    for dropped in [0] * 3 + [320] + [0] * 20:
+        alarm.look(step(dropped=dropped))
+    assert not caplog.records
+
+
 def test_dropping_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
     alarm = DropAlarm(0.05)
     for dropped in [8] * 20 + [0] * 20 + [8] * 20:

@@ -198,6 +198,21 @@ async def test_a_batch_prepared_ahead_still_waits_for_stragglers() -> None:
     assert await taking == [0, 1]
 
 
+async def test_a_learner_that_holds_for_long_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batch_feed, "LONG_WAIT_SECONDS", 0.01)
+    desk = Desk(wait_for_stragglers=True)
+    desk.arrive(1, version=2)
+    desk.arrive(2, version=2)
+    desk.prompts.oldest_start = {0: 0, 1: 2, 2: 2}
+    taking = asyncio.create_task(desk.take(2))
+    await until(lambda: "step 3 has its 2 groups and holds since" in caplog.text)
+    assert "rollout workers up" not in caplog.text
+    desk.arrive(0)
+    assert await taking == [0, 1]
+
+
 @given(
     versions=st.lists(st.integers(0, 6), max_size=12),
     training=st.sets(st.integers(0, 11)),

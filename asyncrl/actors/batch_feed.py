@@ -184,6 +184,17 @@ class BatchFeed:
         since, filtered = time.strftime("%H:%M:%S"), self.filtered
 
         def announce() -> None:
+            if self.settings.wait_for_stragglers and len(self._buffer.held) >= self.settings.groups_per_batch:
+                log.warning(
+                    "step %d has its %d groups and holds since %s for older ones that are still being generated "
+                    '(staleness.eviction = "wait"): %d are here and %d outstanding',
+                    step,
+                    self.settings.groups_per_batch,
+                    since,
+                    len(self._buffer.held),
+                    len(self._outstanding),
+                )
+                return
             log.warning(
                 "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
                 "filtered; are rollout workers up and their engines started?",

@@ -270,8 +270,8 @@ class Metrics:
     """Warn when mean |trainer - behavior logprob| of fresh samples is above this, in nats per token; 0 never does.
     An engine and a trainer that round to bfloat16 in their own ways are 0.005 to 0.02 apart."""
     drop_alarm: float = 0.05
-    """Warn when more than this share of ten steps' answers was too old to train; 0 never does. They are the longer
-    ones."""
+    """Warn when more than this share of ten steps' answers was too old to train; 0 never does. They are mostly
+    the longer ones."""
 
     def __post_init__(self) -> None:
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")

@@ -54,11 +54,13 @@ class MismatchAlarm:
 class DropAlarm:
     """Warns when more than ``threshold`` of the answers of the last STEPS steps were too old to train; 0 never does.
 
-    A group is too old because its longest answer took long, so what is dropped is longer than what is trained, and
-    training sees fewer long answers than the policy gives. It is off again below half the threshold.
+    A group is mostly too old because its longest answer took long, so what is dropped is longer than what is trained,
+    and training sees fewer long answers than the policy gives. One burst, as when a learner fell back, is no such
+    thing: some were dropped in LEAST steps at least. It is off again below half the threshold.
     """
 
     STEPS = 10
+    LEAST = 3
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -73,13 +75,14 @@ class DropAlarm:
         self._dropped.append(_answers(metrics, "dropped"))
         dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
         share = dropped[0] / max(dropped[0] + trained[0], 1)
-        has_begun = share > self._threshold and len(self._trained) == self.STEPS and not self._is_on
-        if self._threshold and has_begun:
+        is_lasting = len(self._dropped) == self.STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
+        if self._threshold and share > self._threshold and is_lasting and not self._is_on:
             self._is_on = True
             log.warning(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
-                "%.0f tokens long on average, those that are trained %.0f. Raise staleness.max_staleness above the "
-                'seconds that the longest answer takes divided by those of a step, or set staleness.eviction = "wait"',
+                "%.0f tokens long on average, those that are trained %.0f. Ways out: staleness.max_staleness a few "
+                "above the seconds that the longest answer takes divided by those of a step; more engines; or a "
+                'learner that waits for them (staleness.eviction = "wait", with order = "oldest_first")',
                 100 * share,
                 self.STEPS,
                 self._threshold,

@@ -18,7 +18,7 @@ SCHEMA: dict[str, str] = {
     "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",
     "staleness/cancelled": "answers of the batch's groups that staleness.stragglers cut off: the longest ones",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
-    "staleness/dropped_share": "share of the answers of the last ten steps that were dropped as too stale",
+    "staleness/dropped_share": "share dropped as too stale of the answers trained or dropped in the last ten steps",
     "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",
     "staleness/buried_groups": "groups that could not be made (engine or reward failed for good), since the start",
     "buffer/groups": "groups that have arrived and wait to be trained",

@@ -20,7 +20,7 @@ from typing import Any, Final
 from benchmarks.gpu.window import Row, Sample
 
 STEP, WAIT, EXPORT, PAUSE, RUNNING, QUEUED = "#3c8d5a", "#c8503c", "#8a5fb0", "#c8503c", "#2a6fbb", "#cfdff0"
-_NUMBER: Final = re.compile(r"\d+ ")
+_NUMBER: Final = re.compile(r"\b\d+ ")
 _LEAST_PAUSE: Final = 0.15
 """Seconds that a pause is drawn wide at least: most are too short to be seen."""
 
