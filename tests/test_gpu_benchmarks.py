@@ -238,6 +238,14 @@ def test_an_estimate_counts_whole_steps() -> None:
     assert arm_seconds(step_seconds=8.0, warmup=1, window_seconds=20.0) == 15 + 4 * 8
 
 
+def test_waits_for_more_or_fewer_answers_are_one_wait() -> None:
+    def look(waits_for: str) -> dict[str, Any]:
+        return {"actors": {"w0": {"waits_for": waits_for}}}
+
+    looks = [look("the next token of 256 answers"), look("the next token of 3 answers"), look("weights"), look("")]
+    assert timeline.waits(looks) == [("w0", "the next token of answers", 0.5), ("w0", "weights", 0.25)]
+
+
 # -- run files and processes -------------------------------------------------------------------------------------------
 
 

@@ -218,8 +218,8 @@ class BatchFeed:
         starts = self._prompts.oldest_start.items()
         done = (self._buffer.held, self._buffer.groups)
         missing = [start for group_id, start in starts if not any(group_id in known for known in done)]
-        turns = len(missing) if self.settings.are_stragglers_cut else self.settings.groups_per_batch
-        return self._buffer.must_wait(policy_version, missing, count=turns)
+        at_once = len(missing) if self.settings.are_stragglers_cut else self.settings.groups_per_batch
+        return self._buffer.must_wait(policy_version, missing, count=at_once)
 
     def _prepare(self, groups: Sequence[Held], *, policy_version: int) -> Prepared:
         started = time.monotonic()
