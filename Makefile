@@ -12,5 +12,6 @@ types:
 	$(PYTHON) -m mypy
 imports:
 	$(dir $(PYTHON))lint-imports
+	$(PYTHON) bin/count-imports
 quick:
-	$(PYTHON) -m pytest -q -m "not slow and not sglang and not gpu"
+	$(PYTHON) -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not sglang and not gpu"

@@ -1,6 +1,8 @@
 """``python -m asyncrl``: the same as the ``asyncrl`` command."""
 
-from asyncrl.cli import main
+import sys
+
+from asyncrl.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,28 +2,39 @@
 
     AsyncRLError           exit code 1: the launcher starts the process again
     ├── ConfigError        the user's mistake: printed as one line, exit code 2, never a traceback
-    │   ├── NoAnswer       nobody answers at bus.url
+    │   ├── NoAnswer       no response at bus.url
     │   ├── NoSuchRun      the bus is there and knows no run of that name
+    │   ├── NoHistory      a folder has no history.jsonl
     │   ├── NoRoom         no GPUs are free for another process
     │   └── NameTaken      another rollout worker of the run has this name: exit code 4
     ├── LaunchError        a launcher could not start a process; the next try may work
     ├── HopelessError      starting again would end the same way: exit code 3
+    ├── DiskError          a file cannot be written or read now: exit code 5, started again until it can
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
     │   ├── ObjectGone     a large object is not in the store, or not any more
     │   ├── MessageTooLarge  a message is over the server's max_payload
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
-    │   ├── PromptError     no engine can answer this prompt; the group is buried
+    │   ├── PromptError     no engine can answer this prompt; the group is failed
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
-    ├── RolloutError       a RolloutFn failed on a group; it is buried with the reason
-    ├── RewardError        a group could not be rewarded; it is buried with the reason
+    ├── RolloutError       a RolloutFn failed on a group; it is failed with the reason
+    ├── RewardError        a group could not be rewarded; it is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
-    ├── BackendError       a training step could not be done
+    ├── BackendError       a training step could not be done; the learner ends
+    │   └── StepFailed     and nothing was changed: the learner looks for the groups that it fails with
     └── CheckpointError    a checkpoint cannot be written or read
+        └── CheckpointDamaged  its files are not what was written; the learner takes the one before
 
 To add one: subclass the boundary it belongs to, say in a sentence who catches it, put it in the tree.
 """
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from typing import Final
 
 INTERRUPTED = 130
 """Exit code of what was drained or stopped before it was done."""
@@ -49,6 +60,10 @@ class NoSuchRun(ConfigError):
     """There is no run of this name: the bus answers and has none, or none is up in the run's folder."""
 
 
+class NoHistory(ConfigError):
+    """A run's folder has no history. `asyncrl audit` accounts without one where the folder holds a run otherwise."""
+
+
 class NoRoom(ConfigError):
     """No GPUs are free for another process. `asyncrl run` refuses it; a fleet that is up stays as it is."""
 
@@ -69,6 +84,15 @@ class HopelessError(AsyncRLError):
     exit_code = 3
 
 
+class DiskError(AsyncRLError):
+    """A disk takes or gives nothing now: full, read-only, an I/O error. Launchers start the process again until then.
+
+    Raised where checkpoints are read; the code is also that of an OSError that only a disk says (``exit_code_of``).
+    """
+
+    exit_code = 5
+
+
 class BusError(AsyncRLError):
     """The bus refused a request or cannot be reached."""
 
@@ -83,6 +107,10 @@ class Unanswered(BusError):
 
 class BusFull(BusError):
     """A topic is full. The publisher waits; nothing was stored."""
+
+
+class LogChanged(BusError):
+    """A log is another one than was read so far, or back at an earlier state. The learner reads it again by group."""
 
 
 class ObjectGone(BusError):
@@ -102,7 +130,7 @@ class EngineError(AsyncRLError):
 
 
 class PromptError(EngineError):
-    """This prompt can be answered by no engine: too long for the model, or not of its tokens. The group is buried."""
+    """This prompt can be answered by no engine: too long for the model, or not of its tokens. The group is failed."""
 
 
 class EngineDied(EngineError):
@@ -110,11 +138,11 @@ class EngineDied(EngineError):
 
 
 class RolloutError(AsyncRLError):
-    """A user's RolloutFn failed. The rollout worker buries the group with the reason; nothing crashes."""
+    """A user's RolloutFn failed. The group fails with the reason; nothing crashes."""
 
 
 class RewardError(AsyncRLError):
-    """A group could not be rewarded. The rollout worker buries it with the reason; nothing crashes."""
+    """A group could not be rewarded. It fails with the reason; nothing crashes."""
 
 
 class WeightsError(AsyncRLError):
@@ -125,5 +153,71 @@ class BackendError(AsyncRLError):
     """A training step could not be done."""
 
 
+class StepFailed(BackendError):
+    """A step, or the scoring of answers, failed on every rank; weights and optimizer are as they were.
+
+    The learner finds out which groups of the batch it fails with, and goes on without them.
+    """
+
+
 class CheckpointError(AsyncRLError):
     """A checkpoint cannot be written or read."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's files are gone, cut, changed, or make no sense. A resumed learner takes the one before."""
+
+
+_ONLY_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+"""What only a disk says, wherever in a process it is raised."""
+
+DISK_ERRORS: Final = (
+    *_ONLY_DISKS,
+    *(errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN),
+)
+"""What a file that was written before says when it cannot be now, and what may be over when somebody has made room or
+mounted a disk again. The second line is a disk's only where a file is written: sockets and mistakes say it, too. Too
+many open files (EMFILE, ENFILE) are a leak of ours, which no waiting heals.
+"""
+
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
+"""How libraries written in Rust say an errno."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Of a process that ``error`` ends: the worst of the error, its causes and the members of its groups.
+
+    That of DiskError only if there is nothing worse: a process that ends with it is started again without end.
+    """
+    codes, waiting, seen = {1}, [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:  # the one exception of a group has the group as its cause
+            continue
+        seen.add(id(one))
+        if isinstance(one, AsyncRLError):
+            codes.add(one.exit_code)
+        if _errno(one) in _ONLY_DISKS:
+            codes.add(DiskError.exit_code)
+        waiting += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        waiting += [one.__cause__] if one.__cause__ is not None else ()
+    worst = max(codes - {DiskError.exit_code})
+    return DiskError.exit_code if worst == 1 and DiskError.exit_code in codes else worst
+
+
+def disk_problem(error: BaseException) -> OSError | None:
+    """The error of a disk that takes nothing now among ``error`` and its causes; None if there is none."""
+    one: BaseException | None = error
+    while one is not None:
+        if (number := _errno(one)) in DISK_ERRORS:
+            return one if isinstance(one, OSError) else OSError(number, os.strerror(number))
+        one = one.__cause__
+    return None
+
+
+def _errno(error: BaseException) -> int:
+    """0 where it has none."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    found = _OS_ERROR.search(str(error))
+    return int(found[1]) if found else 0

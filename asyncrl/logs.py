@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -14,16 +17,16 @@ REASON = "reason"
 
 
 class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Of the messages for one reason it shows the first, the tenth, the hundredth, and so on."""
+    """Of one logger's messages for one reason it shows the first, the tenth, the hundredth, and so on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         if reason := getattr(record, REASON, ""):
-            self._counts[reason] += 1
-            count = self._counts[reason]
+            self._counts[record.name, reason] += 1
+            count = self._counts[record.name, reason]
             if count > 1:
                 if str(count).strip("0") != "1":
                     return
@@ -32,20 +35,70 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
+class LogFile(logging.FileHandler):
+    """A disk that takes nothing costs lines, which are counted: the first line that it takes again says how many."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._lost = 0
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, "ab", buffering=0)  # what is buffered would be tried again with every line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + self.terminator
+            if self._lost:
+                line = f"{self._lost} lines of this log are lost: the disk took nothing{self.terminator}{line}"
+            data = line.encode(errors="replace")
+            file: Any = self.stream
+            self._lost = 0 if file.write(data) == len(data) else self._lost + 1
+        except OSError:
+            self._lost += 1
+        except Exception:
+            self.handleError(record)
+
+
 def log_to(path: Path) -> None:
     """Everything from info up to a file of this process; warnings and errors to stderr as well. Raises ConfigError."""
+    to_file, to_stderr = _handlers(path)
+    logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
+    logging.getLogger().handlers = [to_file]
+    ours = logging.getLogger("asyncrl")
+    ours.setLevel(logging.INFO)
+    ours.handlers = [to_stderr]
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """The same of asyncrl's own messages alone, and while this is open: the process is somebody else's."""
+    handlers = _handlers(path)
+    ours = logging.getLogger("asyncrl")
+    before = ours.level, ours.propagate, logging.raiseExceptions
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # the caller's own handlers would show every message again
+    logging.raiseExceptions = False
+    for handler in handlers:
+        ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            ours.removeHandler(handler)
+            handler.close()
+        level, ours.propagate, logging.raiseExceptions = before
+        ours.setLevel(level)  # which also empties the cache of what is enabled
+
+
+def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
+    """To the file, and to stderr. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(path)
+        to_file = LogFile(path)
     except OSError as error:
         raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
-    logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_stderr = Stderr()
     to_stderr.setLevel(logging.WARNING)
     to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers = [to_file]
-    ours = logging.getLogger("asyncrl")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(to_stderr)
+    return to_file, to_stderr

@@ -1,10 +1,10 @@
-"""Loads "package.module:object" from the run file, and explains when it cannot."""
+"""Loads "package.module:object" from the run file, makes objects of its classes, and explains when it cannot."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -27,15 +27,42 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where}: cannot import {module_name!r} ({error}); is it on PYTHONPATH?") from error
+        problem = first_line(error)
+        raise ConfigError(f"{where}: cannot import {module_name!r} ({problem}); is it on PYTHONPATH?") from error
+    except SystemExit as error:
+        raise ConfigError(f"{where}: cannot import {module_name!r}: it exits (sys.exit({error.code!r}))") from error
     except Exception as error:  # whatever a user's module raises while it is imported
-        raise ConfigError(f"{where}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{where}: importing {module_name!r} raised {described(error)}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{where}: {module_name!r} has no {attribute!r}{hint}")
     found = getattr(module, attribute)
     if not (isinstance(found, kind) if kind else callable(found)):
-        wanted = f"a {kind.__name__}" if kind else "a function or class"
-        raise ConfigError(f"{where}: {name!r} is a {type(found).__name__}, not {wanted}")
+        wanted = with_article(kind) if kind else "a function or class"
+        raise ConfigError(f"{where}: {name!r} is {with_article(type(found))}, not {wanted}")
     return found
+
+
+def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> Any:
+    """An object of a user's class. Raises ConfigError."""
+    try:
+        return kind(*arguments)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's constructor may raise anything
+        raise ConfigError(f"{where}: making {name!r} raised {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """The error in one line."""
+    text = first_line(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def with_article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"

@@ -12,25 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.actors.base import Actor, Heart
-from asyncrl.actors.batch_feed import BatchFeed, BatchSettings
-from asyncrl.actors.learner import Learner, LearnerSettings
-from asyncrl.actors.prompt_source import PromptSource
-from asyncrl.actors.reporter import Reporter
-from asyncrl.actors.rollout_worker import RolloutWorker
-from asyncrl.actors.rollouts import single_turn
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.prompt_source import PromptSource
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
-from asyncrl.actors.training_step import TrainingStep
-from asyncrl.actors.weight_follower import WeightFollower
-from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.server import EmbeddedServer
-from asyncrl.checkpoint import LearnerState, PromptState
-from asyncrl.history import HISTORY_FILE, History
-from asyncrl.messages import Sampling
-from asyncrl.policies.algorithms import resolve
-from asyncrl.policies.batch import Metric
-from asyncrl.policies.buffer import Buffer
-from asyncrl.policies.rows import ALGORITHMS
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.config import RunConfig
+from asyncrl.config.learner import LearnerSection
+from asyncrl.config.run import CheckpointSection, DataSection, ModelSection, RolloutSection, RunSection
+from asyncrl.config.staleness import StalenessSection
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.run.build import LearnerPorts, assemble_learner
 from benchmarks.ideal import Plan
 from benchmarks.simulated import (
     EvenLength,
@@ -121,7 +123,7 @@ async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
                 window = Window(plan, engines, server)
                 backend = TimedBackend(timing, machines=plan.learner_machines)
                 learner, prompts = _learner(plan, buses[0], backend=backend, window=window, folder=Path(folder))
-                lives: list[list[Actor]] = [[learner, prompts, Heart(learner)]]
+                lives: list[list[Actor]] = [[learner, prompts, HeartbeatSender(learner)]]
                 for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
                     lives.append(_worker(plan, bus, engine=engine, name=f"worker-{number}"))
                 await live(lives)
@@ -156,71 +158,34 @@ async def _connect(server: EmbeddedServer, plan: Plan) -> JetStreamBus:
 def _learner(
     plan: Plan, bus: JetStreamBus, *, backend: TimedBackend, window: Window, folder: Path
 ) -> tuple[Learner, PromptSource]:
-    buffer = Buffer(max_staleness=plan.bound)
-    prompts = PromptSource(
-        "prompts",
-        bus,
-        rows=PromptRows(),
-        admission=plan.admission,
-        sampling=Sampling(max_new_tokens=2**20),
-        group_size=plan.group_size,
-        state=PromptState(),
-        groups=buffer.groups,
-    )
-    settings = LearnerSettings(
-        steps=plan.steps,
-        mode=plan.mode,
-        learning_rate=1e-6,
-        warmup_steps=0,
-        checkpoint_directory=folder / "checkpoints",
-        checkpoint_every=0,
-        checkpoint_keep=1,
-        keep_log=True,
-        max_buried_in_a_row=1,
-    )
-    state = LearnerState(
-        run_epoch=0,
-        step=0,
-        policy_version=0,
-        groups=buffer.groups.as_json(),
-        consumed=buffer.consumed.as_json(),
-        prompts=PromptState(),
+    run = RunConfig(
+        model=ModelSection(path=""),
+        data=DataSection(path=""),
+        run=RunSection(directory=str(folder), name="pipeline", steps=plan.steps, mode=plan.mode),
+        rollout=RolloutSection(group_size=plan.group_size, max_new_tokens=2**20),
+        learner=LearnerSection(groups_per_batch=plan.groups_per_batch),
+        staleness=StalenessSection(max_staleness=plan.bound),
+        checkpoint=CheckpointSection(every_steps=0, keep_log=True),
     )
     algorithm = resolve(ALGORITHMS["grpo"])
-    feed = BatchFeed(
-        BatchSettings(
-            groups_per_batch=plan.groups_per_batch,
-            max_staleness=plan.bound,
-            wait_for_stragglers=False,
-            shares=1,
-            micro_batch_tokens=16_384,
-        ),
-        buffer=buffer,
-        prompts=prompts,
+    ports = LearnerPorts(
         algorithm=algorithm,
-    )
-    learner = Learner(
-        "learner",
-        bus,
-        settings=settings,
-        state=state,
-        restore_from=None,
-        buffer=buffer,
-        prompts=prompts,
-        feed=feed,
         backend=backend,
         training=TrainingStep(backend, algorithm=algorithm),
         channel=NullChannel(),
-        reporter=Reporter(bus, [window]),
-        history=History(folder / HISTORY_FILE, run_epoch=0),
+        rows=PromptRows(),
+        metrics=MetricsReporter(bus, [window]),
+        validator=Validator(bus),
+        admission=plan.admission,
+        most_failed=1,
     )
-    return learner, prompts
+    return assemble_learner(run, ports, bus=bus, state=LearnerState.fresh())
 
 
 def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str) -> list[Actor]:
     load = "in_flight" if plan.mode == "async" else "on_demand"
     follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=NullChannel().verify, load=load)
-    worker = RolloutWorker(
+    worker = training_worker(
         name,
         bus,
         engine=engine,
@@ -233,7 +198,7 @@ def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str
         max_attempts=3,
         keep_seconds=40.0,
     )
-    return [worker, follower, Heart(worker)]
+    return [worker, follower, HeartbeatSender(worker)]
 
 
 def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:

@@ -1,6 +1,6 @@
 """How fast the bus carries trajectory groups, and how long one is on its way.
 
-    python benchmarks/bus.py [--quick] [--json FILE] [--groups 64] [--step-seconds 30]
+    python benchmarks/bus.py [--quick] [--unsigned] [--json FILE] [--groups 64] [--step-seconds 30] [--sync-seconds 1]
 
 A real nats-server on loopback. Publishers, each with its own connection, share one process; the reader is another
 process that decodes every group, as the learner does.
@@ -35,11 +35,12 @@ from typing import Any, Literal
 import numpy as np
 import uvloop
 
-from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.server import EmbeddedServer, find_binary
-from asyncrl.codec import encode
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
-from asyncrl.topics import TRAJECTORIES
+from asyncrl.messages.codec import encode
+from asyncrl.messages.signing import UNSIGNED, Signatures, SigningKey
+from asyncrl.messages.topics import TRAJECTORIES
 
 SIZES = {"1 kB": 1_000, "64 kB": 64_000, "300 kB": 300_000, "1 MB": 1_000_000, "4 MB": 4_000_000}
 BYTES_PER_TOKEN = 9
@@ -93,7 +94,7 @@ def make_group(num_bytes: int) -> TrajectoryGroup:
                 tokens=generator.integers(0, 150_000, length, dtype=np.int32),
                 response_mask=np.ones(length, np.bool_),
                 behavior_logprobs=-generator.random(length, dtype=np.float32),
-                version_spans=(VersionSpan(start=0, run_epoch=0, policy_version=3),),
+                version_spans=(VersionSpan(start=0, incarnation=0, policy_version=3),),
                 reward=1.0,
             )
             for _ in range(count)
@@ -140,9 +141,18 @@ async def read_one_load(pipe: Connection, *, address: dict[str, Any], after: int
     pipe.send((latencies, num_bytes, last - first))
 
 
-async def open_bus(*, url: str, token: str, run: str, storage: Storage) -> JetStreamBus:
+async def open_bus(*, url: str, token: str, run: str, storage: Storage, is_signed: bool) -> JetStreamBus:
+    key = SigningKey(bytes(32))
+    signed = Signatures(run=run, own=key, learner=key.public, bound=lambda name: key.public)
     return await JetStreamBus.connect(
-        url, run=run, token=token, max_prompts=64, max_log_bytes=LOG_BYTES, ack_seconds=60.0, storage=storage
+        url,
+        run=run,
+        token=token,
+        max_prompts=64,
+        max_log_bytes=LOG_BYTES,
+        ack_seconds=60.0,
+        storage=storage,
+        signatures=signed if is_signed else UNSIGNED,
     )
 
 
@@ -226,8 +236,10 @@ async def measure_row(
     publishers: int,
     seconds: float,
     numbers: Iterator[int],
+    is_signed: bool,
 ) -> dict[str, Any]:
     address: dict[str, Any] = {"url": server.url, "token": server.token, "run": f"bench-{storage}", "storage": storage}
+    address["is_signed"] = is_signed
     group = make_group(num_bytes)
     async with contextlib.AsyncExitStack() as stack:
         buses = [await open_bus(**address) for _ in range(publishers)]
@@ -246,8 +258,11 @@ async def measure_row(
     }
 
 
-async def measure_share(server: EmbeddedServer, *, groups: int, step_seconds: float, repeats: int) -> Share:
+async def measure_share(
+    server: EmbeddedServer, *, groups: int, step_seconds: float, repeats: int, is_signed: bool
+) -> Share:
     address: dict[str, Any] = {"url": server.url, "token": server.token, "run": "bench-file", "storage": "file"}
+    address["is_signed"] = is_signed
     bus, group = await open_bus(**address), make_group(SIZES["300 kB"])
     publish_seconds, read_seconds = [], []
     for repeat in range(repeats):
@@ -307,6 +322,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load (default 3)")
     parser.add_argument("--groups", type=int, default=64, help="300 kB groups of a batch (default 64)")
     parser.add_argument("--step-seconds", type=float, default=30.0, help="of a typical step (default 30)")
+    parser.add_argument("--sync-seconds", type=float, default=1.0, help="bus.sync_seconds (default 1)")
+    parser.add_argument("--unsigned", action="store_true", help="without signatures (default: as in a run)")
     options = parser.parse_args()
     sizes = ["64 kB", "300 kB"] if options.quick else list(SIZES)
     storages: list[Storage] = ["file"] if options.quick else ["file", "memory"]
@@ -321,7 +338,10 @@ def main() -> None:
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     reader = multiprocessing.get_context("spawn").Process(target=read_in_its_own_process, args=(theirs,), daemon=True)
     reader.start()
-    with tempfile.TemporaryDirectory() as folder, EmbeddedServer(Path(folder)) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmbeddedServer(Path(folder), sync_seconds=options.sync_seconds) as server,
+    ):
         for storage, name, publishers in itertools.product(storages, sizes, counts):
             row = uvloop.run(
                 measure_row(
@@ -332,13 +352,20 @@ def main() -> None:
                     publishers=publishers,
                     seconds=seconds,
                     numbers=numbers,
+                    is_signed=not options.unsigned,
                 )
             )
             rows.append(row)
             print(table_line(row, name), flush=True)
         repeats = 3 if options.quick else 9
         share = uvloop.run(
-            measure_share(server, groups=options.groups, step_seconds=options.step_seconds, repeats=repeats)
+            measure_share(
+                server,
+                groups=options.groups,
+                step_seconds=options.step_seconds,
+                repeats=repeats,
+                is_signed=not options.unsigned,
+            )
         )
         rows.append({"share": asdict(share)})
         ours.send(None)

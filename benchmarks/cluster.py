@@ -23,11 +23,11 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.messages import Progress
-from asyncrl.topics import PROGRESS, PROMPTS, TRAJECTORIES
-from tests.bus_fixtures import group, progress, prompt
-from tests.cluster_fixtures import Cluster, leader, server_of
+from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
+from tests.harness.buses import group, progress, prompt
+from tests.harness.nats_cluster import Cluster, leader, server_of
 
 VICTIMS: Final = ("leads the log", "leads the prompts", "is connected to")
 

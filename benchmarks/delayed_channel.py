@@ -13,7 +13,7 @@ with the window full, trained max_staleness versions later. Engines have v from 
 
 and delay = max_staleness leaves one value: the run is in lockstep at that lag, however fast its parts are. A longer
 delay cannot work: the learner would wait for groups that wait for weights.
-Tests: tests/test_staleness_bus.py.
+Tests: benchmarks/tests/test_staleness_bus.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.messages import WeightVersion
-from asyncrl.snapshot import Snapshot
+from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 
 SPARE: Final = 4
@@ -40,11 +40,11 @@ class DelayedChannel(FilesChannel):
         self._delay = keep - SPARE
         self._written: list[WeightVersion] = []
 
-    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Write this version and give back the one whose time has come; version 0, which engines have, before any."""
-        self._written.append(super().publish(snapshot, run_epoch=run_epoch, policy_version=policy_version))
+        self._written.append(super().publish(snapshot, incarnation=incarnation, policy_version=policy_version))
         due = policy_version - self._delay
         # A learner faster than the disk passes over versions (WeightPublisher), so ``due`` may be missing: the one
         # after it is what its groups wait for.
         self._written = [weights for weights in self._written if weights.policy_version >= due]
-        return self._written[0] if due > 0 else WeightVersion(run_epoch=run_epoch, policy_version=0)
+        return self._written[0] if due > 0 else WeightVersion(incarnation=incarnation, policy_version=0)

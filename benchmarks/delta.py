@@ -35,17 +35,17 @@ import numpy as np
 import torch
 import transformers
 
-from asyncrl import safetensors_file
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.backends.reference import Options, ReferenceBackend
+from asyncrl.backends.reference.backend import Options, ReferenceBackend
 from asyncrl.data.import_model import import_model
-from asyncrl.policies.algorithms import resolve
-from asyncrl.policies.packing import Document, pack_for_ranks
-from asyncrl.policies.rows import ALGORITHMS
-from asyncrl.snapshot import Snapshot
-from asyncrl.weights import delta
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import Document, pack_for_ranks
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
+from asyncrl.weights.objects import delta
 from benchmarks.gpu.reasoning import TASKS, TRAINED
 
 GOAL: Final = 0.05
@@ -169,7 +169,7 @@ def measure(
     channel = FilesChannel(root / "weights", keep=2, model_path=folder)
     before: Path | None = None
     for step, snapshot in enumerate(versions(folder, batches, dtype=dtype, learning_rate=learning_rate)):
-        version = channel.publish(snapshot, run_epoch=0, policy_version=step)
+        version = channel.publish(snapshot, incarnation=0, policy_version=step)
         file = Path(version.uri) / WEIGHTS_FILE
         if before is not None:
             yield _compare(before, file, version.sha256, snapshot, dtype=dtype, learning_rate=learning_rate, step=step)

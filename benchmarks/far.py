@@ -26,11 +26,11 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.bus import nats_config
-from asyncrl.bus.server import find_binary
-from benchmarks import tiny_files
+from asyncrl.bus.nats_server import config as nats_config
+from asyncrl.bus.nats_server.server import find_binary
 from benchmarks.far_link import NEAR, FarLink, unavailable
-from benchmarks.staleness_task import Policy
+from tests.harness.tiny import files as tiny_files
+from tests.harness.tiny.task import Policy
 
 RESULTS: Final = Path("docs/results/far.jsonl")
 _LIMIT_SECONDS: Final = 600.0
@@ -60,7 +60,7 @@ workers = 1
 group_size = 4
 max_new_tokens = 4096
 max_running = {running}
-salvage_seconds = {salvage_seconds}
+partial_save_seconds = {partial_save_seconds}
 
 [engine]
 kind = "benchmarks.far_engine:FarEngine"
@@ -68,7 +68,7 @@ device = "cpu"
 options = {{ mean_tokens = {mean_tokens}, capacity = {capacity} }}
 
 [reward]
-kind = "benchmarks.tiny_reward:TinyReward"
+kind = "tests.harness.tiny.reward:TinyReward"
 
 [learner]
 backend = "benchmarks.far_backend:FarBackend"
@@ -84,7 +84,7 @@ max_staleness = {max_staleness}
 
 [weights]
 channel = "objects"
-delta_share = {delta_share}
+options = {{ delta_share = {delta_share} }}
 
 [checkpoint]
 every_steps = 0
@@ -109,7 +109,7 @@ class Arm:
     mean_tokens: int = 1000
     workers: int = 1
     running: int = CAPACITY + 8
-    salvage_seconds: float = 3.0
+    partial_save_seconds: float = 3.0
     near: str = "near"
 
 
@@ -119,7 +119,7 @@ ARMS: Final = (
     Arm(name="rtt 200", loss=0.0),
     Arm(name="far"),
     Arm(name="far cubic", tcp="cubic"),
-    Arm(name="far cubic unsaved", tcp="cubic", salvage_seconds=0.0),
+    Arm(name="far cubic unsaved", tcp="cubic", partial_save_seconds=0.0),
     Arm(name="far cubic full", tcp="cubic", delta_share=0.0),
     Arm(name="near 32 MiB", is_far=False, weights_bytes=2**25, near="near 32 MiB"),
     Arm(name="far 32 MiB", weights_bytes=2**25, near="near 32 MiB"),

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import StepResult
-from asyncrl.snapshot import Snapshot
+from asyncrl.tensors.snapshot import Snapshot
 from benchmarks.simulated import TimedBackend, Timing
 
 
@@ -36,6 +36,8 @@ class Options:
 
 class FarBackend(TimedBackend):
     """A step of T tokens takes T / train_tokens_per_second."""
+
+    options_type = Options
 
     def __init__(self, model_path: Path, *, options: Options, **rest: Any) -> None:
         timing = Timing(
@@ -56,9 +58,9 @@ class FarBackend(TimedBackend):
         self._weights = (torch.randn(count, generator=self._generator) * 0.02).to(torch.bfloat16)
 
     def step(
-        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
     ) -> StepResult:
-        result = super().step(shares, learning_rate=learning_rate, model=model)
+        result = super().step(dp_shards, learning_rate=learning_rate, model=model)
         moved = torch.rand(len(self._weights), generator=self._generator) < self._options.changed_share
         bits = self._weights.view(torch.int16)
         bits += moved.to(torch.int16)
@@ -68,10 +70,10 @@ class FarBackend(TimedBackend):
         return result
 
     def score(
-        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
         """What SimulatedEngine says of every token: its worker is no bad peer."""
-        return [[np.full(micro_batch.num_tokens, -1, np.float32) for micro_batch in share] for share in shares]
+        return [[np.full(micro_batch.num_tokens, -1, np.float32) for micro_batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:
         return Snapshot.of([("weights", self._weights)])

@@ -26,6 +26,8 @@ class Options:
 class FarEngine(SimulatedEngine):
     """Answers of lognormal length at a real engine's pace."""
 
+    options_type = Options
+
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
     ) -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.faults [--json FILE]
 
 A tiny model trains on two CPU cores. What hangs is a subclass of a real part that waits while a file is there; what
-freezes is stopped by SIGSTOP; what is cut off goes through a proxy that forwards nothing more. docs/liveness.md has
-the table. tests/test_liveness.py runs some of them.
+freezes is stopped by SIGSTOP; what is cut off goes through a proxy that forwards nothing more. The table is in
+docs/guides/troubleshooting.md; tests/chaos/test_liveness.py runs some of them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fault_injections import Proxy, full_disk, hanging, stopped
-from benchmarks.fault_run import NAMED_SECONDS, Run, prepare, running
+from tests.harness.faults.injections import Proxy, full_disk, hanging, stopped
+from tests.harness.faults.run import NAMED_SECONDS, Run, prepare, running
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def of_own_processes(folder: Path) -> Iterator[Measured]:
             ("event loop blocks", "its event loop is blocked", lambda: parts("blocked")),
             ("clock jumps by an hour", "jumped by +3600 s", lambda: parts("clock")),
             ("nothing left to learn from", "filtered out", lambda: parts("filtered")),
-            ("SIGSTOP of a worker", "worker w1 is stopped (SIGSTOP)", lambda: stopped(run.pid("rollout-worker", "w1"))),
-            ("SIGSTOP of the learner", "learner is stopped (SIGSTOP)", lambda: stopped(run.pid("asyncrl", "learner"))),
+            ("SIGSTOP of a worker", "worker w1 is stopped (SIGSTOP)", lambda: stopped(run.pid("w1"))),
+            ("SIGSTOP of the learner", "learner is stopped (SIGSTOP)", lambda: stopped(run.pid("learner"))),
             ("SIGSTOP of nats-server", "its process is stopped", lambda: stopped(run.pid("nats-server"))),
         ]
         for what, text, inject in faults:
@@ -92,7 +92,7 @@ def of_joined_workers(folder: Path) -> Iterator[Measured]:
         with joined(run, "x2") as worker:
             yield measure(run, "kill -9 of a remote worker", "worker x2 has not been heard of", _killed(worker))
         with joined(run, "x4"):
-            yield measure(run, "all prompts are buried", "groups were all buried", hanging(folder, "raises"))
+            yield measure(run, "all prompts are failed", "groups were all failed", hanging(folder, "raises"))
             run.process.wait(60)
 
 

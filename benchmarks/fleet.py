@@ -38,18 +38,20 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl import app, config
-from asyncrl.commands.audit import account_of
+from asyncrl import config
 from asyncrl.config import RunConfig
-from asyncrl.config.staleness import Staleness
+from asyncrl.config.staleness import StalenessSection
+from asyncrl.messages.topics import PROGRESS, PROMPTS
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROGRESS, PROMPTS
-from benchmarks import fleet_processes, tiny_files
+from asyncrl.run import registry
+from asyncrl.run.account import account_of
+from benchmarks import fleet_processes
 from benchmarks.fleet_probe import MonitoredServer, Reading, between, memory, read
 from benchmarks.fleet_processes import Processes
 from benchmarks.fleet_report import HEAD, flatness, line
 from benchmarks.fleet_report import load as as_text
-from benchmarks.staleness_task import Policy
+from tests.harness.tiny import files as tiny_files
+from tests.harness.tiny.task import Policy
 
 Row = dict[str, Any]
 
@@ -86,26 +88,26 @@ class Scene:
     def run_file(self, folder: Path, *, workers: int, url: str) -> RunConfig:
         window = (self.max_staleness + 1) * self.groups_per_batch
         return RunConfig(
-            run=config.Run(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.all_steps),
-            bus=config.Bus(url=url),
-            model=config.Model(path=str(folder / "model")),
-            data=config.Data(path=str(folder / "prompts.jsonl")),
-            rollout=config.Rollout(
+            run=config.RunSection(name=f"fleet-{workers}", directory=str(folder / "runs"), steps=self.all_steps),
+            bus=config.BusSection(url=url),
+            model=config.ModelSection(path=str(folder / "model")),
+            data=config.DataSection(path=str(folder / "prompts.jsonl")),
+            rollout=config.RolloutSection(
                 workers=workers,
                 group_size=self.group_size,
                 max_new_tokens=self.num_tokens,
                 max_running=math.ceil(window / workers) * self.group_size,
             ),
-            learner=config.Learner(
+            learner=config.LearnerSection(
                 backend="benchmarks.fleet_parts:FleetBackend",
                 device="cpu",
                 groups_per_batch=self.groups_per_batch,
                 options={"step_seconds": self.groups_per_batch / self.rate},
             ),
-            algorithm=config.Algorithm(name="grpo"),
-            staleness=Staleness(max_staleness=self.max_staleness),
-            checkpoint=config.Checkpoint(every_steps=4),
-            metrics=config.Metrics(console=False, mismatch_alarm=0),
+            algorithm=config.AlgorithmSection(name="grpo"),
+            staleness=StalenessSection(max_staleness=self.max_staleness),
+            checkpoint=config.CheckpointSection(every_steps=4),
+            metrics=config.MetricsSection(console=False, mismatch_alarm=0),
         )
 
 
@@ -145,7 +147,7 @@ class Fleet:
         self._outstanding = 0
 
     async def measured(self) -> Row:
-        bus = await app.connect(self._run, token=self._server.token)
+        bus = await registry.connect(self._run, token=self._server.token)
         try:
             return await self._measured(bus)
         finally:
@@ -220,7 +222,7 @@ class Fleet:
             published = await bus.last_sequence(PROMPTS)  # this one first: it only grows
             progress = (await bus.states(PROGRESS)).get("")
             if progress is not None:
-                done = progress.groups_trained + progress.groups_dropped + progress.groups_buried
+                done = progress.groups_trained + progress.groups_dropped + progress.groups_failed
                 self._outstanding = max(self._outstanding, published - done - progress.groups_filtered)
                 _say(f"step {progress.step}/{self._run.run.steps}", end="\r")
             ended = {name: code for name, code in self._processes.codes().items() if code is not None}

@@ -1,6 +1,7 @@
 """The model's side of the fleet benchmark: an engine that waits and a trainer that paces. They compute nothing.
 
-An answer takes a time that its seed stands for and has TOKENS tokens, which grow evenly: salvage finds them half done.
+An answer takes a time that its seed stands for and has TOKENS tokens, which grow evenly: partial rollouts hold
+some of them.
 The trainer takes a batch every ``step_seconds``: it alone sets how much work a run does, whatever the fleet.
 """
 
@@ -17,19 +18,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.messages import Sampling, VersionSpan, WeightVersion
-from asyncrl.policies.packing import MicroBatch
-from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial, StepResult
-from asyncrl.snapshot import Snapshot
-from benchmarks.tiny_files import FIRST_DIGIT
+from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, StepResult
+from asyncrl.tensors.snapshot import Snapshot
+from tests.harness.tiny.files import FIRST_DIGIT
 
 LOGPROB: Final = -1.0
-_SEED_BITS: Final = 63  # of rollout_worker.sample_seed
+_SEED_BITS: Final = 63  # of generation_session.sample_seed
 
 
 @dataclass(slots=True)
 class Growing:
-    """One answer. ``versions``: (first token, (run epoch, policy version)), rising."""
+    """One answer. ``versions``: (first token, (incarnation, policy version)), rising."""
 
     num_tokens: int
     began: float
@@ -48,7 +50,7 @@ class Growing:
         return Generation(
             tokens=np.full(self.num_tokens, FIRST_DIGIT, np.int32),
             logprobs=np.full(self.num_tokens, LOGPROB, np.float32),
-            version_spans=tuple(VersionSpan(start=s, run_epoch=v[0], policy_version=v[1]) for s, v in starts.items()),
+            version_spans=tuple(VersionSpan(start=s, incarnation=v[0], policy_version=v[1]) for s, v in starts.items()),
             finish_reason="stop",
         )
 
@@ -66,7 +68,12 @@ class FleetEngine:
         pass
 
     async def generate(
-        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
     ) -> Generation:
         growing = Growing(
             num_tokens=min(self._num_tokens, sampling.max_new_tokens),
@@ -97,7 +104,7 @@ class FleetEngine:
         return self._version
 
     @property
-    def receiver(self) -> None:
+    def intake(self) -> None:
         return None
 
     def stats(self) -> EngineStats:
@@ -112,8 +119,10 @@ class Options:
     step_seconds: float = 1.0
 
 
-class FleetBackend:
+class FleetBackend(BackendAdapter):
     """learner.backend = "benchmarks.fleet_parts:FleetBackend": a step ends ``step_seconds`` after the one before."""
+
+    options_type = Options
 
     def __init__(self, model_path: Path, *, options: Options, **_: Any) -> None:
         self._seconds = options.step_seconds
@@ -124,7 +133,7 @@ class FleetBackend:
         pass
 
     def step(
-        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
     ) -> StepResult:
         time.sleep(max(0.0, self._ended + self._seconds - time.monotonic()))
         self._ended = time.monotonic()
@@ -132,9 +141,9 @@ class FleetBackend:
         return StepResult(metrics={"loss": 0.0})
 
     def score(
-        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        return [[np.full(batch.num_tokens, LOGPROB, np.float32) for batch in share] for share in shares]
+        return [[np.full(batch.num_tokens, LOGPROB, np.float32) for batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:
         return Snapshot.of([("weight", self._weights)])

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl.bus.server import EmbeddedServer
+from asyncrl.bus.nats_server.server import EmbeddedServer
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")

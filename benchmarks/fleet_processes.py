@@ -17,19 +17,19 @@ from typing import Any, Final
 
 import uvloop
 
-from asyncrl import app, assembly
-from asyncrl.actors.base import Actor, Heart
-from asyncrl.actors.rollout_worker import RolloutWorker
-from asyncrl.actors.rollouts import single_turn
-from asyncrl.actors.salvage import Salvage
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.supervisor import supervise
-from asyncrl.actors.watcher import Watcher
-from asyncrl.actors.weight_follower import WeightFollower
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
-from asyncrl.policies.faults import Finding
-from asyncrl.processes import signal_on_parent_death
+from asyncrl.os_process import signal_on_parent_death
+from asyncrl.policies.health.faults import Finding
 from asyncrl.protocols import Bus
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.run import build, registry
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 
@@ -119,16 +119,16 @@ async def _connected(run: RunConfig, *, token: str) -> Bus:
     """On a machine that is short of processors a connection may take longer than its patience: tried again."""
     for _ in range(_ATTEMPTS - 1):
         with contextlib.suppress(ConfigError):
-            return await app.connect(run, token=token, role="rollout-worker")
-    return await app.connect(run, token=token, role="rollout-worker")
+            return await registry.connect(run, token=token, role="rollout-worker")
+    return await registry.connect(run, token=token, role="rollout-worker")
 
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
-    """As assembly.build_worker and roles.run_worker make them, with a simulated engine and without a tokenizer."""
+    """As run/build.py and cli/rollout_worker.py make them, with a simulated engine and without a tokenizer."""
     follower = WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=app.channel(run, bus=bus).verify, load=run.load
+        f"{name}.weights", bus, engine=engine, verify=registry.channel(run, bus=bus).verify, load=run.load
     )
-    made = RolloutWorker(
+    made = training_worker(
         name,
         bus,
         engine=engine,
@@ -140,15 +140,15 @@ def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
         max_running=run.rollout.max_running,
         max_attempts=run.rollout.max_attempts,
         keep_seconds=run.bus.ack_seconds / 3,
-        salvage=Salvage(
+        partial_rollouts=PartialRollouts(
             bus,
             worker=name,
-            seconds=run.rollout.salvage_seconds,
+            seconds=run.rollout.partial_save_seconds,
             max_attempts=run.rollout.max_attempts,
             max_staleness=run.max_staleness,
         ),
     )
-    return [made, follower, Heart(made)]
+    return [made, follower, HeartbeatSender(made)]
 
 
 def learner(parent: Connection, run: RunConfig, token: str) -> None:
@@ -157,11 +157,11 @@ def learner(parent: Connection, run: RunConfig, token: str) -> None:
 
 
 async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
-    bus = await app.connect(run, token=token)
+    bus = await registry.connect(run, token=token)
     try:
-        made, helpers = await assembly.build_learner(run, bus=bus, resume=False)
+        made, helpers = await build.build_learner(run, bus=bus, resume=False)
         parent.send("ready")
-        await supervise(made, *helpers, Heart(made, *helpers), stop_seconds=STOP_SECONDS)
+        await supervise(made, *helpers, HeartbeatSender(made, *helpers), stop_seconds=STOP_SECONDS)
     finally:
         await bus.close()
 
@@ -181,7 +181,7 @@ async def _watch(parent: Connection, run: RunConfig, token: str) -> None:
             found[finding.fault] = found.get(finding.fault, 0) + 1
 
     parent.send("ready")
-    looking = Watcher(lambda: app.connect(run, token=token))
+    looking = HealthMonitor(lambda: registry.connect(run, token=token))
     asyncio.get_running_loop().add_reader(parent.fileno(), lambda: (parent.recv(), parent.send(found)))
     await looking.run(report)
 

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from asyncrl.actors.rollout_worker import sample_seed
-from asyncrl.policies.admission import Admission
+from asyncrl.actors.rollout.generation_session import sample_seed
+from asyncrl.config.run import Mode
+from asyncrl.policies.staleness.admission import Admission
 from benchmarks.simulated import PROMPT_TOKENS, Decoding, Finished, Lengths, Timing, version_spans
 
 
@@ -23,7 +24,7 @@ from benchmarks.simulated import PROMPT_TOKENS, Decoding, Finished, Lengths, Tim
 class Plan:
     """One run to simulate: ``steps`` optimizer steps, the first ``warmup`` of them not counted."""
 
-    mode: str
+    mode: Mode
     workers: int
     learner_machines: int
     groups_per_batch: int

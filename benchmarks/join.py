@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import Running
+from tests.harness.run_process import RunProcess
 
 PROMISE_SECONDS = 10.0
 
@@ -41,7 +41,7 @@ class Join:
 
 
 async def measure(folder: Path, joins: int) -> tuple[list[Join], dict[str, Any]]:
-    run = Running(folder / "run")
+    run = RunProcess(folder / "run")
     away = folder / "away"
     away.mkdir()
     found = []
@@ -59,7 +59,7 @@ async def measure(folder: Path, joins: int) -> tuple[list[Join], dict[str, Any]]
     return found, await asyncio.to_thread(run.audit)
 
 
-async def _join(run: Running, name: str, away: Path, *, leave_by: signal.Signals) -> Join:
+async def _join(run: RunProcess, name: str, away: Path, *, leave_by: signal.Signals) -> Join:
     began = time.time()
     worker = run.join(name, folder=away)
     try:

@@ -1,7 +1,7 @@
 """Draws what fleet.py measured.
 
-    python -m benchmarks.plot_fleet docs/results/fleet.jsonl docs/fleet.png
-    python -m benchmarks.plot_fleet docs/results/fleet_same_each.jsonl docs/fleet_same_each.png
+    python -m benchmarks.plot_fleet docs/results/fleet.jsonl docs/results/fleet.png
+    python -m benchmarks.plot_fleet docs/results/fleet_same_each.jsonl docs/results/fleet_same_each.png
 
 Left, CPU per trajectory by part, over the size of the fleet; middle, messages at the server; right, memory. Filled:
 what waiting workers cost, spread over the trajectories of this load; the band is the smallest fleet's, 20 % around it.

@@ -1,6 +1,6 @@
 """Draws what pipeline.py measured.
 
-    python -m benchmarks.plot_pipeline docs/results/pipeline.jsonl docs/pipeline.png
+    python -m benchmarks.plot_pipeline docs/results/pipeline.jsonl docs/results/pipeline.png
 
 Above, tokens trained per second over the split of the machines: lines are what ideal.py predicts, dots the real loop.
 Below, what the learner's machines did in each mode at its best split.

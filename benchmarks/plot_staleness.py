@@ -1,6 +1,6 @@
 """Draws what staleness_bus.py measured.
 
-    python -m benchmarks.plot_staleness docs/results/staleness_bus.jsonl docs/staleness.png
+    python -m benchmarks.plot_staleness docs/results/staleness_bus.jsonl docs/results/staleness.png
 
 Above, the expected reward of every arm, and how old the tokens were that three of them trained. Below, the arms that
 take time: the reward over seconds, and the adaptive bound beside the staleness of each step's batch.

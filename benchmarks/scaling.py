@@ -1,8 +1,8 @@
 """A fleet on paper: what the bus carries, how long weights take, how old tokens get, for 8 to 10,000 GPUs.
 
-    python -m benchmarks.scaling                                   the tables of docs/scaling.md, in Markdown
+    python -m benchmarks.scaling                                   the tables of docs/results/scaling.md, in Markdown
     python -m benchmarks.scaling --set sender_gigabytes=100        with another assumption
-    python -m benchmarks.scaling --update docs/scaling.md          put them into the page
+    python -m benchmarks.scaling --update docs/results/scaling.md  put them into the page
 
 Arithmetic only: each number follows from ``Assumptions`` and from what was measured (docs/results/fleet.jsonl). A value
 is an assumption with a source, or a measurement; nothing here was run on more than one machine.
@@ -51,7 +51,7 @@ MODELS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """Each with its source in docs/scaling.md. Numbers can be set from the command line."""
+    """Each with its source in docs/results/scaling.md. Numbers can be set from the command line."""
 
     rollout_share: float = 0.75
     """Of the GPUs, that sample; the others train."""
@@ -62,7 +62,7 @@ class Assumptions:
     max_staleness: float = 4
     bytes_per_token: float = 9
     """4 token, 4 behavior logprob, 1 response mask."""
-    salvage_copies: float = 1
+    partial_copies: float = 1
     """Each token also lies in a segment until its group is published."""
     stream_megabytes: float = 50
     """A second, one stream stored on disk with replicas 1: measured (docs/results/bus.jsonl, 64 kB, 4 publishers)."""
@@ -74,7 +74,7 @@ class Assumptions:
     """A second and worker at the server, in and out: its process's beat every 2 s, the watcher's look at it, the
     standing order and watches. Counted; measured where fleet.jsonl has 100 workers."""
     group_messages: float = 10.0
-    """A prompt group at the server, in and out, with salvage: measured (docs/results/fleet.jsonl)."""
+    """A prompt group at the server, in and out, with partial rollouts saved: measured (docs/results/fleet.jsonl)."""
     load_messages: float = 10.0
     """A weight version and worker: announcement, progress, lease."""
     learner_megabytes: float = 200
@@ -82,7 +82,7 @@ class Assumptions:
     sender_gigabytes: float = 50
     """A second: the learner's NIC (400 Gb/s); one GPU sends."""
     shm_gigabytes: float = 4.7
-    """A second and engine, from /dev/shm into the GPU: measured (docs/performance.md, 1.19 GB in 0.252 s)."""
+    """A second and engine, from /dev/shm into the GPU: measured (docs/results/performance.md, 1.19 GB in 0.252 s)."""
     share_gigabytes: float = 100
     """A second: what a shared file system gives to all its readers together."""
     store_gigabytes: float = 1.2
@@ -125,12 +125,12 @@ def bytes_per_gpu(given: Assumptions) -> Table:
                 model.name,
                 f"{model.tokens:,.0f}",
                 f"{given.bytes_per_token:.0f} × {model.tokens:,.0f} = {log / 1e3:.1f}",
-                f"{log * given.salvage_copies / 1e3:.1f}",
-                f"{log * (2 + given.salvage_copies) / 1e3:.1f}",
-                f"{8e-6 * log * (2 + given.salvage_copies):.2f}",
+                f"{log * given.partial_copies / 1e3:.1f}",
+                f"{log * (2 + given.partial_copies) / 1e3:.1f}",
+                f"{8e-6 * log * (2 + given.partial_copies):.2f}",
             )
         )
-    head = ("model", "tokens/s a GPU", "log kB/s", "salvage kB/s", "at the server, in and out, kB/s", "Mb/s")
+    head = ("model", "tokens/s a GPU", "log kB/s", "partial rollouts kB/s", "at the server, in and out, kB/s", "Mb/s")
     return "Bytes per sampling GPU and second", head, rows
 
 
@@ -149,7 +149,7 @@ def bus_load(given: Assumptions) -> Table:
         for gpus in fleets(model, given):
             workers, tokens = engines(model, gpus, given), sampled(model, gpus, given)
             log = tokens * given.bytes_per_token
-            stored = log * (1 + given.salvage_copies)
+            stored = log * (1 + given.partial_copies)
             groups = tokens / given.mean_tokens / given.group_size
             versions = 1 / step_seconds(model, gpus, given)
             messages = (

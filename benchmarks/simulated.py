@@ -25,16 +25,18 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import Sampling, VersionSpan, WeightVersion
-from asyncrl.policies.packing import MicroBatch
-from asyncrl.protocols import EngineStats, Generation, LoadReport, Partial, Reward, Sample, StepResult
-from asyncrl.snapshot import Snapshot
+from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
+from asyncrl.tensors.snapshot import Snapshot
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
 LENGTH_KINDS: Final = ("lognormal", "pareto", "constant")
 
 _QUANTILES: Final = 4096
-_SEED_BITS: Final = 63  # of rollout_worker.sample_seed
+_SEED_BITS: Final = 63  # of generation_session.sample_seed
 _TICK_SECONDS: Final = 0.002
 """Answers that end within a tick are handed over together. Decoding itself is accounted to the exact instant."""
 
@@ -183,13 +185,13 @@ def version_spans(
         if start >= length:
             break
         starts[start] = version
-    return tuple(VersionSpan(start=s, run_epoch=v[0], policy_version=v[1]) for s, v in starts.items())
+    return tuple(VersionSpan(start=s, incarnation=v[0], policy_version=v[1]) for s, v in starts.items())
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
-class SimulatedEngine:
+class SimulatedEngine(EngineAdapter):
     """An Engine on the wall clock. It needs no task: the event loop's timer fires when the next answer ends."""
 
     def __init__(self, timing: Timing, lengths: Lengths) -> None:
@@ -205,7 +207,12 @@ class SimulatedEngine:
         self._decoding.now = time.monotonic()
 
     async def generate(
-        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
     ) -> Generation:
         future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
         number, length = next(self._numbers), min(self._lengths.of(seed), sampling.max_new_tokens)
@@ -236,7 +243,7 @@ class SimulatedEngine:
         return self._changes[-1][1]
 
     @property
-    def receiver(self) -> None:
+    def intake(self) -> None:
         return None
 
     @property
@@ -273,7 +280,7 @@ class SimulatedEngine:
         self._schedule()
 
 
-class TimedBackend:
+class TimedBackend(BackendAdapter):
     """A Backend that sleeps. ``steps`` has (response tokens, seconds) of every step."""
 
     def __init__(self, timing: Timing, *, machines: int) -> None:
@@ -284,19 +291,19 @@ class TimedBackend:
         pass
 
     def step(
-        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
     ) -> StepResult:
         started = time.monotonic()
-        batches = [micro_batch for share in shares for micro_batch in share]
+        batches = [micro_batch for share in dp_shards for micro_batch in share]
         seconds = self._timing.train_step(sum(batch.num_tokens for batch in batches), machines=self._machines)
         time.sleep(max(0.0, started + seconds - time.monotonic()))
         self.steps.append((sum(int(batch.response_mask.sum()) for batch in batches), time.monotonic() - started))
         return StepResult(metrics={"loss": 0.0})
 
     def score(
-        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
+        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in dp_shards]
 
     def export(self) -> Snapshot:
         return Snapshot.of(())
@@ -317,8 +324,8 @@ class NullChannel:
     progress = 0
     published_bytes = 0
 
-    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
-        return WeightVersion(run_epoch=run_epoch, policy_version=policy_version)
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        return WeightVersion(incarnation=incarnation, policy_version=policy_version)
 
     def verify(self, weights: WeightVersion) -> Path:
         return Path()

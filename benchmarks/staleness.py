@@ -5,8 +5,8 @@
     python -m benchmarks.staleness --json docs/results/staleness.jsonl   one object a line
 
 Step i trains a batch that the policy of step max(0, i - lag) sampled: the lag is exact, and so is the expected reward J
-(staleness_task.py). Everything else is the library's: grpo advantages, PPO loss around the proximal policy, corrections
-by name, token mean, one Adam step a batch. Arms of one seed start from the same weights.
+(tests/harness/tiny/task.py). Everything else is the library's: grpo advantages, PPO loss around the proximal policy,
+corrections by name, token mean, one Adam step a batch. Arms of one seed start from the same weights.
 
 What must hold (exit code 1 otherwise), J being the mean of the last three evaluations, over seeds:
   high learning rate  J(tis_token) >= 0.85 J(sync), J(none) <= 0.4 J(sync), broken logprobs well below tis_token
@@ -36,14 +36,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies import advantages, diagnostics, losses
-from asyncrl.policies.adaptive import AdaptiveBound
-from asyncrl.policies.correction_chains import Evidence, chain, weights
-from benchmarks import staleness_task
+from asyncrl.policies.advantages.groups import GRPO
+from asyncrl.policies.corrections import diagnostics
+from asyncrl.policies.corrections.chains import chain, weights
+from asyncrl.policies.corrections.correction import CorrectionInputs
+from asyncrl.policies.losses.ppo import PPOClip
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from benchmarks.ideal import Ideal, group_lengths
 from benchmarks.pipeline import Scene
 from benchmarks.simulated import Lengths
-from benchmarks.staleness_task import LENGTH, Policy
+from tests.harness.tiny import task as staleness_task
+from tests.harness.tiny.task import LENGTH, Policy
 
 Row = dict[str, Any]
 
@@ -99,12 +102,13 @@ def sample(policy: Policy, generator: torch.Generator) -> Batch:
     chosen = distinct[torch.randint(len(distinct), (GROUPS,), generator=generator)]
     prompts = chosen.repeat_interleave(GROUP_SIZE, dim=0)
     answers, logprobs = policy.sample(prompts, generator)
-    rewards = staleness_task.rewards(prompts, answers).view(GROUPS, GROUP_SIZE).numpy()
+    rewards = staleness_task.rewards(prompts, answers).numpy()
+    groups = np.repeat(np.arange(GROUPS), GROUP_SIZE)
     return Batch(
         prompts=prompts,
         answers=answers,
         behavior_logprobs=logprobs,
-        advantages=torch.from_numpy(np.concatenate([advantages.grpo(group) for group in rewards])),
+        advantages=torch.from_numpy(GRPO().formula(rewards.astype(np.float64), groups).astype(np.float32)),
     )
 
 
@@ -124,11 +128,11 @@ def objective(policy: Policy, batch: Batch, *, correction: str) -> tuple[torch.T
     behavior, prox = batch.behavior_logprobs.ravel(), logprobs.detach()
     per_token = batch.advantages.repeat_interleave(LENGTH)
     sequence = torch.arange(len(batch.answers)).repeat_interleave(LENGTH)
-    loss, _ = losses.ppo_clip(logprobs, prox, per_token)
-    evidence = Evidence(
+    loss, _ = PPOClip().formula(logprobs, prox, per_token)
+    inputs = CorrectionInputs(
         log_ratio=prox - behavior, sequence=sequence, num_sequences=len(batch.answers), advantages=per_token
     )
-    token_weights = weights(chain(correction), evidence)
+    token_weights = weights(chain(correction), inputs)
     sums = diagnostics.sequence_sums(
         logprobs=prox,
         behavior_logprobs=behavior,

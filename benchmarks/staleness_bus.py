@@ -5,8 +5,9 @@
     python -m benchmarks.staleness_bus --json docs/results/staleness_bus.jsonl   one object a line (plot_staleness.py)
 
 A run file for each arm, and from there on everything is real: nats-server, JetStream, the learner, the prompt source,
-the buffer, two rollout workers, weights by files. Only the model is the net of staleness_task.py, as a plugin on either
-side (tiny_engine.py, tiny_backend.py), so that the expected reward J is exact. Every number comes from metrics.jsonl.
+the buffer, two rollout workers, weights by files. Only the model is the tiny policy of
+tests/harness/tiny, a plugin as engine and as backend, so that the expected reward J is exact. Every number comes from
+metrics.jsonl.
 
 The lag is forced by a weight channel that announces each version LAG versions late (delayed_channel.py). A group is
 sampled by weights as old as itself or newer, and trained when it is max_staleness versions old if the window is full:
@@ -47,17 +48,19 @@ import numpy as np
 import torch
 import uvloop
 
-from asyncrl import app, assembly, config
-from asyncrl.actors.base import Heart
-from asyncrl.bus.server import EmbeddedServer
+from asyncrl import config
+from asyncrl.actors.base import HeartbeatSender
+from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
-from asyncrl.config.staleness import Staleness
-from benchmarks import staleness_task, tiny_files
+from asyncrl.config.staleness import StalenessSection
+from asyncrl.run import build, registry
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
 from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error
-from benchmarks.staleness_task import LENGTH, Policy
-from benchmarks.tiny_backend import EXPECTED_REWARD
+from tests.harness.tiny import files as tiny_files
+from tests.harness.tiny import task as staleness_task
+from tests.harness.tiny.backend import EXPECTED_REWARD
+from tests.harness.tiny.task import LENGTH, Policy
 
 Row = dict[str, Any]
 
@@ -85,28 +88,32 @@ class Arm:
     reward: Mapping[str, Any] = field(default_factory=dict)
 
     def run_file(self, folder: Path, *, seed: int, steps: int) -> RunConfig:
-        """The arm as a run on what tiny_files wrote to ``folder``."""
+        """The arm as a run on the files that tiny_files wrote to ``folder``."""
         return RunConfig(
-            run=config.Run(name=self.name, directory=str(folder / "runs"), seed=seed, steps=steps, mode=self.mode),
-            model=config.Model(path=str(folder / "model")),
-            data=config.Data(path=str(folder / "prompts.jsonl")),
-            rollout=config.Rollout(
+            run=config.RunSection(
+                name=self.name, directory=str(folder / "runs"), seed=seed, steps=steps, mode=self.mode
+            ),
+            model=config.ModelSection(path=str(folder / "model")),
+            data=config.DataSection(path=str(folder / "prompts.jsonl")),
+            rollout=config.RolloutSection(
                 group_size=GROUP_SIZE, max_new_tokens=LENGTH, max_running=GROUPS * GROUP_SIZE // WORKERS
             ),
-            engine=config.Engine(kind="benchmarks.tiny_engine:TinyEngine", device="cpu", options=self.engine),
-            reward=config.RewardSection(kind="benchmarks.tiny_reward:TinyReward", options=self.reward),
-            learner=config.Learner(
-                backend="benchmarks.tiny_backend:TinyBackend",
+            engine=config.EngineSection(kind="tests.harness.tiny.engine:TinyEngine", device="cpu", options=self.engine),
+            reward=config.RewardSection(kind="tests.harness.tiny.reward:TinyReward", options=self.reward),
+            learner=config.LearnerSection(
+                backend="tests.harness.tiny.backend:TinyBackend",
                 device="cpu",
                 groups_per_batch=GROUPS,
                 learning_rate=HIGH,
                 options=self.backend,
             ),
-            algorithm=config.Algorithm(name="grpo", correction=self.correction, allow_uncorrected=True),
-            staleness=Staleness(max_staleness=self.max_staleness, adaptive=self.is_adaptive, eviction=self.eviction),
-            weights=config.Weights(channel="benchmarks.delayed_channel:DelayedChannel", keep=self.delay + SPARE),
-            checkpoint=config.Checkpoint(every_steps=0),
-            metrics=config.Metrics(console=False, mismatch_alarm=0),
+            algorithm=config.AlgorithmSection(name="grpo", correction=self.correction, allow_uncorrected=True),
+            staleness=StalenessSection(
+                max_staleness=self.max_staleness, adaptive=self.is_adaptive, eviction=self.eviction
+            ),
+            weights=config.WeightsSection(channel="benchmarks.delayed_channel:DelayedChannel", keep=self.delay + SPARE),
+            checkpoint=config.CheckpointSection(every_steps=0),
+            metrics=config.MetricsSection(console=False, mismatch_alarm=0),
         )
 
 
@@ -157,12 +164,12 @@ def _start(seed: int) -> Policy:
 async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
     """Every process of a run, here as one task, each with its own connection."""
     run_config = dataclasses.replace(run_config, bus=dataclasses.replace(run_config.bus, url=server.url))
-    buses = [await app.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
-    learner, helpers = await assembly.build_learner(run_config, bus=buses[0], resume=False)
-    lives = [[learner, *helpers, Heart(learner)]]
+    buses = [await registry.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
+    learner, helpers = await build.build_learner(run_config, bus=buses[0], resume=False)
+    lives = [[learner, *helpers, HeartbeatSender(learner)]]
     for number, bus in enumerate(buses[1:]):
-        worker, follower = await assembly.build_worker(run_config, bus=bus, name=f"worker-{number}")
-        lives.append([worker, follower, Heart(worker)])
+        worker, follower = await build.build_worker(run_config, bus=bus, name=f"worker-{number}")
+        lives.append([worker, follower, HeartbeatSender(worker)])
     try:
         await live(lives)
     finally:
@@ -185,7 +192,7 @@ def measured(steps: Sequence[Mapping[str, Any]], *, arm: Arm, first: float) -> R
         "lags": [step["staleness/mean"] for step in steps],
         "bounds": [int(step["staleness/bound"]) for step in steps],
         "dropped_groups": int(steps[-1]["staleness/dropped_groups"]),
-        "buried_groups": int(steps[-1]["staleness/buried_groups"]),
+        "failed_groups": int(steps[-1]["staleness/failed_groups"]),
         "ess_mean": mean(step["offpolicy/sequence_ess"] for step in steps),
         "ess_min": min(step["offpolicy/sequence_ess"] for step in steps),
         "k3_mean": mean(step["offpolicy/k3"] for step in steps),
@@ -221,7 +228,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
                 "steps_per_second": mean(row["steps_per_second"] for row in mine),
                 "lag_max": max(row["lag_max"] for row in mine),
                 "ess_min": min(row["ess_min"] for row in mine),
-                "lost_groups": sum(row["dropped_groups"] + row["buried_groups"] for row in mine),
+                "lost_groups": sum(row["dropped_groups"] + row["failed_groups"] for row in mine),
             }
     return found
 

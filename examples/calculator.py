@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.protocols import Generate
-from asyncrl.turns import Turns
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 DIGITS = "01234567"
 
@@ -21,17 +21,17 @@ class Options:
     """[rollout.options] of the run file."""
 
     question_reward: float = 0.5
-    """For the right question, of a whole reward of 1; the rest is for the right answer."""
+    """Part of the reward of 1 for the right question; the rest is for the right answer."""
 
 
 class Calculator:
-    """A RolloutFn. Made once a worker, called for every sample."""
+    """A RolloutFn: built once per worker, called for every sample."""
 
     def __init__(self, tokenizer: Any, options: Options) -> None:
         self._tokenizer, self._options = tokenizer, options
 
     async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        turns = Turns(prompt.prompt_tokens)
+        turns = TrajectoryBuilder(prompt.prompt_tokens)
         question = turns.answered(await generate(turns.tokens, max_new_tokens=1))
         result = plus_one(self._tokenizer.decode(question.tokens))
         turns.observed(self._tokenizer.encode(result, add_special_tokens=False))
@@ -45,5 +45,5 @@ class Calculator:
 
 
 def plus_one(digit: str) -> str:
-    """The octal digit after ``digit``, without carry; nothing for what is no digit."""
+    """The octal digit after ``digit``, without carry; "" for anything else."""
     return DIGITS[(int(digit) + 1) % len(DIGITS)] if digit in tuple(DIGITS) else ""

@@ -11,14 +11,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import blockbuster
 import hypothesis
 import pytest
+import pytest_asyncio
+import torch
 
-from asyncrl.bus.jetstream import JetStreamBus
-from asyncrl.bus.memory import MemoryBus
-from asyncrl.bus.server import EmbeddedServer
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.data import demo_task
+from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.protocols import Bus
+from tests.harness import contract_adapters
+from tests.harness.engines import Model
+from tests.harness.forked import MODELS, ForkServer
 
 # A shared machine is slow at times, and a test run leaves no files behind. The same cases every time: whether a change
 # lands is no matter of luck. ASYNCRL_EXPLORE=1 draws others, for a night.
@@ -31,6 +37,29 @@ BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20
 
 BusFactory = Callable[..., Awaitable[Bus]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `-n N --dist loadgroup --no-loadscope-reorder`: slow tests first, so that all workers end together.
+
+    Slow tests are handed out one by one, unless they name a group because they share a server; the others by file.
+    """
+    skip_without_gpus(items)
+    if config.getoption("dist", "no") == "no":
+        return
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if item.get_closest_marker("slow") is None and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def skip_without_gpus(items: list[pytest.Item]) -> None:
+    """``@pytest.mark.gpu`` needs one CUDA device, ``@pytest.mark.gpu(2)`` two."""
+    for item in items:
+        if (mark := item.get_closest_marker("gpu")) is not None:
+            needed = mark.args[0] if mark.args else 1
+            if (found := torch.cuda.device_count()) < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs, found {found}"))
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +90,7 @@ async def connect() -> AsyncIterator[Callable[..., Awaitable[JetStreamBus]]]:
         yield open_one
 
 
-@pytest.fixture(params=["memory", "jetstream"])
+@pytest.fixture(params=["memory", "jetstream", *contract_adapters.extra("bus")])
 async def bus_factory(
     request: pytest.FixtureRequest,
     nats_server: EmbeddedServer,
@@ -77,6 +106,18 @@ async def bus_factory(
             return shared[0]
 
         yield open_memory
+    elif contract_adapters.is_extra(request.param):
+        opened: list[Bus] = []
+
+        async def open_extra(**sizes: Any) -> Bus:
+            if not opened or contract_adapters.load(request.param).is_shared:
+                all_sizes = BUS_SIZES | {"max_message_bytes": MAX_MESSAGE_BYTES} | sizes
+                opened.append(await contract_adapters.open_bus(request.param, **all_sizes))
+            return opened[-1]
+
+        yield open_extra
+        for bus in opened:
+            await bus.close()
     else:
         run = uuid.uuid4().hex[:8]
 
@@ -93,10 +134,56 @@ async def bus(bus_factory: BusFactory) -> Bus:
 
 
 @pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Starts the processes of runs by fork, without the seconds that importing torch takes each of them."""
+    tiny = ("tests.chaos.metered_net", "tests.harness.tiny.backend", "tests.harness.tiny.reward")
+    server = ForkServer(tmp_path_factory.mktemp("forks"), (*MODELS, *tiny))
+    server.connect().close()  # whoever names it to a run starts no sooner than it can fork
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def old_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The tiny model that `sglang_server` starts with."""
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def new_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Other weights of the same shape."""
+    return Model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def sglang_server(old_model: Model, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SGLangEngine]:
+    """One SGLang server for all tests of the xdist group "sglang": a start takes most of a minute."""
+    engine = SGLangEngine(
+        old_model.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 0),
+        options=Options(server_arguments={"max-total-tokens": 20_000}),
+        log_path=tmp_path_factory.mktemp("sglang") / "server.log",
+    )
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's model and prompts."""
+    folder = tmp_path_factory.mktemp("demo")
+    demo_task.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def two_nodes() -> Iterator[Any]:
-    """A Ray cluster, tests/ray_fixtures.py, for the whole session: it takes seconds to start."""
+    """A Ray cluster, tests/harness/ray.py, for the whole session: it takes seconds to start."""
     pytest.importorskip("ray")
-    from tests.ray_fixtures import TwoNodes
+    from tests.harness.ray import TwoNodes
 
     made = TwoNodes()
     yield made
@@ -106,6 +193,8 @@ def two_nodes() -> Iterator[Any]:
 @pytest.fixture
 def no_blocking() -> Iterator[None]:
     """A call that blocks the event loop fails the test."""
+    import blockbuster
+
     with blockbuster.blockbuster_ctx(scanned_modules=["asyncrl.bus"]):
         yield
 

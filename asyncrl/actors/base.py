@@ -13,13 +13,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 
-from asyncrl.actors.start_signs import StartSigns, judged
-from asyncrl.actors.waits import OpenWait, Waits
+from asyncrl.actors.process_resources import used_shares
+from asyncrl.actors.startup_probe import StartSigns, judged
+from asyncrl.actors.wait_tracker import OpenWait, WaitTracker
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
-from asyncrl.policies.faults import PATIENCE_SECONDS
+from asyncrl.messages.topics import ACTORS
+from asyncrl.policies.health.faults import PATIENCE_SECONDS
 from asyncrl.protocols import Bus
-from asyncrl.topics import ACTORS
 
 CLOCK_SECONDS = 60.0
 FORGET_SECONDS = 2.0
@@ -46,7 +47,7 @@ class Actor(abc.ABC):
         self.life = uuid.uuid4().hex
         self.problem = ""
         """The last thing that went wrong and has not gone right since, in one line; whoever mends it clears it."""
-        self.waits = Waits()
+        self.waits = WaitTracker()
 
     async def start(self) -> None:  # noqa: B027 - nothing to acquire is a fine default
         pass
@@ -81,11 +82,11 @@ class Actor(abc.ABC):
 
     def heartbeat(self) -> Heartbeat:
         """What this actor does now."""
-        run_epoch, policy_version = self.version
+        incarnation, policy_version = self.version
         return Heartbeat(
             actor=self.name,
             role=self.role,
-            run_epoch=run_epoch,
+            incarnation=incarnation,
             policy_version=policy_version,
             phase="draining" if self.draining.is_set() else self.phase,
             waits=self.present_waits(),
@@ -101,7 +102,7 @@ class Actor(abc.ABC):
 
     @property
     def version(self) -> tuple[int, int]:
-        """(run_epoch, policy_version) this actor works with."""
+        """(incarnation, policy_version) this actor works with."""
         return (0, 0)
 
     def numbers(self) -> dict[str, float]:
@@ -109,7 +110,7 @@ class Actor(abc.ABC):
         return {}
 
 
-class Heart(Actor):
+class HeartbeatSender(Actor):
     """Beats for the actors of a process: tells the bus that they live, what they wait for, and their numbers.
 
     A beat comes every ``interval`` seconds and its entry outlives five of them: an actor that is gone, frozen or cut
@@ -132,8 +133,11 @@ class Heart(Actor):
             shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
             is_starting = any(actor.phase == "starting" for actor in self._actors)
             quiet = await asyncio.to_thread(self._signs.look) if is_starting else 0.0
+            shares = used_shares()
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
+                if actor is self._actors[0]:  # of the whole process
+                    heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **shares})
                 heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
                 await self.bus.put(ACTORS, heartbeat, key=actor.name, is_sure=False)
             await asyncio.sleep(self._interval / 4 if is_starting else self._interval)

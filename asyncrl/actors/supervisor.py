@@ -10,23 +10,26 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
-from asyncrl.actors.base import Actor, Heart
+from asyncrl.actors.base import Actor, HeartbeatSender
 
 log = logging.getLogger("asyncrl.supervisor")
 
 STUCK_EXIT_CODE = 70
 
 
-async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0) -> None:
-    """Start all, run all; when ``main`` returns the helpers are stopped, and whoever raises stops everybody.
+async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, handles_signals: bool = True) -> None:
+    """Start and run all actors. When ``main`` returns, the helpers are stopped; an actor that raises stops all others.
 
-    A Heart among the helpers beats from before the first start to behind the last stop.
-    SIGTERM and SIGINT drain ``main``.  Raises what the failed actors raised, one exception or an ExceptionGroup.
+    A HeartbeatSender among the helpers beats from before the first start until after the last stop. SIGTERM and SIGINT
+    drain ``main`` if ``handles_signals`` and this is the main thread; no other thread may handle signals. Raises what
+    the failed actors raised, one exception or an ExceptionGroup.
     """
-    hearts = [actor for actor in helpers if isinstance(actor, Heart)]
-    actors = [main, *(actor for actor in helpers if not isinstance(actor, Heart))]
+    hearts = [actor for actor in helpers if isinstance(actor, HeartbeatSender)]
+    actors = [main, *(actor for actor in helpers if not isinstance(actor, HeartbeatSender))]
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    may_handle = handles_signals and threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if may_handle else ()
+    for number in numbers:
         loop.add_signal_handler(number, main.drain)
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -50,7 +53,7 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0) ->
     except BaseExceptionGroup as error:
         raise _only(error) from error
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -1,1 +1,1 @@
-"""Adapters of the Backend port: what trains."""
+"""Training backends: adapters of the Backend port."""

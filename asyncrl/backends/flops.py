@@ -1,8 +1,8 @@
-"""How much arithmetic a training step is, and how much of it a device could do: model FLOP/s utilisation.
+"""FLOPs of a training step and peak FLOP/s of devices, for model FLOP/s utilisation (MFU).
 
 Counted as in arXiv:2204.02311, appendix B: forward and backward passes of every matrix product, 6 x parameters x tokens
-(the embedding is a look-up and not counted, the output layer is), and of attention's two products with half of the
-scores, as the other half is masked. Computing activations again is not counted: it is no progress.
+(the output layer counts, the embedding look-up does not), plus attention's two products over half of the scores, since
+the causal mask hides the other half. Recomputed activations do not count.
 Test: test_flops_of_a_step_are_counted_by_hand.
 """
 
@@ -22,13 +22,13 @@ PEAK_BF16: Final = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Dense bfloat16 FLOP/s of the vendor's data sheets, by a word in the device's name. Clocks under load allow less: an
-H200 multiplies large matrices at 700e12 to 790e12.
+"""Dense bfloat16 FLOP/s from the vendor's data sheets, by a word in the device's name. Clocks drop under load: an H200
+reaches 700e12 to 790e12 on large matrices.
 """
 
 
 def matrix_parameters(shape: ModelShape) -> int:
-    """Parameters that every token is multiplied with."""
+    """Parameters in the matrix products of every token."""
     queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
     attention = shape.hidden_size * (2 * queries + 2 * keys)
     feed_forward = 3 * shape.hidden_size * shape.feed_forward_size
@@ -36,7 +36,7 @@ def matrix_parameters(shape: ModelShape) -> int:
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """FLOPs of one optimizer step on documents of so many tokens."""
+    """FLOPs of one optimizer step on documents of these ``lengths`` in tokens."""
     tokens, scores = 0, 0
     for length in lengths:
         tokens += length
@@ -46,5 +46,5 @@ def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOP/s of a device in bfloat16; None for one that is not in the table."""
+    """Peak bfloat16 FLOP/s of a device; None for one not in the table."""
     return next((peak for word, peak in PEAK_BF16.items() if word in device_name), None)

@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a backend without transformers' model code needs it: shape, rotary frequencies, weights.
+"""Reads a Hugging Face folder without transformers' model code: shape, rotary frequencies, weights.
 
-The weight map goes both ways and knows tensor parallelism as a number, so it is tested without any process group:
-``fuse`` makes the shards of one Megatron tensor out of Hugging Face tensors, ``unfuse`` takes them apart again.
+The weight map works both ways: ``fuse`` makes the shards of one Megatron tensor out of Hugging Face tensors, ``unfuse``
+splits them again. Tensor parallelism is just a number here, so tests need no process group.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 Cut = Literal["whole", "vocabulary", "rows", "qkv", "gate_up"]
-"""How Megatron cuts a tensor over tensor-parallel ranks.
+"""How Megatron splits a tensor over tensor-parallel ranks.
 
-whole       every rank has it all
-vocabulary  by rows, after padding the vocabulary to a multiple of the ranks
-rows        by columns (Megatron calls it row-parallel)
-qkv         by key-value groups, each the group's queries, its key, its value
-gate_up     by rows of gate and of up alike; a shard is its gate rows, then its up rows
+whole       replicated
+vocabulary  by rows, with the vocabulary padded to a multiple of the ranks
+rows        by columns (Megatron's row-parallel)
+qkv         by key-value groups, each being its queries, its key, its value
+gate_up     gate and up by rows; a shard is its gate rows, then its up rows
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What config.json says of a dense decoder with grouped-query attention, rotary positions and SwiGLU."""
+    """config.json of a dense decoder with grouped-query attention, rotary positions and SwiGLU."""
 
     num_layers: int
     hidden_size: int
@@ -54,23 +54,23 @@ class ModelShape:
 
 
 def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
-    """The model in ``folder``, which the run file names at ``where``.
+    """Shape of the model in ``folder``; ``where`` is the run file's key for it.
 
-    Raises ConfigError for what is not one of ARCHITECTURES or has extras we do not map.
+    Raises ConfigError if the architecture is not in ARCHITECTURES or has features we do not map.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of all the kinds that transformers has for a config.json it does not like
+    except Exception as error:  # transformers raises many types for a bad config.json
         reason = str(error).strip().splitlines()
         raise ConfigError(
-            f"{where}: {folder} is no Hugging Face model folder: {type(error).__name__}: {' '.join(reason[:2])}"
+            f"{where}: {folder} is not a Hugging Face model folder: {type(error).__name__}: {' '.join(reason[:2])}"
         ) from error
     architecture = (config.architectures or [f"unnamed architecture of type {config.model_type}"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{where}: {folder} holds a {architecture}; the megatron backend trains {', '.join(ARCHITECTURES)}"
+            f"{where}: {folder} holds a {architecture}; the megatron backend supports {', '.join(ARCHITECTURES)}"
         )
     _refuse_extras(f"{where}: {folder}", architecture, config)
     return ModelShape(
@@ -91,7 +91,7 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
 
 
 def _refuse_extras(where: str, architecture: str, config: Any) -> None:
-    """Raise ConfigError for a feature that would be left out silently."""
+    """Raise ConfigError for a feature that would be silently ignored."""
     extras = {
         "attention_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
@@ -101,7 +101,7 @@ def _refuse_extras(where: str, architecture: str, config: Any) -> None:
     }
     for name, is_used in extras.items():
         if is_used:
-            raise ConfigError(f"{where}: {architecture} with {name} is not supported by megatron here")
+            raise ConfigError(f"{where}: the megatron backend does not support {architecture} with {name}")
 
 
 def _head_size(config: Any) -> int:
@@ -109,7 +109,7 @@ def _head_size(config: Any) -> int:
 
 
 def _rope_frequencies(where: str, config: Any) -> torch.Tensor:
-    """As transformers computes them, so that scaling means the same in the engine and here."""
+    """Computed by transformers, so that scaling matches the engine's."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
@@ -130,7 +130,7 @@ def _rope_frequencies(where: str, config: Any) -> torch.Tensor:
 
 @contextmanager
 def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
-    """Reads one tensor at a time out of model.safetensors, or the files its index names. Raises ConfigError."""
+    """Reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""
     index = folder / "model.safetensors.index.json"
     try:
         with ExitStack() as stack:
@@ -156,7 +156,7 @@ def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """One Megatron parameter, how it is cut, and the Hugging Face tensors it is made of."""
+    """One Megatron parameter, how it is split, and the Hugging Face tensors it is made of."""
 
     megatron: str
     cut: Cut
@@ -164,7 +164,7 @@ class Mapping:
 
 
 def weight_map(shape: ModelShape, *, head: Head = "logprobs") -> list[Mapping]:
-    """Every parameter of the model; a value head, which no folder has, is not among them."""
+    """Every parameter of the model except a value head, which no folder has."""
     maps = [Mapping(megatron="embedding.word_embeddings.weight", cut="vocabulary", huggingface=(_EMBEDDING,))]
     for layer in range(shape.num_layers):
         theirs, ours = f"model.layers.{layer}", f"decoder.layers.{layer}"
@@ -193,8 +193,9 @@ def weight_map(shape: ModelShape, *, head: Head = "logprobs") -> list[Mapping]:
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def require_divisible(shape: ModelShape, tensor_parallel: int, *, whose: str = "the model") -> None:
-    """Raise ConfigError when the model cannot be cut for so many tensor-parallel ranks."""
+def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "model.path") -> None:
+    """Raises ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
+    whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),
         ("intermediate_size", shape.feed_forward_size),
@@ -204,7 +205,7 @@ def require_divisible(shape: ModelShape, tensor_parallel: int, *, whose: str = "
 
 
 def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
-    """The vocabulary with the rows that make it divisible by the ranks; no logprob ever sees those."""
+    """Vocabulary size padded to a multiple of the ranks; padding rows never enter a logprob."""
     return -(-shape.vocabulary_size // tensor_parallel) * tensor_parallel
 
 
@@ -227,7 +228,7 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
 
 
 def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
-    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors, views where that goes."""
+    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors, as views if possible."""
     if cut == "whole":
         return [shards[0]]
     if cut == "vocabulary":

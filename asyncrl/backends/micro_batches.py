@@ -1,4 +1,4 @@
-"""What every backend reads out of a micro-batch, and its way to the device in one copy nobody waits for."""
+"""Micro-batches as backends use them, copied to the device in one asynchronous transfer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies.algorithms import LossInputs
-from asyncrl.policies.objective import ValueInputs
-from asyncrl.policies.packing import MicroBatch
+from asyncrl.policies.algorithms.objective import ValueInputs
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.losses.loss import LossInputs
 
 LENGTH_RATIO = 0.75
-"""A document shares a rectangle with another when it is at least this fraction of its length."""
+"""Documents share a rectangle when each is at least this fraction of the longest one's length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangles:
-    """A packed row of N tokens laid out as few rectangles, each a set of documents of similar length.
+    """A packed row of N tokens laid out as a few rectangles, each holding documents of similar length.
 
-    Attention needs documents apart; one call per document is slow when there are many, one rectangle for all is large
-    when lengths differ. A document fills a row of its rectangle from the left and its last token fills what remains:
-    a causal model never lets a token see what stands right of it, so the filling changes nothing that is read back.
+    Attention must not cross documents. One call per document is slow when there are many, and a single rectangle wastes
+    memory when lengths differ. Documents are left-aligned and padded by repeating their last token; with causal
+    attention, padding on the right cannot change the outputs that are read back.
 
-    indices  i64[documents, length] each: which token of the packed row stands there
-    order    i64[N]: where each token of the packed row stands in the rectangles flattened end to end
+    indices  i64[documents, length] each: the packed row's token at each position
+    order    i64[N]: position of each token of the packed row in the flattened, concatenated rectangles
     """
 
     indices: tuple[torch.Tensor, ...]
@@ -40,7 +40,7 @@ class PackedRow:
 
     tokens, positions  i64[N];  boundaries  i32[D+1];  longest  tokens of the longest document
     rows               i64[M]: tokens that need a logprob
-    layout             the documents as rectangles, for attention that has no use for boundaries
+    layout             the documents as rectangles, for attention without variable-length support
     """
 
     tokens: torch.Tensor
@@ -78,7 +78,7 @@ class PackedRow:
         )
 
     def loss_inputs(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> LossInputs:
-        """The numbers of ``rows`` beside their logprobs and entropy f32[M]."""
+        """Loss inputs of ``rows``, given their logprobs and entropy f32[M]."""
         return LossInputs(
             logprobs=logprobs,
             entropy=entropy,
@@ -88,9 +88,9 @@ class PackedRow:
         )
 
     def value_inputs(self, values: torch.Tensor) -> ValueInputs:
-        """Values after each token f32[N] -> those before each of ``rows``, and the numbers of ``rows`` beside them.
+        """Value loss inputs of ``rows``, given the values after each token f32[N]: the value *before* each row is used.
 
-        The micro-batch has the scores "old_values" and "returns".
+        The micro-batch must have the scores "old_values" and "returns".
         """
         return ValueInputs(
             values=values.index_select(0, self.rows - 1),
@@ -107,7 +107,7 @@ _ALIGNMENT = 16
 
 
 def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies of the arrays, in one transfer that the host does not wait for."""
+    """Copies of the arrays, in one transfer that does not block the host."""
     starts, end = {}, 0
     for name, array in arrays.items():
         starts[name], end = end, end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -125,8 +125,10 @@ _TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32, "|b1": t
 
 
 def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """The arrays of Rectangles: documents by falling length, a new one when they get shorter than LENGTH_RATIO of its
-    first.  i32[D+1]
+    """``indices`` and ``order`` of Rectangles.  boundaries i32[D+1]
+
+    Documents are sorted by length, longest first; one shorter than LENGTH_RATIO of its rectangle's first starts a new
+    rectangle.
     """
     lengths = np.diff(boundaries).astype(np.int64)
     groups: list[list[int]] = []
@@ -148,12 +150,12 @@ def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], 
 
 
 def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """i64[M]: tokens the policy sampled. The first token of a document has no logprob and is never one."""
+    """i64[M]: tokens the policy sampled. The first token of a document has no logprob and is never included."""
     mask = np.array(micro_batch.response_mask)
     mask[micro_batch.boundaries[:-1]] = False
     return np.flatnonzero(mask)
 
 
 def predicted_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
-    """i64[N - D]: every token that has one before it in its document."""
+    """i64[N - D]: every token except the first of each document."""
     return np.flatnonzero(micro_batch.positions)

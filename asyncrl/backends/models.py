@@ -1,8 +1,8 @@
-"""The models a learner holds: the policy and, by name, what an algorithm needs beside it.
+"""The learner's models: the policy and the auxiliary models of the algorithm, by name.
 
-A "critic" is trained, a "reference" or "teacher" is frozen. Frozen models are read from their folders at every start;
-what is trained is in the checkpoint, the policy in its backend folder itself and any other in a subfolder of its name.
-Tests: tests/test_backend_models.py.
+A "critic" is trained; a "reference" or "teacher" is frozen. Frozen models are read from their folders at every start.
+Trained ones are in the checkpoint: the policy in the backend folder itself, others in a subfolder of their name.
+Tests: tests/contracts/test_backend_models.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
-from asyncrl.policies.objective import Objective
+from asyncrl.policies.algorithms.objective import Objective
 
 T = TypeVar("T")
 
@@ -23,14 +23,14 @@ POLICY: Final = "policy"
 VALUE_HEAD: Final = "value_head.weight"
 
 Head = Literal["logprobs", "values"]
-"""logprobs: the output layer over the vocabulary. values: one number per token instead, H -> 1, from 0 at the start."""
+"""logprobs: output layer over the vocabulary. values: a value head, H -> 1, initialised to zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxiliaryModel:
-    """A model by its Hugging Face folder. Without ``objective`` and ``optimizer`` it is frozen.
+    """A model in a Hugging Face folder; frozen unless it has an ``objective`` and an ``optimizer``.
 
-    Of a folder with an output layer a "values" model takes everything but that.
+    A "values" model ignores the folder's output layer.
     """
 
     path: Path
@@ -44,25 +44,27 @@ class AuxiliaryModel:
 
 
 def with_policy(policy: AuxiliaryModel, auxiliary: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryModel]:
-    """All models by name, the policy first. Raises ConfigError for a model that lacks tokens of the policy's."""
+    """All models by name, the policy first. Raises ConfigError for a model that lacks some of the policy's tokens."""
     for name, model in auxiliary.items():
         if name == POLICY or (model.objective is None) != (model.optimizer is None):
-            raise BackendError(f"auxiliary model {name!r} needs a name of its own, and an optimizer if an objective")
+            raise BackendError(
+                f"auxiliary model {name!r}: the name must be unique, and an objective and an optimizer go together"
+            )
         if model.path != policy.path:
             _require_tokens(policy.path, model.path, name=name)
     return {POLICY: policy, **auxiliary}
 
 
 def _require_tokens(policy: Path, other: Path, *, name: str) -> None:
-    """An embedding for each token id of the policy's. More do no harm: vocabularies are padded differently.
+    """Raise ConfigError unless ``other`` has an embedding for each of the policy's token ids.
 
-    Whether the ids mean the same words is for whoever has the tokenizers.
+    Extra ones are harmless (vocabularies are padded differently). Whether ids mean the same tokens is not checked here.
     """
     needed, found = _vocabulary_size(policy, POLICY), _vocabulary_size(other, name)
     if found < needed:
         raise ConfigError(
             f"{where(name)}: {other} has a vocabulary of {found} tokens, fewer than the policy's {needed} (model.path "
-            f"{policy}); take a model of the same family"
+            f"{policy}); use a model of the same family"
         )
 
 
@@ -71,31 +73,31 @@ def _vocabulary_size(folder: Path, name: str) -> int:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         return int(config["vocab_size"] if "vocab_size" in config else config["text_config"]["vocab_size"])
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{where(name)}: {folder} is no Hugging Face model folder: {error}") from None
+        raise ConfigError(f"{where(name)}: {folder} is not a Hugging Face model folder: {error}") from None
 
 
 def where(name: str) -> str:
-    """What to call a model's folder to whoever wrote the run file."""
+    """The run file's key for a model's folder."""
     return "model.path" if name == POLICY else f"{name}.path"
 
 
 def find(models: Mapping[str, T], name: str, *, doing: str) -> T:
-    """The model of that name. Raises BackendError that says which there are."""
+    """The model of that name. Raises BackendError, listing the available ones."""
     if name not in models:
-        raise BackendError(f"{doing}: there is no model {name!r} for this; there is {', '.join(models)}")
+        raise BackendError(f"{doing}: no model {name!r}; available: {', '.join(models)}")
     return models[name]
 
 
 def saved_in(folder: Path, name: str) -> Path:
-    """Where the checkpoint in ``folder`` has a trained model."""
+    """The folder of a trained model in the checkpoint at ``folder``."""
     return folder if name == POLICY else folder / name
 
 
 def require_saved(folder: Path, names: Iterable[str]) -> None:
-    """Raises CheckpointError, before anything is restored, when the checkpoint has not all the trained models."""
+    """Raise CheckpointError if the checkpoint lacks a trained model; called before anything is restored."""
     for name in names:
         if name != POLICY and not saved_in(folder, name).exists():
             raise CheckpointError(
-                f"{folder}: has no {name}: a run without one wrote it. Resume with that run's [algorithm], or begin a "
-                "new run from its last weights"
+                f"{folder}: has no {name}; it was written by a run without one. Resume with that run's [algorithm], or "
+                "start a new run from its last weights"
             )

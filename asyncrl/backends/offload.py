@@ -1,7 +1,7 @@
-"""AdamW's moments in the host's memory between steps: eight bytes a parameter less on the device while activations are.
+"""Offloads AdamW's moments to host memory between steps: saves 8 bytes a parameter on the device during fwd/bwd.
 
-A step brings them to the device and takes them back. That costs the time of both ways, and the device needs the room
-after the backward pass, when activations are gone. (Megatron's own offload runs AdamW on the host's processors.)
+A step copies them to the device and back. That costs two transfers, and the device needs the memory only after the
+backward pass, when activations are freed. (Megatron's own offload runs AdamW on the CPU.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 class HostMoments:
-    """The moments of one torch.optim.AdamW. Whoever reads them on the host waits for the device first."""
+    """The moments of one torch.optim.AdamW. Synchronise with the device before reading them on the host."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -23,7 +23,7 @@ class HostMoments:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Around a step."""
+        """Moments are on the device inside; wrap an optimizer step in it."""
         for weight, state in self._optimizer.state.items():
             for kind in _MOMENTS & state.keys():
                 state[kind] = state[kind].to(weight.device, non_blocking=True)
@@ -34,7 +34,7 @@ class HostMoments:
                 state[kind] = home.copy_(state[kind], non_blocking=True)
 
     def _home(self, weight: torch.Tensor, kind: str, moment: torch.Tensor) -> torch.Tensor:
-        """Page-locked, as a copy that nobody waits for needs it; made once."""
+        """Pinned host buffer, as asynchronous copies need; allocated once."""
         if (weight, kind) not in self._homes:
             self._homes[weight, kind] = torch.empty(moment.shape, dtype=moment.dtype, pin_memory=moment.is_cuda)
         return self._homes[weight, kind]

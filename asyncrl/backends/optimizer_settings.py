@@ -1,4 +1,4 @@
-"""How a backend turns gradients into new weights: AdamW after a clip by the global norm, the same in every backend."""
+"""The optimizer, the same in every backend: clipping by global norm, then AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, arXiv:1711.05101. Weight decay spares what has one dimension: norms and biases."""
+    """AdamW, arXiv:1711.05101. No weight decay on one-dimensional parameters: norms and biases."""
 
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -18,17 +18,17 @@ class OptimizerSettings:
 
 
 def is_trainable(loss: float, grad_norm: float) -> bool:
-    """Whether a step may be taken: one NaN would be in every weight for ever."""
+    """Whether loss and gradients are finite; a step with a NaN would ruin every weight."""
     return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def step_metrics(
     of_objective: Mapping[str, float], *, model: str, grad_norm: float, learning_rate: float, is_skipped: bool
 ) -> Mapping[str, float]:
-    """The metrics of one optimizer step of the policy; of another ``model`` they are all under its name.
+    """Metrics of one optimizer step; those of a ``model`` other than the policy are all under its name.
 
-    grad_norm      of the summed gradients, before the clip
-    learner/skipped_steps  1 when loss or gradients were not finite and the weights were left as they were
+    grad_norm      of the summed gradients, before clipping
+    learner/skipped_steps  1 when loss or gradients were not finite and the weights were left unchanged
     """
     is_policy = model == "policy"
     learner = "learner" if is_policy else model

@@ -1,9 +1,9 @@
-"""Optimizer state on disk: one safetensors file per rank, any number of ranks reads what any other number wrote.
+"""Optimizer state on disk: one safetensors file per rank, readable by any number of ranks.
 
 A rank owns pieces of parameters: ``name[start:start + len]`` of the flattened parameter. A piece is saved as its
-float32 value and what AdamW keeps for it, each under ``kind|start|name``. Whoever restores puts a parameter together
-from the pieces in all files and takes its own part. Under tensor parallelism a parameter here is one rank's shard of
-the model's, and only the same number of tensor-parallel ranks can read it.
+float32 value and AdamW's state, each under ``kind|start|name``. To restore, a rank assembles each parameter from the
+pieces in all files and takes its own part. Under tensor parallelism a parameter here is one rank's shard, and only the
+same number of tensor-parallel ranks can read it.
 Test: test_restored_training_equals_uninterrupted_training.
 """
 
@@ -29,7 +29,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one rank's optimizer holds of one parameter: elements from ``start`` on of its flattened self."""
+    """One rank's part of a parameter: its flattened elements from ``start`` on."""
 
     name: str
     start: int
@@ -38,7 +38,7 @@ class Piece:
 
 
 def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Tensor, Any], *, rank: int) -> None:
-    """This rank's file. Raises CheckpointError."""
+    """Write this rank's file. Raises CheckpointError."""
     tensors = {f"random||{kind}": value for kind, value in _random_states().items()}
     for piece in pieces:
         tensors[f"value|{piece.start}|{piece.name}"] = _plain(piece.value)
@@ -54,7 +54,7 @@ def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Ten
 
 
 def write_index(folder: Path, *, ranks: int, tensor_parallel: int = 1) -> None:
-    """What makes the ranks' files a checkpoint, written when all of them are there. Raises CheckpointError."""
+    """Write the index that completes the checkpoint, once all ranks' files exist. Raises CheckpointError."""
     try:
         (folder / _INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks, "tensor_parallel": tensor_parallel}))
     except OSError as error:
@@ -75,11 +75,11 @@ class SavedState:
                     self._where.setdefault((kind, name), []).append((int(start), key, file))
 
     def value(self, name: str, size: int) -> torch.Tensor:
-        """A whole parameter, flat: f32[size]. Raises CheckpointError when it is not there or has another size."""
+        """A whole parameter, flat: f32[size]. Raises CheckpointError if it is missing or has another size."""
         return self._whole("value", name, size)
 
     def moments(self, name: str, size: int, own: slice) -> dict[str, torch.Tensor]:
-        """What AdamW kept for ``own`` of a parameter; empty before its first step."""
+        """AdamW's state for the slice ``own`` of a parameter; empty before its first step."""
         if ("step", name) not in self._where:
             return {}
         _, key, file = self._where["step", name][0]
@@ -87,7 +87,7 @@ class SavedState:
         return {"step": file.get_tensor(key), **whole}
 
     def restore_random_states(self, rank: int) -> None:
-        """Put this rank's random generators back; rank 0's when fewer ranks wrote than read."""
+        """Restore this rank's random generators; rank 0's if the checkpoint has fewer ranks."""
         file = self._files[rank if rank < len(self._files) else 0]
         torch.set_rng_state(file.get_tensor("random||cpu"))
         if torch.cuda.is_available() and "random||cuda" in file.keys():  # noqa: SIM118
@@ -99,8 +99,8 @@ class SavedState:
         whole = torch.cat(parts) if parts else torch.empty(0)
         if whole.numel() != size:
             raise CheckpointError(
-                f"{self._folder}: {name} has {whole.numel()} saved numbers ({kind}), the model needs {size}; "
-                "is it a checkpoint of another model?"
+                f"{self._folder}: {name} has {whole.numel()} saved elements ({kind}), the model needs {size}; "
+                "is this a checkpoint of another model?"
             )
         return whole
 
@@ -111,11 +111,11 @@ def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState
     try:
         index = json.loads((folder / _INDEX).read_text())
         if index["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: format {index['format']} is not {FORMAT}, the one this version reads")
+            raise CheckpointError(f"{folder}: format {index['format']}; this version reads format {FORMAT}")
         if index["tensor_parallel"] != tensor_parallel:
             raise CheckpointError(
                 f"{folder}: written with tensor_parallel = {index['tensor_parallel']}, cannot be read with "
-                f"{tensor_parallel}; set learner.tensor_parallel = {index['tensor_parallel']} to resume it"
+                f"{tensor_parallel}; set learner.tensor_parallel = {index['tensor_parallel']} to resume"
             )
         with ExitStack() as stack:
             files = [
@@ -127,7 +127,7 @@ def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState
 
 
 def shaped(moments: dict[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Moments as AdamW wants them beside the tensor it updates: on its device, the step count of fused AdamW too."""
+    """Moments in the shape and on the device of the tensor they update; fused AdamW needs its step count there too."""
     return {
         kind: value.to(like.device, copy=True).reshape(() if kind == "step" else like.shape)
         for kind, value in moments.items()
@@ -142,7 +142,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 
 def _plain(value: torch.Tensor) -> torch.Tensor:
-    """Flat, on the CPU, and sharing memory with nothing, as safetensors demands."""
+    """A flat copy on the CPU that shares no memory, as safetensors requires."""
     return value.detach().reshape(-1).to("cpu", copy=True)
 
 

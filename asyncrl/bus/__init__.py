@@ -1,1 +1,1 @@
-"""Adapters of the Bus port, and the nats-server that a run starts for itself."""
+"""Adapters of the Bus port, and the nats-server that a run may start."""

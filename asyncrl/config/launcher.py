@@ -10,6 +10,6 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSection:
     kind: str = "local"
-    """local (processes of this machine), ray (of a Ray cluster), or "package.module:Class" of another Launcher."""
+    """local (processes on this machine), ray (on a Ray cluster), or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """See the Options class beside the launcher."""
+    """Options of the launcher."""

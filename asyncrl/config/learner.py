@@ -1,4 +1,4 @@
-"""[learner] of the run file: what trains, in how many processes, by which optimizer, and whose answers it believes."""
+"""[learner] of the run file: backend, processes, batch, optimizer, and when a worker is quarantined."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from asyncrl.config.checks import positive, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
+class LearnerSection:
     backend: str = "megatron"
     """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs if there are any."""
     ranks: int = 1
-    """Processes of the learner; ranks / tensor_parallel of them train different data."""
+    """Processes of the learner. ranks / tensor_parallel of them train different data."""
     tensor_parallel: int = 1
-    """Ranks that hold one copy of the model together, each a part of every layer."""
+    """Ranks that share one copy of the model, each with a part of every layer."""
     gpus: tuple[int, ...] = ()
-    """GPU of each rank, numbered from 0, when `asyncrl run` starts them; empty takes the first ones."""
+    """GPU of each rank, counted from 0, when `asyncrl run` starts them; empty takes the first ones."""
     threads: int = 0
-    """CPU threads of each rank; 0 leaves it to torch."""
+    """CPU threads of each rank; 0 leaves it to PyTorch."""
     groups_per_batch: int = 16
-    """Prompt groups trained per optimizer step."""
+    """Prompt groups per optimizer step."""
     micro_batch_tokens: int = 16_384
-    """Packed tokens per forward pass; a longer trajectory gets a micro-batch of its own."""
+    """Packed tokens per forward pass. A longer trajectory gets a micro-batch of its own."""
     learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
     betas: tuple[float, ...] = (0.9, 0.95)
+    """Betas of AdamW."""
     eps: float = 1e-8
+    """Epsilon of AdamW."""
     max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm."""
     max_skipped_steps: int = 10
-    """So many steps in a row whose loss or gradient was not finite end the run; 0 goes on for ever."""
+    """The run ends after this many consecutive steps with a non-finite loss or gradient; 0 never ends it."""
     quarantine_mismatch: float = 0.5
-    """A worker whose fresh answers, scored again, are further than this off the trainer's logprobs (mean of the
-    absolute difference in nats per token) is quarantined: named, told, and none of its groups trained. One whose
-    answers are all of older versions is compared with the other workers. 0 is off. bfloat16 makes 0.02, a wrong
-    temperature 0.3 and more, other weights whole nats."""
+    """Quarantine a worker whose fresh answers differ from the trainer's logprobs by more than this (mean |difference|
+    in nats per token); none of its groups is trained any more. A worker without fresh answers is compared with the
+    other workers. 0 is off. bfloat16 makes 0.02, a wrong temperature 0.3 and more, wrong weights several nats."""
     rescore_every: int = 10
-    """Steps between two such looks: two answers of each worker, a forward pass."""
+    """Steps between these comparisons, each of two answers per worker and one forward pass."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """See the Options class beside the backend."""
+    """Options of the backend."""
 
     def __post_init__(self) -> None:
         positive(self, "ranks", "tensor_parallel", "groups_per_batch", "micro_batch_tokens")
@@ -61,5 +66,5 @@ class Learner:
 
     @property
     def data_parallel(self) -> int:
-        """Shares that a batch is dealt into: ranks / tensor_parallel."""
+        """Data-parallel ranks: ranks / tensor_parallel."""
         return self.ranks // self.tensor_parallel

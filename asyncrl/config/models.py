@@ -1,5 +1,5 @@
 """Sections of the run file for the models that the learner holds beside the policy. Which of them a run may have, and
-must have, follows from its algorithm (auxiliary.py).
+must have, follows from its algorithm (learner_models.py).
 """
 
 from __future__ import annotations
@@ -11,41 +11,48 @@ from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Critic:
-    """For algorithms that learn values (ppo). Trained as [learner] says, but for what is here."""
+class CriticSection:
+    """For algorithms that learn values (ppo). Keys that are not here are as in [learner]."""
 
     path: str = ""
-    """Hugging Face folder that it starts from, but for its output: values start at 0. Empty takes model.path."""
+    """Hugging Face folder of its initial weights, without the output layer: values start at 0. Empty takes
+    model.path."""
     learning_rate: float = 0.0
-    """Usually larger than the policy's, ten times and more; 0 takes learner.learning_rate."""
+    """Often ten times the policy's; 0 takes learner.learning_rate."""
     warmup_steps: int = 0
-    """The first so many steps train the critic alone; the policy's versions go on, its weights stay."""
+    """During the first steps only the critic is trained. Policy versions count up, the policy stays the same."""
     loss: Literal["mse", "huber"] = "mse"
+    """Mean squared error, or the Huber loss."""
     huber_delta: float = 10.0
-    """Error from which on Huber's loss is linear."""
+    """Error from which on the Huber loss is linear."""
+    scale: float = 0.5
+    """What the squared error is multiplied by: 0.5 in most frameworks, 1 in slime."""
     clip: float = 0.5
-    """How far a value may move from what it was before the batch; 0 is off."""
+    """Largest change of a value from its old one, as in PPO; 0 is off."""
 
     def __post_init__(self) -> None:
-        if self.huber_delta <= 0:
-            raise ConfigError(f"huber_delta must be > 0, got {self.huber_delta}")
+        for name in ("huber_delta", "scale"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("learning_rate", "warmup_steps", "clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A frozen model that the policy is held near, with any algorithm."""
+class ReferenceSection:
+    """A frozen model with a KL penalty that keeps the policy near it, for any algorithm."""
 
     path: str = ""
-    """Hugging Face folder; empty takes model.path, what the policy started from."""
+    """Hugging Face folder; empty takes model.path, where the policy started."""
     kl_coef: float = 0.0
-    """What a nat of KL(policy || reference) per token costs; 0 is off, and no reference is loaded."""
-    kl: Literal["", "k1", "k2", "k3", "low_variance", "unbiased"] = ""
-    """Estimate (policies/kl.py). Empty: unbiased in the loss, right on stale data; k1 in the reward, exact there."""
+    """Penalty per nat of KL(policy || reference), per token; 0 is off, and no reference is loaded."""
+    kl: Literal["", "k1", "k2", "k3", "absolute", "low_variance", "unbiased", "k3_weighted"] = ""
+    """Estimator (policies/losses/kl.py). Empty: unbiased in the loss (correct on stale data), k1 in the reward (exact
+    there)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """reward: taken off every token's reward, for advantages that know those (gae, reinforce, reinforce_pp)."""
+    """loss, or reward: subtracted from each token's reward, for advantages with token rewards (gae, reinforce,
+    reinforce_pp)."""
 
     def __post_init__(self) -> None:
         if self.kl_coef < 0:
@@ -53,8 +60,8 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
+class TeacherSection:
     """For algorithms that learn from another model's logprobs (opd)."""
 
     path: str
-    """Hugging Face folder of the frozen model that opd learns from; its tokenizer must be the policy's."""
+    """Hugging Face folder of the frozen model that opd learns from, with the policy's tokenizer."""

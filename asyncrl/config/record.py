@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
-from asyncrl.config.tables import build
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
@@ -25,7 +24,7 @@ _SECTIONS: Final = (
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _SECRET_WORDS: Final = {"key", "token", "password", "secret", "headers", "header", "auth", "authorization"}
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
-_BUS_KEYS: Final = ("url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
+_BUS_KEYS: Final = ("kind", "url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         table["weights"]["directory"] = str(Path(run.weights.directory).absolute())
     table["rollout"]["options"] = json.loads(json.dumps(run.rollout.options))
     withheld = []
-    for name, key in (("engine", "kind"), ("reward", "kind"), ("rollout", "function")):
+    for name, key in (("engine", "kind"), ("reward", "kind"), ("rollout", "function"), ("weights", "channel")):
         made = table[name]["options"]
         if made and (":" in table[name][key] or _may_be_secret(made)):
             table[name].pop("options")
@@ -81,4 +80,4 @@ def _may_be_secret(value: Any) -> bool:
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
     """The settings again; sections left out have their defaults. Raises ConfigError naming ``where``."""
-    return build(RunConfig, table, where)
+    return run_file.from_table(table, where=where)

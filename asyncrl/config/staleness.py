@@ -5,80 +5,78 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
+class StalenessSection:
     max_staleness: int = 4
     """No token older than this many policy versions is trained. 0 is synchronous RL."""
     eviction: Literal["drop", "wait"] = "drop"
-    """What happens to a group that would get too old: drop it, or hold the learner until stragglers arrive."""
+    """What happens to a group that would become too old: drop it, or let the learner wait for it."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
-    """Which of the groups that are here go first. freshest_first: least staleness, but it drops what took long.
-    in_order: as the prompts were published, so one straggler holds everybody up."""
+    """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
+    in_order: as published, so one straggler holds up all others."""
     stragglers: Literal["wait_whole", "partial"] = "wait_whole"
-    """partial, async only: when the next batch is the last that may train a group, those of its answers that are done
-    are trained, ``min_group`` or more, and the others, the longest, are cancelled and counted."""
+    """partial, async only: if a group would be too old for the next batch, its finished answers (``min_group`` or more)
+    are trained, and the longer ones are cancelled and counted. wait_whole: groups are trained whole."""
     min_group: int = 2
+    """Fewest answers of a partial group."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
-    """What a token s versions old counts in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1).
-    It makes old tokens count less; it corrects nothing (algorithm.correction does)."""
+    """Weight of a token s versions old in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1). It
+    does not replace a correction (algorithm.correction)."""
     weight_rate: float = 0.2
+    """Rate of weight = "exponential"."""
     learning_rate: Literal["", "ess_sqrt", "ess_linear"] = ""
-    """VCPO: each step's learning rate times the effective sample size (ESS) of its batch, or times its root. The ESS
-    is offpolicy/sequence_ess, of the untruncated sequence ratios, as a share of the answers."""
+    """VCPO: multiply the learning rate by the effective sample size (ESS) of the batch, or by its square root. The ESS
+    is offpolicy/sequence_ess: of untruncated sequence ratios, as a share of the answers."""
     adaptive: bool = False
-    """async only: the window is (bound + 1) batches, and the bound follows the ESS, smallest <= bound <= max_staleness.
-    max_staleness stays the limit of what is trained."""
+    """async only: adapt the admission bound to the ESS, smallest <= bound <= max_staleness. max_staleness remains the
+    limit of what is trained."""
     smallest: int = 1
-    """The adaptive bound does not fall below."""
+    """Lower limit of the adaptive bound."""
     ess_low: float = 0.5
-    """A batch whose ESS is below halves the adaptive bound. Ratios of long answers are extreme: lower it for them."""
+    """An ESS below this halves the adaptive bound. Long answers have extreme ratios: use a lower value for them."""
     ess_high: float = 0.9
-    """``patience`` batches in a row above raise it by one."""
+    """``patience`` consecutive batches with an ESS above this raise the adaptive bound by one."""
     patience: int = 4
+    """See ess_high."""
 
     def __post_init__(self) -> None:
-        _require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
-        _require(
+        require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
+        require(
             self.order != "freshest_first" or self.eviction == "drop",
             'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
         )
-        _require(
+        require(
             self.min_group >= 2,
             f"min_group must be >= 2 (one answer has nothing to compare with), got {self.min_group}",
         )
-        _require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
-        _require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
-        _require(
+        require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
+        require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
+        require(
             not self.adaptive or self.smallest <= self.max_staleness,
             f"adaptive moves the bound between smallest and max_staleness; got {self.smallest} > {self.max_staleness}",
         )
-        _require(
+        require(
             0 <= self.ess_low <= self.ess_high <= 1,
             f"0 <= ess_low <= ess_high <= 1 must hold, got {self.ess_low} and {self.ess_high}",
         )
-        _require(self.patience > 0, f"patience must be > 0, got {self.patience}")
+        require(self.patience > 0, f"patience must be > 0, got {self.patience}")
 
     def check(self, *, mode: str, group_size: int) -> None:
         """What depends on other sections. Raises ConfigError."""
-        _require(
+        require(
             mode == "async" or not self.adaptive,
             f'staleness: adaptive needs run.mode = "async"; {mode} has a bound of its own',
         )
         if self.stragglers == "partial":
-            _require(
+            require(
                 mode == "async" and self.max_staleness >= 2,
                 'staleness: stragglers = "partial" needs run.mode = "async" and max_staleness >= 2: else every batch '
                 "is the last that may train its groups",
             )
-            _require(
+            require(
                 self.min_group <= group_size,
                 f"staleness: min_group {self.min_group} is more than rollout.group_size {group_size}",
             )
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise ConfigError(problem)

@@ -20,14 +20,12 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """What ``check_model`` saw. weight_bytes is the size of all safetensors files."""
+    """What ``check_model`` saw."""
 
     path: Path
     architecture: str
     vocab_size: int
     context_tokens: int
-    weight_files: tuple[Path, ...]
-    weight_bytes: int
 
 
 def check_model(path: Path) -> ModelFolder:
@@ -43,8 +41,7 @@ def check_model(path: Path) -> ModelFolder:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
-    weight_files = _weight_files(path)
-    for file in weight_files:
+    for file in _weight_files(path):
         _check_safetensors(file)
     find_tokenizer(path)
     return ModelFolder(
@@ -52,8 +49,6 @@ def check_model(path: Path) -> ModelFolder:
         architecture=architecture,
         vocab_size=vocab_size,
         context_tokens=int(config.get("max_position_embeddings") or 2**31),
-        weight_files=weight_files,
-        weight_bytes=sum(file.stat().st_size for file in weight_files),
     )
 
 

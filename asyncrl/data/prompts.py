@@ -2,12 +2,13 @@
 
 A *position* counts rows of that sequence from 0, over-long ones too, and depends on the data file and the seed alone:
 position p is row p mod n of epoch p // n. A resumed run that stored its position goes on with the very next prompt and
-tokenises nothing again. Kept by tests/test_data.py::test_a_resumed_run_continues_exactly.
+tokenises nothing again. Kept by tests/unit/data/test_prompts.py::test_a_resumed_run_continues_exactly.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl import config
-from asyncrl.data.rows import Rows, open_rows
+from asyncrl.data.row_files import Rows, open_rows
 from asyncrl.errors import ConfigError
 
 _NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
+_SAMPLE = 256
+"""Rows that ``PromptDataset.look`` tokenises of a large file."""
+_LONGEST_TOKEN = 1024
+"""Characters: no vocabulary has longer ones, so a text of megabytes is found too long without tokenising it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLimits:
+    """What the rest of a run asks of every row.
+
+    prompt_tokens  longer prompts leave no room for an answer in the model's context; they are dropped, as those over
+                   data.max_prompt_tokens are
+    row_bytes      of label, metadata and response: more does not fit into a message of the bus
+    labelled_for   the reward.kind that compares with a label; "" for one that needs none
+    """
+
+    prompt_tokens: int = 2**31
+    row_bytes: int = 2**31
+    labelled_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +47,7 @@ class PromptRow:
     """One prompt.
 
     prompt    the text that was tokenised, chat template included
-    tokens    i32[T]; empty when it is over max_prompt_tokens
+    tokens    i32[T]; empty when there are too many (PromptDataset.most_tokens)
     response  i32[R], the answer to imitate and <eos>; empty without data.response_key
     """
 
@@ -42,8 +62,9 @@ class PromptRow:
 class PromptDataset:
     """Prompts by position. One caller at a time: one actor owns it."""
 
-    def __init__(self, rows: Rows, data: config.Data, *, tokenizer: Any, seed: int) -> None:
+    def __init__(self, rows: Rows, data: config.DataSection, *, tokenizer: Any, seed: int, limits: RowLimits) -> None:
         self._rows = rows
+        self._most_tokens = min(data.max_prompt_tokens, limits.prompt_tokens)
         self._data = data
         self._tokenizer = tokenizer
         self._seed = seed
@@ -52,8 +73,11 @@ class PromptDataset:
         self._order: NDArray[np.int64] = np.arange(len(rows))
 
     @classmethod
-    def open(cls, data: config.Data, *, tokenizer: Any, seed: int) -> PromptDataset:
+    def open(
+        cls, data: config.DataSection, *, tokenizer: Any, seed: int, limits: RowLimits | None = None
+    ) -> PromptDataset:
         """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt."""
+        limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("data.chat_template is true but the model's tokenizer has no chat template; set it false")
         if data.response_key and tokenizer.eos_token_id is None:
@@ -61,8 +85,8 @@ class PromptDataset:
                 "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "
                 "in its tokenizer_config.json"
             )
-        rows = open_rows(Path(data.path), check=_RowCheck(data))
-        return cls(rows, data, tokenizer=tokenizer, seed=seed)
+        rows = open_rows(Path(data.path), check=_RowCheck(data, limits))
+        return cls(rows, data, tokenizer=tokenizer, seed=seed, limits=limits)
 
     @property
     def num_rows(self) -> int:
@@ -71,8 +95,27 @@ class PromptDataset:
 
     @property
     def dropped(self) -> int:
-        """Rows found longer than max_prompt_tokens so far."""
+        """Rows found too long so far."""
         return len(self._too_long)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt that is not too long: data.max_prompt_tokens, or what an answer leaves of the context."""
+        return self._most_tokens
+
+    def look(self) -> int:
+        """Tokenise the first rows that a run would draw, and count them: all of a small file, 256 of a large one.
+
+        ``dropped`` says how many of them are too long. Raises ConfigError as ``at`` does, and if all of them are.
+        """
+        seen = min(self.num_rows, _SAMPLE)
+        for position in range(seen):
+            self.at(position)
+        if self.dropped == seen:
+            raise ConfigError(
+                f"{self._data.path}: {self._all_too_long(f'{seen} prompts of the {self.num_rows} looked at')}"
+            )
+        return seen
 
     def at(self, position: int) -> PromptRow | None:
         """The row at ``position``; its tokens are empty when it is too long. None when the epochs are over.
@@ -85,11 +128,16 @@ class PromptDataset:
         index = self._row_index(epoch, place)
         row = self._read(index, epoch=epoch)
         if self.dropped == self.num_rows:
-            raise ConfigError(
-                f"{self._data.path}: all {self.num_rows} prompts have more than data.max_prompt_tokens = "
-                f"{self._data.max_prompt_tokens} tokens"
-            )
+            raise ConfigError(f"{self._data.path}: {self._all_too_long(f'{self.num_rows} prompts')}")
         return row
+
+    def _all_too_long(self, prompts: str) -> str:
+        if self._most_tokens == self._data.max_prompt_tokens:
+            return f"all {prompts} have more than data.max_prompt_tokens = {self._most_tokens} tokens"
+        return (
+            f"all {prompts} have more than {self._most_tokens} tokens, which is what rollout.max_new_tokens leaves of "
+            "the model's context"
+        )
 
     def _row_index(self, epoch: int, place: int) -> int:
         if self._data.shuffle and epoch != self._order_epoch:
@@ -102,10 +150,13 @@ class PromptDataset:
             return PromptRow(epoch=epoch, prompt="", tokens=_NO_TOKENS)
         row, where = self._rows.row(index), self._rows.where(index)
         text, has_template = self._text(row[self._data.prompt_key], where)
+        if len(text) > _LONGEST_TOKEN * self._most_tokens:
+            self._too_long.add(index)
+            return PromptRow(epoch=epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS)
         tokens = self._tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
         if not tokens:
             raise ConfigError(f"{where}: the prompt {_short(text)} has no tokens")
-        if len(tokens) > self._data.max_prompt_tokens:
+        if len(tokens) > self._most_tokens:
             self._too_long.add(index)
             return PromptRow(epoch=epoch, prompt=text, tokens=_NO_TOKENS)
         label, metadata = row.get(self._data.label_key), row.get(self._data.metadata_key)
@@ -152,8 +203,9 @@ def shuffled(num_rows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
 class _RowCheck:
     """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
 
-    def __init__(self, data: config.Data) -> None:
+    def __init__(self, data: config.DataSection, limits: RowLimits) -> None:
         self._data = data
+        self._limits = limits
         self._seen_first = False
 
     def __call__(self, row: dict[str, Any], where: str) -> None:
@@ -161,7 +213,7 @@ class _RowCheck:
         if data.prompt_key not in row:
             raise _missing(row, data.prompt_key, "prompt_key", where)
         if not self._seen_first:
-            default = config.Data(path="")
+            default = config.DataSection(path="")
             for name in ("label_key", "metadata_key"):
                 key = getattr(data, name)
                 if key != getattr(default, name) and key not in row:  # written in the run file, so meant
@@ -173,6 +225,30 @@ class _RowCheck:
         metadata = row.get(data.metadata_key)
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {_short(metadata)}")
+        self._check_label(row.get(data.label_key), where)
+        parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
+        parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
+        try:
+            _check_text(row[data.prompt_key])
+            size = sum(map(_size, parts.values()))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}; no message can carry it") from None
+        if size > self._limits.row_bytes:
+            names = " and ".join(repr(name) for name, value in parts.items() if value is not None)
+            raise ConfigError(
+                f"{where}: {names} take {size:,} bytes, and a message of the bus has room for "
+                f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
+            )
+
+    def _check_label(self, label: Any, where: str) -> None:
+        key = self._data.label_key
+        if isinstance(label, float) and math.isnan(label):
+            raise ConfigError(f"{where}: {key!r} is NaN; write the label, or leave the row out")
+        if label is None and self._limits.labelled_for:
+            raise ConfigError(
+                f"{where}: no label (data.label_key = {key!r}), and reward.kind = {self._limits.labelled_for!r} "
+                "compares with one"
+            )
 
     def _check_response(self, row: dict[str, Any], where: str) -> None:
         key = self._data.response_key
@@ -203,6 +279,31 @@ class _RowCheck:
                 raise ConfigError(
                     f"{where}: a chat message is an object with text role and content, got {_short(message)}"
                 )
+
+
+def _size(value: Any) -> int:
+    """Bytes of a value in a message, about. Raises ValueError for what msgpack has no form for."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, str):
+        return _check_text(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"the whole number {str(value)[:30]}... has more than 64 bits")
+    if isinstance(value, dict):
+        return sum(_size(name) + _size(item) for name, item in value.items())
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return 9
+
+
+def _check_text(value: Any) -> int:
+    """Bytes of a text, or of the texts of chat messages, as UTF-8. Raises ValueError."""
+    if not isinstance(value, str):
+        return sum(_check_text(text) for message in value for text in message.values() if isinstance(text, str))
+    try:
+        return len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is no text") from None
 
 
 _PLAIN = (str, int, float, bool, bytes, type(None))

@@ -15,7 +15,7 @@ def load_tokenizer(path: Path) -> Any:
     import transformers  # two seconds: not before the folder is known to be there
 
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
 

@@ -1,1 +1,1 @@
-"""Adapters of the Engine port: what samples."""
+"""Sampling engines: adapters of the Engine port."""

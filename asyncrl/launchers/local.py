@@ -1,7 +1,7 @@
-"""Processes on this machine, children of ours. GPUs are dealt by number, in CUDA_VISIBLE_DEVICES.
+"""Launches processes on this machine as our children. CUDA_VISIBLE_DEVICES gives each the GPUs dealt to it.
 
-A child ends with us however we end (processes.py), and has a session of its own: Ctrl-C comes to us alone, who drain
-in the right order.
+A child ends when we end, however that happens (os_process.py). It has its own session, so that Ctrl-C reaches only us
+and we can drain in the right order.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asyncrl import processes
+from asyncrl import os_process
 from asyncrl.errors import LaunchError
-from asyncrl.launchers.port import ProcessSpec
-from asyncrl.placement import visible_devices
+from asyncrl.launchers.adapter import LauncherAdapter
+from asyncrl.launchers.placement import visible_devices
+from asyncrl.protocols.launcher import ProcessSpec
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,9 +44,7 @@ class LocalProcess:
             self._process.send_signal(number)
 
 
-class LocalLauncher:
-    places = False
-
+class LocalLauncher(LauncherAdapter):
     def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
         self._running: list[LocalProcess] = []
 
@@ -53,7 +52,7 @@ class LocalLauncher:
         return LOOPBACK
 
     def check_room(self, specs: Sequence[ProcessSpec]) -> None:
-        """Whoever deals the GPUs has seen to it."""
+        """Nothing to check: the GPUs were dealt before (placement.py)."""
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         try:
@@ -63,7 +62,9 @@ class LocalLauncher:
                 "asyncrl",
                 *spec.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
-                env=os.environ | spec.environment | {processes.PARENT: str(os.getpid())} | _visible(spec),
+                env=os_process.environment_of_child(spec.environment)
+                | {os_process.PARENT: str(os.getpid())}
+                | _visible(spec),
                 start_new_session=True,
             )
         except OSError as error:
@@ -72,7 +73,7 @@ class LocalLauncher:
         return self._running[-1]
 
     async def release(self, name: str) -> None:
-        """Nothing is set aside here: whoever deals the numbers takes them back."""
+        """Nothing was reserved: whoever deals the GPUs takes them back."""
 
     async def close(self) -> None:
         for process in self._running:
@@ -82,6 +83,6 @@ class LocalLauncher:
 
 
 def _visible(spec: ProcessSpec) -> dict[str, str]:
-    """Its GPUs and no others, however often it is started; without GPUs it sees what we see."""
+    """Its GPUs and no others, at every restart; a process without GPUs sees what we see."""
     variable = "CUDA_VISIBLE_DEVICES"
     return {variable: visible_devices(spec.gpus, inherited=os.environ.get(variable))} if spec.gpus else {}

@@ -1,18 +1,19 @@
-"""Processes on the machines of a Ray cluster: an actor owns each, in a placement group of its own.
+"""Launches processes on a Ray cluster: each is run by an actor in its own placement group.
 
-    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/ray.md
+    kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/ray.md
 
-Ray finds the machine and sets the GPUs aside; it carries no data of the run, and it restarts nothing: an actor or a
-machine that dies is a process that ended, and asyncrl/fleet.py decides. A process keeps its place over its restarts;
-when its machine is gone it gets another one, wherever there is room. Groups and actors belong to our job, so that Ray
-takes them back when we are killed, and processes end with their actors (launchers/owner.py).
+Ray finds a machine and reserves its GPUs. It carries no data of the run and restarts nothing: when an actor or a
+machine dies, its process has ended, and run/process_manager.py decides what follows. A process keeps its place over
+restarts; if its machine is gone it gets another one, wherever there is room. Placement groups and actors belong to our
+Ray job: Ray frees them when we are killed, and processes end with their actors (launchers/process_agent.py).
 
-The only file that imports ray. Tests: tests/test_ray.py, on a cluster of two nodes.
+The only file that imports ray. Tests: tests/integration/ray/test_ray.py, on a cluster of two nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import logging
 import os
@@ -25,13 +26,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError, LaunchError, NoRoom
-from asyncrl.launchers import room
-from asyncrl.launchers.owner import MARK, News, Order, Owner, Started
-from asyncrl.launchers.port import ProcessSpec
+from asyncrl.launchers import ray_placement
+from asyncrl.launchers.adapter import LauncherAdapter
+from asyncrl.launchers.process_agent import MARK, LaunchRequest, OutputChunk, ProcessAgent, Started
 from asyncrl.launchers.ray_options import Options, require_answer
-from asyncrl.launchers.room import Choice, Machine, Need
-from asyncrl.policies.faults import LEARNER
+from asyncrl.launchers.ray_placement import Choice, Machine, Need
+from asyncrl.policies.health.faults import LEARNER
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.protocols.launcher import ProcessSpec
 
+_NEEDS_RAY: Final = 'launcher.kind: "ray" needs ray; pip install asyncrl[ray]'
 NODE_ID: Final = "ray.io/node-id"
 """The label that Ray gives every node."""
 _AT_ONCE_SECONDS: Final = 2.0
@@ -44,7 +48,7 @@ _LAST_SECONDS: Final = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """What is set aside for one process.  machine: "" until Ray has found one"""
+    """The reservation of one process.  machine: "" until Ray has found one"""
 
     need: Need
     choice: Choice
@@ -53,7 +57,7 @@ class _Place:
 
 
 class RayProcess:
-    """One life of a process. What it prints is ours to print, its name before each line."""
+    """One start of a process. We print its output, with its name before each line."""
 
     def __init__(self, actor: Any, launcher: RayLauncher, *, name: str, started: Started) -> None:
         self._actor, self._launcher, self._name = actor, launcher, name
@@ -76,7 +80,7 @@ class RayProcess:
 
     async def _next(self) -> int | None:
         try:
-            news: News = await self._actor.news.remote(self._seen)
+            news: OutputChunk = await self._actor.news.remote(self._seen)
         except self._launcher.errors.ActorUnavailableError:
             await asyncio.sleep(_AWAY_SECONDS)  # the network, or an end that Ray does not know of yet: ask again
             return None
@@ -91,8 +95,14 @@ class RayProcess:
         return news.code
 
 
-class RayLauncher:
+class RayLauncher(LauncherAdapter):
+    options_type = Options
     places = True
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(_NEEDS_RAY)
 
     def __init__(self, *, run_name: str, log_directory: Path, options: Options) -> None:
         self._run_name = run_name
@@ -141,7 +151,7 @@ class RayLauncher:
         ray, need = self._ray, place.need
         taken = {key: amount for key, amount in need.resources.items() if key not in ("CPU", "GPU")}
         actor = (
-            ray.remote(Owner)
+            ray.remote(ProcessAgent)
             .options(
                 name=f"{spec.name}-{next(self._lives)}",
                 num_cpus=need.resources["CPU"],
@@ -165,7 +175,7 @@ class RayLauncher:
         finally:
             if process is None:
                 self.kill(actor)
-        print(f"{spec.name:10s}on {address}: {room.amounts(need.resources)}", flush=True)
+        print(f"{spec.name:10s}on {address}: {ray_placement.amounts(need.resources)}", flush=True)
         return process
 
     async def release(self, name: str) -> None:
@@ -195,7 +205,7 @@ class RayLauncher:
         if self._ray is not None:
             self._ray.kill(actor, no_restart=True)
 
-    def print(self, name: str, news: News) -> None:
+    def print(self, name: str, news: OutputChunk) -> None:
         for stream, line in news.lines:
             if stream == "log":
                 with (self._logs / f"{name}.log").open("a") as file:
@@ -209,7 +219,7 @@ class RayLauncher:
     # -- places --------------------------------------------------------------------------------------------------------
 
     async def _find_place(self, spec: ProcessSpec) -> _Place:
-        """Where it was, if that is still there; else a new place. Waits while the cluster is full, and says so."""
+        """The place it had, if that still exists, else a new one. Waits while the cluster is full, and says so."""
         if spec.role != LEARNER:
             await self._has_learner.wait()  # workers without a learner would only be in its way
         while (place := self._places.get(spec.name)) is None or not await self._is_there(spec, place):
@@ -227,14 +237,14 @@ class RayLauncher:
         return place
 
     def _reserve(self, spec: ProcessSpec, machines: list[Machine]) -> _Place:
-        """Ask Ray for a place. Raises NoRoom when none could be there beside those that our others have."""
+        """Ask Ray for a place. Raises NoRoom if it could never fit beside our other processes."""
         need, up = self._need(spec, machines), {one.id for one in machines}
         others = [place for place in self._places.values() if place.machine in up]
         self._require_room([*(place.need for place in others), need], machines)
         unfit = self._unfit.get(spec.role, frozenset())
         if all(one.id in unfit for one in machines if need.fits(one)):  # what they lack may be there by now
             unfit = self._unfit[spec.role] = frozenset()
-        choice = room.choose(
+        choice = ray_placement.choose(
             need,
             strategy=self._options.strategy,
             machines=machines,
@@ -257,29 +267,29 @@ class RayLauncher:
         return _Place(need=need, choice=choice, group=group)
 
     async def _wait_for_room(self, name: str, place: _Place) -> None:
-        """Until Ray has found a machine, or what we asked for has become impossible."""
+        """Wait until Ray has found a machine, or no machine that may be used is up any more."""
         free = await asyncio.to_thread(self._ray.available_resources)
         self.say(
-            f"{name} waits for room: {room.amounts(place.need.resources)} on one machine; free in the whole cluster: "
-            f"{room.amounts(free, like=place.need.resources)}"
+            f"{name} waits for room: {ray_placement.amounts(place.need.resources)} on one machine; "
+            f"free in the whole cluster: {ray_placement.amounts(free, like=place.need.resources)}"
         )
         while not await self._look(place, _LOOK_SECONDS):
             if not place.choice.may_come_true(await asyncio.to_thread(self._machines)):
                 return
 
     async def _look(self, place: _Place, seconds: float) -> bool:
-        """Wait so long for a machine."""
+        """Wait this long for a machine; whether there is one now."""
         if await asyncio.to_thread(place.group.wait, seconds):
             place.machine = await self._machine_of(place)
         return bool(place.machine)
 
     async def _machine_of(self, place: _Place) -> str:
-        """Where Ray says that it is; empty while it looks for one, be it anew."""
+        """The machine that Ray has found; empty while Ray is looking for one, also again after a loss."""
         table = await asyncio.to_thread(self._ray.util.placement_group_table, place.group)
         return str(table["bundles_to_node_id"][0]) if table["state"] == "CREATED" else ""
 
     async def _is_there(self, spec: ProcessSpec, place: _Place) -> bool:
-        """Whether its machine is up, may be used, and is not another's where each has its own."""
+        """Whether its machine is up, fit, and (with STRICT_SPREAD) not used by another of our processes."""
         if not place.machine or await self._machine_of(place) != place.machine:
             return False
         alive = {one.id for one in await asyncio.to_thread(self._machines)}
@@ -293,7 +303,7 @@ class RayLauncher:
     def _require_room(self, needs: list[Need], machines: list[Machine]) -> None:
         if self._options.wait_for_nodes:
             return
-        if problem := room.refusal(needs, strategy=self._options.strategy, machines=machines):
+        if problem := ray_placement.refusal(needs, strategy=self._options.strategy, machines=machines):
             raise NoRoom(f"launcher: {problem}; see launcher.options, or add machines with `ray start`")
 
     def _need(self, spec: ProcessSpec, machines: list[Machine]) -> Need:
@@ -324,13 +334,13 @@ class RayLauncher:
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 
-    def _order(self, spec: ProcessSpec, place: _Place) -> Order:
+    def _order(self, spec: ProcessSpec, place: _Place) -> LaunchRequest:
         for folder in (self._logs, *spec.shared.values()):
             self._leave_mark(folder)
         learner = self._places.get(LEARNER)
         is_with_learner = spec.role != LEARNER and learner is not None and learner.machine == place.machine
         given = {name: os.environ[name] for name in self._options.environment if name in os.environ}
-        return Order(
+        return LaunchRequest(
             arguments=spec.arguments,
             directory=os.getcwd(),
             environment=given | dict(spec.environment),
@@ -372,7 +382,7 @@ def _import_ray() -> Any:
         import ray.util
         import ray.util.scheduling_strategies
     except ImportError:
-        raise ConfigError('launcher.kind: "ray" needs ray; pip install asyncrl[ray]') from None
+        raise ConfigError(_NEEDS_RAY) from None
     return ray
 
 

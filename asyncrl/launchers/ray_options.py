@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from asyncrl.errors import ConfigError
-from asyncrl.launchers.room import Strategy
+from asyncrl.launchers.ray_placement import Strategy
 
 _REACH_SECONDS: Final = 3.0
 
@@ -42,15 +42,15 @@ class Options:
     """HOST:PORT of the cluster's head. Empty: RAY_ADDRESS, else the cluster that this machine is a node of, else a new
     one of this machine alone, for this run. "auto": the same, and refused if there is none."""
     strategy: Strategy = "PACK"
-    """How processes go together (launchers/room.py)."""
+    """How processes are placed on machines (launchers/ray_placement.py)."""
     learner: Role = field(default_factory=Role)
-    """What it takes: cpus, gpus, labels, resources."""
+    """Resources of the learner: cpus, gpus, labels, resources."""
     rollout_worker: Role = field(default_factory=Role)
-    """What each takes, likewise."""
+    """Resources of each rollout worker, likewise."""
     environment: tuple[str, ...] = ()
-    """Variables that processes get from `asyncrl run`, by name; they have their machine's own otherwise."""
+    """Names of environment variables that processes get from `asyncrl run`; others are those of their own machine."""
     wait_for_nodes: bool = False
-    """Wait for machines that are yet to come (Ray's autoscaler), instead of refusing what the cluster cannot hold."""
+    """Wait for machines that will join (Ray's autoscaler) instead of refusing what the cluster cannot hold now."""
 
 
 def require_answer(address: str) -> None:

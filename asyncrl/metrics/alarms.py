@@ -1,6 +1,6 @@
 """Says when a run trains something else than it looks like; each kind of trouble once for each time it begins.
 
-Tests: tests/test_alarms.py.
+Tests: tests/unit/metrics/test_alarms.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
 
-from asyncrl.policies.batch import Histogram, Metric
+from asyncrl.policies.batching.batch import Histogram, Metric
 
 log = logging.getLogger("asyncrl.metrics")
 
 
 class Alarm(Protocol):
+    """``name``: in heartbeats, which say whether it ``is_on``."""
+
+    name: str
+    is_on: bool
+
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """At a step's metrics: more of them. Called for every step, in order."""
         ...
@@ -29,17 +34,19 @@ class MismatchAlarm:
     0.05 is above what rounding explains, and below the 0.1 and more that a real difference makes.
     """
 
+    name = "mismatch"
+
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._is_on = False
+        self.is_on = False
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The metric ``mismatch/alarm`` of a step: 1 above the threshold. Nothing when no sample was fresh."""
         mean = metrics.get("mismatch/fresh_mean")
         if not self._threshold or not isinstance(mean, float | int):
             return {}
-        was_on, self._is_on = self._is_on, not mean <= self._threshold  # NaN is no agreement
-        if self._is_on and not was_on:
+        was_on, self.is_on = self.is_on, not mean <= self._threshold  # NaN is no agreement
+        if self.is_on and not was_on:
             log.warning(
                 "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
                 "token, over metrics.mismatch_alarm = %g. Usual causes: weights that engines did not get whole, a "
@@ -48,7 +55,7 @@ class MismatchAlarm:
                 mean,
                 self._threshold,
             )
-        return {"mismatch/alarm": float(self._is_on)}
+        return {"mismatch/alarm": float(self.is_on)}
 
 
 class DropAlarm:
@@ -59,12 +66,13 @@ class DropAlarm:
     thing: some were dropped in LEAST steps at least. It is off again below half the threshold.
     """
 
+    name = "drop"
     STEPS = 10
     LEAST = 3
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self._is_on = False
+        self.is_on = False
         self._trained: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
         """Of each step: answers, and their tokens."""
         self._dropped: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
@@ -76,8 +84,8 @@ class DropAlarm:
         dropped, trained = (tuple(map(sum, zip(*of, strict=True))) for of in (self._dropped, self._trained))
         share = dropped[0] / max(dropped[0] + trained[0], 1)
         is_lasting = len(self._dropped) == self.STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
-        if self._threshold and share > self._threshold and is_lasting and not self._is_on:
-            self._is_on = True
+        if self._threshold and share > self._threshold and is_lasting and not self.is_on:
+            self.is_on = True
             log.warning(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "%.0f tokens long on average, those that are trained %.0f. Ways out: staleness.max_staleness a few "
@@ -90,8 +98,39 @@ class DropAlarm:
                 trained[1] / max(trained[0], 1),
             )
         elif share < self._threshold / 2:
-            self._is_on = False
+            self.is_on = False
         return {"staleness/dropped_share": share}
+
+
+class StandstillAlarm:
+    """Warns when STEPS steps in a row had no gradient at all: the run costs as before and learns nothing."""
+
+    name = "standstill"
+    STEPS = 10
+
+    def __init__(self) -> None:
+        self._still = 0
+        self.is_on = False
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds no metric."""
+        norm = metrics.get("grad_norm")
+        self._still = self._still + 1 if norm == 0 else 0
+        self.is_on = self._still >= self.STEPS
+        if self._still == self.STEPS:
+            log.warning(
+                "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups "
+                "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
+                "are all solved or all too hard, which dynamic_sampling drops",
+                self.STEPS,
+                _shown(metrics.get("reward/mean")),
+                _shown(metrics.get("reward/same_in_group")),
+            )
+        return {}
+
+
+def _shown(value: Metric | None) -> str:
+    return f"{value:.3g}" if isinstance(value, float | int) else "unknown"
 
 
 def _answers(metrics: Mapping[str, Metric], what: str) -> tuple[int, float]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO
 
 from asyncrl.config import RunConfig
-from asyncrl.policies.batch import Histogram, Metric
+from asyncrl.errors import disk_problem
+from asyncrl.policies.batching.batch import Histogram, Metric
 
 
 class Sink(Protocol):
-    def write(self, step: int, metrics: Mapping[str, Metric]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Raises OSError when nothing of the row was written: it may be written again."""
+        ...
 
     def close(self) -> None: ...
 
@@ -25,16 +30,40 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        self._path = path
+        self._file = path.open("a+b", buffering=0)
+        self._end = _end_of_rows(self._file)  # behind it may be what a kill cut short
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         row: dict[str, Any] = {"step": step}
         row |= {name: _as_json(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        left = json.dumps(row, allow_nan=False).encode() + b"\n"
+        length = len(left)
+        try:
+            if self._file.seek(0, os.SEEK_END) != self._end:
+                self._file.truncate(self._end)
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        self._end += length
 
     def close(self) -> None:
         self._file.close()
+
+
+def _end_of_rows(file: BinaryIO) -> int:
+    """Bytes up to the end of the last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 2**16)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def _as_json(value: Metric) -> Any:
@@ -56,7 +85,7 @@ class Console:
             value = metrics.get(name, 0.0)
             return value if isinstance(value, float | int) else 0.0
 
-        print(
+        text = (
             f"step {step:{self._width}d}/{self._steps}"
             f"  reward {number('reward/mean'):6.3f}"
             f"  loss {number('loss'):+8.4f}"
@@ -65,10 +94,13 @@ class Console:
             f"  wait {number('learner/wait_seconds'):5.2f} s"
             f"  train {number('learner/step_seconds'):5.2f} s"
             f"  dropped {number('staleness/dropped_groups'):.0f}"
-            + (f"  MISMATCH {number('mismatch/fresh_mean'):.3f}" if number("mismatch/alarm") else ""),
-            file=self._out,
-            flush=True,
+            + (f"  MISMATCH {number('mismatch/fresh_mean'):.3f}" if number("mismatch/alarm") else "")
         )
+        try:
+            print(text, file=self._out, flush=True)
+        except OSError as error:  # the file that it goes to is full; metrics.jsonl has the row
+            if disk_problem(error) is None:
+                raise
 
     def close(self) -> None:
         pass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.policies.batch import Histogram, Metric
+from asyncrl.policies.batching.batch import Histogram, Metric
 
 
 class WandB:

@@ -1,44 +1,52 @@
-"""What actors ask of the world. Each protocol is a port; its adapters pass one contract test file.
+"""Ports: the interfaces that actors depend on. Every adapter of a port passes the same contract tests.
 
-bus.py        Bus            tests/test_bus_contract*.py     memory, JetStream
-              ObjectStore    tests/test_objects.py           memory, JetStream
-engine.py     Engine         tests/test_engine_contract.py   in-process Hugging Face model, SGLang
-backend.py    Backend        tests/test_backend_contract.py  reference PyTorch, Megatron-Core
-weights.py    WeightChannel  tests/test_weights_contract.py  files, objects (NCCL sends besides: tests/test_nccl.py)
-functions.py  what users bring: rewards, rollouts
-Launcher is in launchers/port.py (tests/test_launcher_contract.py: local, Ray): actors do not know it.
+bus           Bus            tests/contracts/test_bus.py           memory, JetStream
+              ObjectStore    tests/contracts/test_object_store.py  memory, JetStream
+engine        Engine         tests/contracts/test_engine.py        in-process, SGLang
+backend       Backend        tests/contracts/test_backend.py       reference, Megatron-Core
+weights       WeightChannel  tests/contracts/test_weights.py       files, objects (and NCCL: tests/unit/weights)
+launcher      Launcher       tests/contracts/test_launcher.py      local, Ray; not used by actors
+functions     Reward, RolloutFn, ...: user-supplied functions
+generation    Generation, PartialGeneration: what an engine returns and resumes
+rejections    counts rejected messages and logs one of each kind
 """
 
 from __future__ import annotations
 
-from asyncrl.generation import Generation, Partial
-from asyncrl.protocols.backend import Backend, StepResult
-from asyncrl.protocols.bus import Asked, Bus, Deliveries, Delivery, ObjectInfo, ObjectStore, Record
-from asyncrl.protocols.engine import Engine, EngineStats, LoadReport, Receiver
+from asyncrl.protocols.backend import Backend, Rehearsing, StepResult
+from asyncrl.protocols.bus import Asked, Bus, Deliveries, Delivery, LogMark, LogState, ObjectInfo, ObjectStore, Record
+from asyncrl.protocols.engine import Collectives, Engine, EngineStats, Intake, LoadReport, Source
 from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample, Tokenizer
-from asyncrl.protocols.weights import Sender, Transfer, WeightChannel
+from asyncrl.protocols.generation import Generation, PartialGeneration
+from asyncrl.protocols.weights import Receiver, Sender, Transfer, WeightChannel
 
 __all__ = [
     "Asked",
     "Backend",
     "Bus",
+    "Collectives",
     "Deliveries",
     "Delivery",
     "Engine",
     "EngineStats",
     "Generate",
     "Generation",
+    "Intake",
     "LoadReport",
+    "LogMark",
+    "LogState",
     "ObjectInfo",
     "ObjectStore",
-    "Partial",
+    "PartialGeneration",
     "Receiver",
     "Record",
+    "Rehearsing",
     "Reward",
     "RewardFn",
     "RolloutFn",
     "Sample",
     "Sender",
+    "Source",
     "StepResult",
     "Tokenizer",
     "Transfer",

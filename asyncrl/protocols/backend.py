@@ -1,34 +1,33 @@
-"""What trains. Adapters: backends/."""
+"""The port of training backends. Adapters are in backends/."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from asyncrl.policies.packing import MicroBatch
-    from asyncrl.snapshot import Snapshot
+    from asyncrl.policies.batching.packing import MicroBatch
+    from asyncrl.tensors.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """metrics: named as in design section 6, already reduced over micro-batches and data-parallel ranks."""
+    """metrics: named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks."""
 
     metrics: Mapping[str, float]
 
 
 class Backend(Protocol):
-    """Holds the policy and, by name, the models an algorithm needs beside it (backends.models.AuxiliaryModel): a
-    trained "critic", a frozen "reference" or "teacher".
+    """Holds the policy and the models that the algorithm needs besides it, by name: a trained "critic", a frozen
+    "reference" or "teacher".
 
-    Every method blocks: the learner calls them from the backend's own thread. With several data-parallel ranks only
-    rank 0 has a Backend; it leads the others through its own collectives. ``shares[r]`` is what data-parallel rank r
-    works on.
+    Every method blocks; the learner calls them from the backend's own thread. With several ranks only rank 0 has a
+    Backend, which leads the others through its own collectives. ``dp_shards[r]`` is for data-parallel rank r.
     """
 
     def start(self) -> None:
@@ -36,36 +35,50 @@ class Backend(Protocol):
         ...
 
     def step(
-        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
     ) -> StepResult:
-        """One optimizer step of a trained model on one batch; gradients are summed over the shares.
+        """One optimizer step of a trained model on one batch; gradients are summed over the shards.
 
-        Metrics are the objective's, and of the critic critic/grad_norm, critic/learning_rate, critic/skipped_steps.
+        What it raises, except BackendError, it raises before weights or optimizer change, and it can be called again:
+        the learner then looks for the groups of the batch that it fails with. A backend that cannot promise that raises
+        BackendError; one whose ranks agreed that it failed raises StepFailed.
+
+        Returns the objective's metrics; for the critic, also critic/grad_norm, critic/learning_rate and
+        critic/skipped_steps.
         """
         ...
 
     def score(
-        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
     ) -> list[list[NDArray[np.float32]]]:
-        """What a model says of every token, without gradient: f32[N] per micro-batch, shaped as ``shares``.
+        """A model's output for every token, without gradient: f32[N] per micro-batch, nested as ``dp_shards``.
 
-        Of policy, reference and teacher the logprobs at the sampling temperature, 0 at document starts. Of the critic
-        the value after each token: the state in which token n was chosen is worth values[n - 1], and what a truncated
-        answer might still have earned is the value at its last token.
+        policy, reference, teacher: logprobs at the sampling temperature, 0 at document starts.
+        critic: the value after each token. The state in which token n was chosen has value values[n - 1]; a truncated
+        answer is bootstrapped from the value at its last token.
         """
         ...
 
     def export(self) -> Snapshot:
-        """The policy's weights under their Hugging Face names and in its folder's type, where they are trained."""
+        """The policy's weights under their Hugging Face names, in the dtype of its folder, on the training device."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Everything a resumed run needs besides what the learner itself knows: weights, optimizers, RNG.
+        """Write weights, optimizer and RNG state of the trained models: what a run needs beside LearnerState to resume.
 
-        Of the trained models; frozen ones are loaded from their own folders again.
+        Frozen models are loaded from their own folders.
         """
         ...
 
     def restore(self, folder: Path) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Rehearsing(Protocol):
+    """A backend that can try a step without taking it. Of one that cannot, the learner asks for scores instead."""
+
+    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy") -> StepResult:
+        """All of ``step`` but the update: its metrics, or what it raises."""
+        ...

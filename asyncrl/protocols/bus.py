@@ -1,14 +1,17 @@
-"""The bus, and its store of large objects. Adapters: bus/jetstream.py, bus/memory.py."""
+"""The ports of the bus and its object store. Adapters: bus/jetstream/bus.py, bus/memory/bus.py."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from asyncrl.refusals import Refusals
-from asyncrl.topics import Service, Topic
+from asyncrl.messages.topics import Service, Topic
+from asyncrl.protocols.rejections import Rejections
+
+DUPLICATE_SECONDS: Final = 600.0
+"""How long a bus remembers a key: what is published under it again in this time is there once."""
 
 M = TypeVar("M")
 M_co = TypeVar("M_co", covariant=True)
@@ -19,67 +22,91 @@ A_contra = TypeVar("A_contra", contravariant=True)
 
 
 class Delivery(Protocol[M_co]):
-    """A work message on loan. Until it is acked the bus gives it to somebody else when we are gone or too slow."""
+    """A work message in flight. If we die or are too slow to ack it, the bus redelivers it to another consumer."""
 
     @property
     def key(self) -> str: ...
 
     @property
     def attempt(self) -> int:
-        """1 the first time this message is delivered to anybody."""
+        """Delivery attempt, counted over all consumers, from 1."""
         ...
 
     @property
     def message(self) -> M_co | None:
-        """None when the bytes were not a message; ``problem`` says why."""
+        """None if the bytes could not be decoded; ``problem`` says why."""
         ...
 
     @property
     def problem(self) -> str: ...
 
     async def ack(self) -> None:
-        """Done: when this returns, nobody gets the message again, and the bus no longer counts it (a cluster: a moment
-        later)."""
+        """Acknowledge: on return, the message is not delivered again and no longer counts in ``depth`` (in a cluster:
+        a moment later)."""
         ...
 
     async def retry(self, *, delay: float = 0.0) -> None:
-        """Give it to somebody (perhaps us) again after ``delay`` seconds, with attempt + 1."""
+        """Redeliver it after ``delay`` seconds, to any consumer, with attempt + 1."""
         ...
 
     async def keep(self) -> None:
-        """Still working on it: start the redelivery clock anew."""
+        """Still working on it: restart the redelivery timer."""
         ...
 
 
 class Deliveries(Protocol[M_co]):
-    """Work messages as they come, an AsyncIterator. A cancelled ``anext`` is a ``stop``."""
+    """Work messages as they arrive, an AsyncIterator. Cancelling ``anext`` acts as ``stop``."""
 
     def __aiter__(self) -> AsyncIterator[Delivery[M_co]]: ...
 
     async def __anext__(self) -> Delivery[M_co]: ...
 
     def want(self, count: int) -> None:
-        """How many may be lent ahead of ``anext``, so that far away they need no round trip each; 1 at first."""
+        """How many messages to prefetch ahead of ``anext``, which saves round trips over a long link; initially 1."""
         ...
 
     async def stop(self) -> None:
-        """Nothing more is lent until the next ``anext``; what was lent ahead of it goes to others."""
+        """Pause delivery until the next ``anext``; prefetched messages go back to the bus for others."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Generic[M]):
-    """One entry of a log. ``sequence`` rises by one per entry from 1; ``message`` is None when it did not decode."""
+    """One entry of a log. ``sequence`` rises by one per entry from 1; ``message`` is None when it did not decode;
+    ``stored``: when it was stored, in nanoseconds of the bus's clock; 0: unknown."""
 
     sequence: int
     key: str
     message: M | None
     problem: str = ""
     num_bytes: int = 0
+    stored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogMark:
+    """The last entry that was read of a log. log: the log's identity; "": unknown; sequence, stored: as in Record."""
+
+    log: str = ""
+    sequence: int = 0
+    stored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogState:
+    """A log as it is now. first: sequence of its first entry; problem: why a mark is not of it, or ""."""
+
+    identity: str
+    first: int
+    problem: str = ""
+
+
+Veto = Callable[[int, str], str]
+"""Of a log entry's sequence and key: why it must not be decoded, the record's problem then; "" to decode it."""
 
 
 class Asked(Protocol[Q_co, A_contra]):
-    """A question somebody waits with."""
+    """A request whose sender waits for the answer."""
 
     @property
     def question(self) -> Q_co: ...
@@ -90,43 +117,59 @@ class Asked(Protocol[Q_co, A_contra]):
 class Bus(Protocol):
     """Carries typed messages between processes that share nothing else. Every method may raise BusError."""
 
-    async def publish(self, topic: Topic[M], message: M, *, key: str) -> bool:
-        """Store a message on a work or log topic. False: one with this key is or was there lately; nothing was stored.
+    async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
+        """Store a message on a work or log topic. False if its key is stored there, or was recently on a work topic:
+        nothing is stored. ``again``: the bus has lost it; that it was there recently does not count.
 
-        Raises BusFull when the topic is full, MessageTooLarge when no retry can help.
+        Raises BusFull when the topic is full, MessageTooLarge, which retrying cannot help.
         """
         ...
 
     def consume(self, topic: Topic[M]) -> AbstractAsyncContextManager[Deliveries[M]]:
-        """Work, one message at a time, shared with every other consumer. Leaving gives back what was not acked."""
+        """Consume a work topic, shared with all other consumers. On exit, unacked messages are redelivered."""
         ...
 
-    def read(self, topic: Topic[M], *, after: int = 0) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
-        """The log from sequence ``after`` + 1 on, then what is published next, for ever."""
+    def read(
+        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
+    ) -> AbstractAsyncContextManager[AsyncIterator[Record[M]]]:
+        """The log from sequence ``after`` + 1 on, then new entries as they are published, without end.
+
+        ``veto`` is asked just before each entry is decoded. With ``mark``, which only a learner may give, raises
+        LogChanged as soon as the log is not the one that the mark and the entries read since are of: made anew, or back
+        at an earlier state.
+        """
+        ...
+
+    async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
+        """The log as it is now, and whether it is the one of ``mark``."""
         ...
 
     async def trim(self, topic: Topic[Any], *, through: int) -> None:
-        """Forget log entries up to sequence ``through``."""
+        """Delete log entries up to and including sequence ``through``."""
         ...
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
-        """Set a state. ``is_sure`` False: it may be lost and nobody says so; for what is said again soon anyway."""
+        """Set a state. ``is_sure`` False: it may be lost silently; for states that are soon set again anyway."""
         ...
 
     def watch(self, topic: Topic[M], *, key: str = "") -> AbstractAsyncContextManager[AsyncIterator[M]]:
-        """The state of one key if there is one, then each newer one; states in between may be skipped."""
+        """The current state of one key, if any, then newer ones; intermediate states may be skipped."""
         ...
 
     async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
-        """The present state of every key, or of those that begin with ``under``: "a/" or "a/b/" of "a/b/c"."""
+        """The current state of every key, or of keys that begin with ``under``: "a/" or "a/b/" for "a/b/c"."""
         ...
 
     async def forget(self, topic: Topic[Any], *, key: str) -> None:
-        """Remove a state; with a key that ends in "/", all that begin with it."""
+        """Remove a state; a key that ends in "/" removes all keys that begin with it."""
+        ...
+
+    async def restore(self) -> list[str]:
+        """Put again our states on the learner's topics that somebody replaced or removed; says which."""
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:
-        """Messages stored: on a work topic those not yet acked, on a log those not yet trimmed."""
+        """Number of messages stored: not yet acked on a work topic, not yet trimmed on a log."""
         ...
 
     async def keys(self, topic: Topic[Any]) -> set[str]:
@@ -134,36 +177,41 @@ class Bus(Protocol):
         ...
 
     async def last_sequence(self, topic: Topic[Any]) -> int:
-        """How many messages were ever published on a work or log topic."""
+        """Number of messages ever published on a work or log topic."""
         ...
 
     async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
-        """What whoever serves it answers; None when nobody serves it, or not within ``seconds``."""
+        """The answer of whoever serves it; None if nobody does, or not within ``seconds``."""
         ...
 
     def serve(self, service: Service[Q, A]) -> AbstractAsyncContextManager[AsyncIterator[Asked[Q, A]]]:
-        """Questions as they come; one left unanswered is None to whoever asked."""
+        """Requests as they arrive; for one left unanswered, ``ask`` returns None."""
         ...
 
     def lease(self, name: str, *, holder: str) -> AbstractAsyncContextManager[None]:
-        """Held by one at a time, among all processes of the run; entering waits until it is free, in no order.
+        """A lock over all processes of the run. Entering waits until it is free; waiters are served in no order.
 
-        A holder that dies loses it within five seconds or so. One that is cut off from the bus, or blocks its event
-        loop, for that long loses it too and is not told: a lease limits load, it does not protect data. It is not
-        reentrant. ``holder``: for people who look at the bus.
+        A holder that dies loses it within about five seconds. One that is cut off from the bus, or blocks its event
+        loop, for that long also loses it, without notice: use it to limit load, not to protect data. Not reentrant.
+        ``holder``: a name for people who inspect the bus.
         """
         ...
 
     def objects(self) -> ObjectStore:
-        """The run's large objects; the same store each time. It ends with the bus."""
+        """The run's object store; the same one each time. It is closed with the bus."""
+        ...
+
+    @property
+    def own_address(self) -> str:
+        """This machine's address as seen by others on the bus; loopback for a bus inside one process."""
         ...
 
     @property
     def max_message_bytes(self) -> int: ...
 
     @property
-    def refusals(self) -> Refusals:
-        """What this process would not take. The bus notes states, questions and answers; actors what they read."""
+    def rejections(self) -> Rejections:
+        """Messages this process rejected. The bus notes states, requests and answers; actors note what they read."""
         ...
 
     async def close(self) -> None: ...
@@ -171,7 +219,7 @@ class Bus(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """sha256: of its bytes, hexadecimal."""
+    """sha256: of the object's bytes, in hexadecimal."""
 
     name: str
     num_bytes: int
@@ -180,25 +228,25 @@ class ObjectInfo:
 
 
 class ObjectStore(Protocol):
-    """Bytes too many for a message, under a name. Blocking and thread-safe; one writer. May raise BusError."""
+    """Named objects too large for a message. Blocking and thread-safe; one writer. May raise BusError."""
 
     def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
-        """Store an object, whole or not at all; one of that name is replaced. Takes ``blocks`` as it sends them."""
+        """Store an object atomically, replacing one of the same name. Consumes ``blocks`` as it sends them."""
         ...
 
     def info(self, name: str) -> ObjectInfo | None:
-        """None when there is none of that name."""
+        """None if there is no such object."""
         ...
 
     def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
-        """Its bytes from ``start`` on, in order, whatever happens to the connection. Raises ObjectGone.
+        """The object's bytes from ``start`` on, in order, across reconnects. Raises ObjectGone.
 
-        Nothing is checked against its sha256: who has all of it does that.
+        The sha256 is not verified: the caller does that once it has everything.
         """
         ...
 
     def names(self) -> set[str]: ...
 
     def remove(self, name: str) -> None:
-        """Nothing happens when it is not there."""
+        """Remove an object; does nothing if it does not exist."""
         ...

@@ -1,23 +1,30 @@
-"""What samples, and how it takes new weights. Adapters: engines/."""
+"""The port of sampling engines, and how they get new weights. Adapters: engines/."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.generation import Generation, Partial
-from asyncrl.messages import Sampling, WeightVersion
-from asyncrl.transfer_messages import TransferOffer, TransferRequest
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.weight_transfer import BucketLayout
+from asyncrl.protocols.generation import Generation, PartialGeneration
+
+if TYPE_CHECKING:
+    import torch
+
+Source: TypeAlias = "Callable[[bytes, torch.device], Iterator[tuple[str, torch.Tensor]]]"
+"""Gets a model's tensors from the learner: see Intake.take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """running: sequences being decoded; queued: waiting for a place; tokens_generated: since start.
+    """running: sequences being decoded; queued: waiting for a slot; tokens_generated: since start.
 
-    is_live  tokens_generated moves with the tokens, not only when an answer is done: when it stands still, so does the
+    is_live  tokens_generated rises with every token, not only when an answer is complete, so if it stalls, so does the
              engine
     """
 
@@ -29,7 +36,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """pause_seconds: how long no token was decoded; load_seconds: from the order to the new weights sampling."""
+    """pause_seconds: time without decoding; load_seconds: from the request until the new weights sample."""
 
     pause_seconds: float
     load_seconds: float
@@ -41,36 +48,40 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def generate(
-        self, prompt_tokens: NDArray[np.int32], sampling: Sampling, *, seed: int, partial: Partial | None = None
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
     ) -> Generation:
-        """One sampled answer. Many run at once; the engine batches them.
+        """Sample one answer. Many calls run concurrently; the engine batches them.
 
-        With ``partial`` the answer begins with its prefix, and can be seen while it grows. An engine that ignores it
-        begins anew: that is right too, only nothing is salvaged of what a dead worker had.
+        With ``partial``, the answer starts with its prefix and can be observed as it grows. An engine may ignore it and
+        start over, which is correct but loses the tokens that a dead worker had sampled.
 
-        Every token carries the version of the weights that sampled it. Engines that can sample the same tokens for
-        the same seed and weights. Raises EngineError (try elsewhere), PromptError (no engine can)
-        or EngineDied (this process is over).
+        Every token carries the version of the weights that sampled it. Engines that can, sample the same tokens for the
+        same seed and weights. Raises EngineError (try another engine), PromptError (no engine can do it) or EngineDied
+        (this engine cannot be used any more).
         """
         ...
 
     async def load(self, weights: WeightVersion) -> LoadReport:
-        """Switch to newer weights. Generations in progress go on with them from the next token.
+        """Switch to newer weights. Generations in progress continue with them from the next token.
 
-        Raises WeightsError when the new ones cannot be read: it keeps the old ones, or, with ``version`` below all
-        others, samples nothing until a load succeeds. Whether the checksum is right the caller has seen to
-        (WeightChannel.verify).
+        Raises WeightsError if the new weights cannot be read: the engine keeps the old ones or, with ``version`` below
+        all others, samples nothing until a load succeeds. The caller has verified the checksum (WeightChannel.verify).
         """
         ...
 
     @property
     def version(self) -> tuple[int, int]:
-        """(run_epoch, policy_version) of the weights that sample now; below all others when it has no whole weights."""
+        """(incarnation, policy_version) of the current weights; below all others when they are incomplete."""
         ...
 
     @property
-    def receiver(self) -> Receiver | None:
-        """Takes weights out of the learner's memory; None when this engine loads folders only."""
+    def intake(self) -> Intake | None:
+        """Receives weights from another process's memory, once started; None if this engine only loads folders."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -78,25 +89,42 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-class Receiver(Protocol):
-    """The engine's side of a transfer (Sender is the learner's)."""
+class Intake(Protocol):
+    """How weights get into an engine out of another process's memory. A weight channel's Receiver orders it."""
 
     @property
-    def request(self) -> TransferRequest:
-        """What to ask the learner next: where to meet, or, once joined, for the weights."""
+    def num_ranks(self) -> int:
+        """Processes of the engine that hold the model."""
         ...
 
-    async def join(self, offer: TransferOffer) -> None:
-        """Meet the learner. Raises WeightsError."""
-        ...
+    async def take(self, version: tuple[int, int], source: Source, payload: bytes) -> LoadReport:
+        """Switch to the tensors that ``source`` yields, as Engine.load does to those of a folder.
 
-    async def receive(self, offer: TransferOffer) -> LoadReport:
-        """Take what the learner sends now, as Engine.load takes a folder. Raises WeightsError.
-
-        When it fails half-way the engine stays paused until a load succeeds: it never samples from mixed weights.
+        ``source(payload, device)`` is called in each of the engine's processes: a function at the top of a module that
+        they can import. It yields (name, tensor) of every tensor of the model, each whole, on ``device``, and the
+        engine's from then on: its memory is not used again. Raises WeightsError, or EngineDied: in a server, what
+        ``source`` raises may leave torn weights.
         """
         ...
 
-    async def leave(self) -> None:
-        """Forget the learner that was met: the next request asks where to meet."""
+    @property
+    def collectives(self) -> Collectives | None:
+        """None when the engine takes no broadcasts."""
         ...
+
+
+class Collectives(Protocol):
+    """An engine's processes as ranks 1 and up of torch.distributed groups, of which the learner is rank 0."""
+
+    async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
+        """Meet the learner, who listens there, in a group of ``kind`` nccl or gloo. Raises WeightsError."""
+        ...
+
+    async def receive(self, group: str, version: tuple[int, int], buckets: Sequence[BucketLayout]) -> LoadReport:
+        """Take the buckets that the learner broadcasts now. Raises WeightsError.
+
+        If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
+        """
+        ...
+
+    async def leave(self, group: str) -> None: ...

@@ -1,4 +1,4 @@
-"""What users bring: "package.module:object" in the run file. Those that come along: rewards/, actors/rollouts.py."""
+"""User-supplied functions, "package.module:object" in the run file. Built-in ones: rewards/, rollouts/builtin.py."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.generation import Generation
 from asyncrl.messages import PromptGroup, Trajectory
+from asyncrl.policies.trust.validation import MOST_PARTS as MOST_PARTS
+from asyncrl.policies.trust.validation import part_problem as part_problem
+from asyncrl.protocols.generation import Generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a reward function sees of one trajectory.
+    """A reward function's view of one trajectory.
 
-    prompt      as it was tokenised, chat template included
-    completion  all of the trajectory's tokens decoded, without special ones; those that an environment wrote too
-    trajectory  its reward and reward_parts are what the rollout function set: NaN and none, mostly
+    prompt      as tokenised, chat template included
+    completion  all the trajectory's tokens decoded, without special tokens; includes what an environment wrote
+    trajectory  its reward and reward_parts are those set by the rollout function; NaN and empty if it set none
     """
 
     prompt: str
@@ -32,6 +34,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
+    """At most MOST_PARTS parts, with names as ``part_problem`` wants them: each is the metric reward/NAME."""
+
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -43,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class RewardFn(Protocol):
-    """Rewards one group. What it raises buries the group with the reason; it never ends the worker."""
+    """Rewards one group. If it raises, the group fails with the reason; it never ends the worker."""
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]: ...
 
@@ -54,31 +58,32 @@ class Generate(Protocol):
     """Continues a token sequence with the group's sampling; bound to one sample of one group."""
 
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
-        """The answer to ``tokens``, the prompt included. Call it once a turn; each call has a seed of its own.
+        """The answer to ``tokens``, which include the prompt. Call it once a turn; each call has its own seed.
 
-        ``max_new_tokens``: instead of the group's, to keep a budget over several turns; None takes the group's. A
-        trajectory longer than rollout.max_new_tokens in all may not fit into a message, and is buried then.
+        ``max_new_tokens``: overrides the group's, for example to keep a budget over several turns. A trajectory with
+        more than rollout.max_new_tokens in all may not fit into a message; then its group fails.
         """
         ...
 
 
 class RolloutFn(Protocol):
-    """One trajectory of one prompt. The default answers once; multi-turn and tools are other RolloutFns (turns.py).
+    """Makes one trajectory of one prompt. The default generates one answer; multi-turn and tool use are other
+    RolloutFns (trajectory_builder.py).
 
-    An ``async def`` function is called as it is. A class is made once a worker, with the worker's tokenizer (Hugging
-    Face's), and with its module's ``Options``, if it has one, built from [rollout.options]; then it is called:
+    An ``async def`` function is used directly. A class is constructed once per worker, with the worker's Hugging Face
+    tokenizer and, if its module has an ``Options``, with those from [rollout.options]; its instance is then called:
 
         def __init__(self, tokenizer)             def __init__(self, tokenizer, options)
         async def __call__(self, prompt, generate, *, index)
 
-    What it raises buries the group with the reason; it never ends the worker.
+    If it raises, the group fails with the reason; it never ends the worker.
     """
 
     async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-        """``index``: which sample of the group this is, 0 to group_size - 1.
+        """``index``: number of this sample in its group, 0 to group_size - 1.
 
-        It runs anew when its worker died, and must then ask ``generate`` the same, given the same answers: what comes
-        by chance comes from a seed of group_id and index (actors/salvage.py). A reward that it sets in its trajectory
-        stands with reward.kind = "none".
+        It runs again if its worker dies, and must then call ``generate`` with the same arguments, given the same
+        answers: seed any randomness with group_id and index (actors/rollout/partial_rollouts.py). With reward.kind =
+        "none" the trajectory must have a reward.
         """
         ...

@@ -7,61 +7,90 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.messages import WeightVersion
-from asyncrl.transfer_messages import TransferOffer, TransferRequest
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.protocols.engine import Intake, LoadReport
 
 if TYPE_CHECKING:
-    from asyncrl.snapshot import Snapshot
+    from asyncrl.tensors.snapshot import Snapshot
 
 
 class WeightChannel(Protocol):
     """Moves weights from the learner to wherever engines can load them. Blocking; called from a thread."""
 
-    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
-        """Store one version, whole or not at all, and forget versions nobody should load any more."""
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        """Store one version atomically, and remove versions that should not be loaded any more."""
         ...
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version whose checksum is right, fetched if need be. Raises WeightsError."""
+        """The folder of a version with its checksum verified, fetched if need be. Raises WeightsError."""
         ...
 
     @property
     def progress(self) -> int:
-        """Rises while a publish or verify gets on: a sign of life for who waits for it. Any thread may look."""
+        """A counter that rises while a publish or verify makes progress. May be read from any thread."""
         ...
 
     @property
     def published_bytes(self) -> int:
-        """What the last publish stored."""
+        """Bytes stored by the last publish."""
         ...
 
     @property
     def sender(self) -> Sender | None:
-        """Sends the newest weights out of memory as well; None when the channel knows folders only."""
+        """Sends the newest weights from memory; None if the channel has only folders."""
+        ...
+
+    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+        """The end of ``sender`` at one engine, ``engine`` in the run; None when it loads folders only."""
         ...
 
 
 class Sender(Protocol):
-    """Holds the newest weights for engines that ask. Blocking and thread-safe."""
+    """Sends the newest weights to engines that request them. Blocking and thread-safe."""
 
-    def hold(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> None:
-        """From now on this is what is sent."""
+    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+        """Set the weights to send."""
         ...
 
     def begin(self, request: TransferRequest) -> Transfer:
-        """What to answer an engine, and what to do then. Raises WeightsError."""
+        """Accept an engine's request: the offer to reply with, and the transfer to run then. Raises WeightsError."""
         ...
 
     def forget(self, *, engines: Collection[str]) -> None:
-        """Of engines that are none of these keep nothing, unless they came or took weights a moment ago."""
+        """Drop engines not in ``engines``, unless they joined or received weights very recently."""
         ...
 
 
 class Transfer(Protocol):
-    """One engine's turn."""
+    """One transfer to one engine."""
 
     @property
     def offer(self) -> TransferOffer: ...
 
     def send(self) -> None:
-        """Blocks until the engine has everything. Raises WeightsError when it does not take it."""
+        """Block until the engine has received everything. Raises WeightsError if it does not."""
+        ...
+
+
+class Receiver(Protocol):
+    """The engine's side of a transfer (Sender is the learner's). What a payload says, the two of one channel know."""
+
+    @property
+    def request(self) -> TransferRequest:
+        """What to ask the learner next: where to meet, or, once joined, for the weights."""
+        ...
+
+    async def join(self, offer: TransferOffer) -> None:
+        """Meet the learner. Raises WeightsError."""
+        ...
+
+    async def receive(self, offer: TransferOffer) -> LoadReport:
+        """Take what the learner sends now, as Engine.load takes a folder. Raises WeightsError.
+
+        When it fails half-way the engine stays paused until a load succeeds: it never samples from mixed weights.
+        """
+        ...
+
+    async def leave(self) -> None:
+        """Forget the learner that was met: the next request asks where to meet."""
         ...

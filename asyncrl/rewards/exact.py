@@ -12,9 +12,9 @@ from asyncrl.protocols import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     strip: bool = True
-    """White space around the two does not count."""
+    """Ignore whitespace around label and answer."""
     ignore_case: bool = False
-    """Capitals and small letters are the same."""
+    """Compare case-insensitively."""
     extract: str = ""
     """Regular expression; its last match in the completion is the answer (its first group, if it has one)."""
 
@@ -27,6 +27,8 @@ class Options:
 
 class ExactReward:
     """Compares text; a label that is not text is compared as Python prints it."""
+
+    needs_label = True
 
     def __init__(self, options: Options) -> None:
         self._options = options

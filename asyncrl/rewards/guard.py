@@ -9,11 +9,13 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
+from asyncrl import plugins
 from asyncrl.errors import RewardError
 from asyncrl.protocols import Reward, Sample
+from asyncrl.protocols.functions import MOST_PARTS, part_problem
 
 MAX_THREADS: Final = 16
 """Plain functions that run at once; more wait for a place."""
@@ -22,7 +24,17 @@ MAX_THREADS: Final = 16
 class GuardedReward:
     """A RewardFn around any function: plain or async, of a sample or of a group."""
 
-    def __init__(self, function: Callable[..., Any], *, name: str, takes_group: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        takes_group: bool,
+        timeout_seconds: float,
+        largest: float = math.inf,
+    ) -> None:
+        """largest: magnitude of a reward and of its parts; what is refused here the learner would refuse too"""
+        self._largest = largest
         self._function = function
         self._name = name
         self._takes_group = takes_group
@@ -30,6 +42,11 @@ class GuardedReward:
         call = getattr(function, "__call__", function)  # noqa: B004 - an object's own coroutine method
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
         self._threads = asyncio.Semaphore(MAX_THREADS)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is guarded."""
+        return self._function
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         """One reward a sample, in order. Raises RewardError."""
@@ -72,44 +89,64 @@ class GuardedReward:
 
     async def _call(self, argument: Any) -> Any:
         if self._is_async:
-            return await self._function(argument)
+            return await _without_exit(self._function(argument))
         async with self._threads:
             result = await _in_thread(self._function, argument)
-        return await result if inspect.isawaitable(result) else result
+        return await _without_exit(result) if inspect.isawaitable(result) else result
 
     def _reward(self, value: Any) -> Reward:
         try:
             reward = _as_reward(value)
-        except (TypeError, ValueError):
+        except Exception:  # of a user's object, or an integer that no float can hold
             raise RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_short(value)}"
             ) from None
         for part, number in {"the reward": reward.value, **reward.parts}.items():
             if not math.isfinite(number):
                 raise RewardError(f"reward {self._name}: {part} is {number}")
+            if abs(number) > self._largest:
+                limit = f"reward.largest = {self._largest:g}"
+                raise RewardError(
+                    f"reward {self._name}: {part} is {number:.4g}, beyond {limit}; raise that or scale it"
+                )
+        if len(reward.parts) > MOST_PARTS:
+            raise RewardError(f"reward {self._name}: has {len(reward.parts)} parts, and {MOST_PARTS} are allowed")
+        for part in reward.parts:
+            if problem := part_problem(part):
+                raise RewardError(f"reward {self._name}: {problem}")
         return reward
 
     def _failed(self, error: Exception) -> RewardError:
         if isinstance(error, RewardError):
             return error
-        message = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
-        return RewardError(f"reward {self._name}: raised {text}")
+        return RewardError(f"reward {self._name}: raised {plugins.described(error)}")
 
 
 def _as_reward(value: Any) -> Reward:
     if isinstance(value, Reward):
-        return Reward(value=float(value.value), parts=_numbers(value.parts))
+        return Reward(value=_number(value.value), parts=_numbers(value.parts))
     if isinstance(value, Mapping):
         parts = _numbers(value)
         return Reward(value=sum(parts.values()), parts=parts)
-    if isinstance(value, str | bytes):
-        raise TypeError
-    return Reward(value=float(value))
+    return Reward(value=_number(value))
 
 
 def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    return {str(name): float(number) for name, number in parts.items()}
+    return {str(name): _number(number) for name, number in parts.items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | bytearray):  # of which float() would make a number
+        raise TypeError
+    return float(value)
+
+
+async def _without_exit(awaitable: Awaitable[Any]) -> Any:
+    """What it gives. A SystemExit would end the event loop, and the worker with it."""
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
@@ -140,5 +177,9 @@ async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a user's object, or an integer of too many digits
+        text = plugins.with_article(type(value))
+    text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."

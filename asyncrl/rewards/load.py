@@ -4,7 +4,7 @@ Your own reward is one function of one argument, plain or ``async``:
 
     def reward(sample: Sample) -> float                    one trajectory at a time
     def reward(samples: Sequence[Sample]) -> list[float]   the whole group: the argument is called ``samples``,
-                                                           or annotated as a list or Sequence
+                                                           or annotated as a list, tuple or Sequence
 
 It gives a number, a ``Reward``, or a dict of parts, whose sum is the reward. Plain functions run in threads. A class
 works too: it is made once, with its module's ``Options`` built from [reward.options] if there is one, then called.
@@ -12,11 +12,10 @@ works too: it is made once, with its module's ``Options`` built from [reward.opt
 
 from __future__ import annotations
 
-import collections.abc
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
 from typing import Any, Final
 
 from asyncrl import config, plugins
@@ -32,19 +31,29 @@ KINDS: Final = {
     "none": "asyncrl.rewards.none:no_reward",
 }
 
+GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
+"""How a function that takes all samples of a group annotates them; a str or dict would be an Iterable, too."""
+
 
 def load_reward(section: config.RewardSection) -> GuardedReward:
     """The reward of the run file, ready to be called; starts nothing. Raises ConfigError."""
     found = plugins.load(section.kind, where="reward.kind", table=KINDS)
-    if not callable(found):
-        raise ConfigError(f"reward.kind: {section.kind!r} is a {type(found).__name__}, not a function")
     function = _made(found, section)
     return GuardedReward(
         function,
         name=section.kind,
         takes_group=takes_group(function, name=section.kind),
         timeout_seconds=section.timeout_seconds,
+        largest=section.largest,
     )
+
+
+def needs_label(section: config.RewardSection) -> bool:
+    """Whether the reward compares with a label, so that every row must have one: ``needs_label`` of its object.
+
+    Raises ConfigError.
+    """
+    return bool(getattr(load_reward(section).function, "needs_label", False))
 
 
 def takes_group(function: Callable[..., Any], *, name: str) -> bool:
@@ -68,11 +77,12 @@ def _made(found: Any, section: config.RewardSection) -> Callable[..., Any]:
     """``found`` itself, or the object of the class that it is."""
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
     if options_type is not None:
-        made = found(tables.build(options_type, section.options, "reward.options"))
+        options = tables.build(options_type, section.options, "reward.options")
+        made = plugins.make(found, options, where="reward.kind", name=section.kind)
     elif section.options:
         raise ConfigError(f"reward.options: {section.kind!r} takes no options, got {', '.join(section.options)}")
     else:
-        made = found() if inspect.isclass(found) else found
+        made = plugins.make(found, where="reward.kind", name=section.kind) if inspect.isclass(found) else found
     if not callable(made):
         raise ConfigError(f"reward.kind: {section.kind!r} is a class without __call__")
     return typing.cast("Callable[..., Any]", made)
@@ -89,6 +99,5 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
 
 def _is_sequence(annotation: Any) -> bool:
     if isinstance(annotation, str):
-        return annotation.rpartition(".")[2].startswith(("Sequence", "list", "List", "Iterable", "Collection"))
-    origin = typing.get_origin(annotation) or annotation
-    return inspect.isclass(origin) and issubclass(origin, collections.abc.Iterable)
+        return annotation.partition("[")[0].rpartition(".")[2].lower() in {kind.__name__.lower() for kind in GROUPS}
+    return (typing.get_origin(annotation) or annotation) in GROUPS

@@ -25,8 +25,8 @@ class Options:
     processes: int = 1
     """Judges per rollout worker, about 150 MB each."""
     timeout_seconds: int = 2
-    """To read and again to compare one answer; one that takes longer is wrong. All answers of a group must fit into
-    reward.timeout_seconds, or the group is buried."""
+    """Limit for parsing, and again for comparing, one answer; one that takes longer is wrong. All answers of a group
+    must fit into reward.timeout_seconds, or the group fails."""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.timeout_seconds < 1:
@@ -37,6 +37,8 @@ class Options:
 
 class MathReward:
     """Hands each group to a free judge. A judge that was interrupted or died is replaced by a new one."""
+
+    needs_label = True
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -92,6 +94,6 @@ async def _ask(judge: asyncio.subprocess.Process, pairs: list[list[str]]) -> lis
 async def _end(judge: asyncio.subprocess.Process) -> None:
     if judge.returncode is None:
         judge.kill()
-    await judge.wait()
     if judge.stdin is not None:
         judge.stdin.close()
+    await judge.communicate()  # wait() may leave the pipe of a judge that ended by itself open

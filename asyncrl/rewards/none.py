@@ -1,16 +1,19 @@
-"""reward.kind = "none": what the rollout function says, or 0 for everything where the algorithm looks at no reward."""
+"""reward.kind = "none": the reward that the rollout function set stands."""
 
 from __future__ import annotations
 
 import math
 
+from asyncrl.errors import RewardError
 from asyncrl.protocols import Reward, Sample
 
 
 def no_reward(sample: Sample) -> Reward:
-    """The trajectory's own reward and parts; 0 where its rollout function set none (NaN)."""
+    """The trajectory's own reward and parts. Raises RewardError where its rollout function set none (NaN)."""
     trajectory = sample.trajectory
-    return Reward(
-        value=0.0 if math.isnan(trajectory.reward) else trajectory.reward,
-        parts=trajectory.reward_parts,
-    )
+    if math.isnan(trajectory.reward):
+        raise RewardError(
+            "reward none: the rollout function set no reward; give one to trajectory(reward=...), 0 if the algorithm "
+            "looks at none, or choose another reward.kind"
+        )
+    return Reward(value=trajectory.reward, parts=trajectory.reward_parts)

@@ -29,6 +29,7 @@ class RegexReward:
     def __init__(self, options: Options) -> None:
         self._pattern = re.compile(options.pattern, re.DOTALL)
         self._compare = options.compare
+        self.needs_label = options.compare == "label"
 
     def __call__(self, sample: Sample) -> float:
         matches = list(self._pattern.finditer(sample.completion))

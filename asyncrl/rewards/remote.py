@@ -22,13 +22,13 @@ class Options:
     url: str
     """http://HOST:PORT/PATH"""
     retries: int = 3
-    """Tries after the first one, when the server cannot be reached, is slow, or answers 429 or 5xx."""
+    """Retries if the server is unreachable, too slow, or answers 429 or 5xx."""
     backoff_seconds: float = 0.5
-    """Before the first retry; doubles each time."""
+    """Wait before the first retry; doubles each time."""
     request_timeout_seconds: float = 10.0
-    """Of one try; all of them together must fit into reward.timeout_seconds."""
+    """Limit for one try; all tries together must fit into reward.timeout_seconds."""
     headers: Mapping[str, Any] = field(default_factory=dict)
-    """Of each request, such as {Authorization = "Bearer ..."}."""
+    """Headers of each request, such as {Authorization = "Bearer ..."}."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):

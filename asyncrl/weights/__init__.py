@@ -1,1 +1,1 @@
-"""Adapters of the WeightChannel port: how new weights reach the engines."""
+"""Weight channels, which carry new weights to the engines: adapters of the WeightChannel port."""

@@ -1,9 +1,9 @@
-"""Weight versions as model folders in a directory that the learner and every engine see.
+"""Weight versions as model folders in a directory shared by the learner and every engine.
 
-Invariants (tests/test_weights_contract.py):
-  C1 a version's folder is there whole or not at all: it is written under another name, synced, and renamed.
-  C2 the newest version is never collected; of the others the newest ``keep`` - 1 stay.
-  C3 a reader gets the very bytes that were published, or WeightsError.
+Invariants (tests/contracts/test_weights.py):
+  C1 a version's folder appears atomically: it is written under another name, synced, and renamed.
+  C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay.
+  C3 a reader gets exactly the bytes that were published, or WeightsError.
 """
 
 from __future__ import annotations
@@ -12,34 +12,42 @@ import errno
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from asyncrl import safetensors_file
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.snapshot import Bucket, Snapshot
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Bucket, Snapshot
+from asyncrl.weights.adapter import ChannelAdapter
 
 WEIGHTS_FILE: Final = "model.safetensors"
 
 _STAGING_BYTES: Final = 512 * 2**20
-"""What is taken off the device at once, and pinned on the host."""
+"""Copied from the device at once, and pinned on the host."""
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
-"""Endings of what a model folder holds besides weights: config, generation config, tokenizer, chat template."""
+"""Suffixes of a model folder's files other than weights: config, generation config, tokenizer, chat template."""
 
 
-class FilesChannel:
-    """Folders DIRECTORY/RUN_EPOCH-POLICY_VERSION. One writer; any number of readers, also in other processes."""
+class FilesChannel(ChannelAdapter):
+    """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer; any number of readers, in any process."""
+
+    @classmethod
+    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
+        if run.weights.directory:
+            return {"weights.directory": run.weights_directory}
+        return {"run.directory": run.run_directory}
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, links: bool = True) -> None:
         """
         keep        versions kept
-        model_path  the folder whose config and tokenizer go with every version
-        links       to them in the version before; False where people may write into a version's folder
+        model_path  the folder whose config and tokenizer are added to every version
+        links       hard-link them to the version before; False where people may write into a version's folder
         """
         self._directory = directory.absolute()
         self._keep = max(keep, 1)
@@ -50,22 +58,17 @@ class FilesChannel:
         self.progress = 0
         self.published_bytes = 0
 
-    @property
-    def sender(self) -> None:
-        """Nothing is sent: engines read the folder."""
-        return None
-
-    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
-        """Write one version and collect old ones. Raises WeightsError when it cannot be written (disk full)."""
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        """Write one version and remove old ones. Raises WeightsError when it cannot be written (disk full)."""
         header = safetensors_file.header(snapshot.entries)
         num_bytes = len(header) + snapshot.num_bytes
-        name = f"{run_epoch}-{policy_version}"
+        name = f"{incarnation}-{policy_version}"
         folder, temporary = self._directory / name, self._directory / f"{_TEMPORARY}{name}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             sha256 = self._write(temporary, snapshot, header)
-            if folder.exists():  # published before a crash that nobody remembers
+            if folder.exists():  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
             temporary.rename(folder)
             _sync(self._directory)
@@ -73,18 +76,18 @@ class FilesChannel:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._cannot_write(name, num_bytes, error) from error
         self._previous = folder if self._links else None
-        self._collect(newest=(run_epoch, policy_version))
+        self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
         return WeightVersion(
-            run_epoch=run_epoch, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
+            incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
 
     def verify(self, weights: WeightVersion) -> Path:
-        """The folder of a version whose size and checksum are right. Raises WeightsError."""
+        """The folder of a version, with size and checksum verified. Raises WeightsError."""
         return verified(weights)
 
     def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
-        """A whole model folder, on disk when this returns; returns the checksum of its weights."""
+        """Write a whole model folder, synced to disk; returns the checksum of its weights."""
         temporary.mkdir()
         self._add_companions(temporary)
         with (temporary / WEIGHTS_FILE).open("wb") as stream:
@@ -100,7 +103,7 @@ class FilesChannel:
             self.progress += bucket.data.numel()
 
     def _to_host(self, bucket: Bucket) -> memoryview:
-        """The bucket's bytes on the CPU, good until the next call; the device's other work goes on meanwhile."""
+        """The bucket's bytes on the CPU, valid until the next call; does not block the device's other work."""
         data = bucket.data
         if data.is_cuda:
             if self._staging.numel() < data.numel():
@@ -113,7 +116,7 @@ class FilesChannel:
         return memoryview(data.numpy())  # type: ignore[arg-type]
 
     def _add_companions(self, folder: Path) -> None:
-        """Config and tokenizer: links to those of the version before, or copies of the model's."""
+        """Config and tokenizer: links to those of the previous version, or copies of the model's."""
         if self._previous is not None and self._previous.is_dir():
             for file in self._previous.iterdir():
                 if file.name != WEIGHTS_FILE:
@@ -124,18 +127,18 @@ class FilesChannel:
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
         older = [version for version in versions if version < newest]
-        newer = [version for version in versions if version > newest]  # of a run that was here before us
-        for run_epoch, policy_version in newer + older[: max(0, len(older) - (self._keep - 1))]:
-            self._discard(self._directory / f"{run_epoch}-{policy_version}")
+        newer = [version for version in versions if version > newest]  # of an earlier run in this directory
+        for incarnation, policy_version in newer + older[: max(0, len(older) - (self._keep - 1))]:
+            self._discard(self._directory / f"{incarnation}-{policy_version}")
 
     def _discard(self, folder: Path) -> None:
-        """Out of sight at once, then deleted: a reader finds the version whole or gone."""
+        """Rename, then delete: a reader finds the version complete or not at all."""
         hidden = folder.with_name(f"{_TEMPORARY}old-{folder.name}")
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        """What a writer that was killed had begun."""
+        """Remove what a killed writer left."""
         for path in self._directory.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -156,31 +159,33 @@ def verified(weights: WeightVersion) -> Path:
     try:
         num_bytes = file.stat().st_size
         if num_bytes != weights.num_bytes:
-            raise WeightsError(f"{file}: has {num_bytes} bytes, {weights.num_bytes} were published")
+            raise WeightsError(f"{file}: has {num_bytes} bytes, but {weights.num_bytes} were published")
         found = safetensors_file.sha256(file)
     except FileNotFoundError:
-        raise WeightsError(f"{file}: is gone; collected for newer versions, or not on this machine") from None
+        raise WeightsError(f"{file}: not found; removed for newer versions, or not on this machine") from None
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
     if found != weights.sha256:
-        raise WeightsError(f"{file}: sha256 is {found[:12]}..., {weights.sha256[:12]}... was published")
+        raise WeightsError(f"{file}: sha256 is {found[:12]}..., but {weights.sha256[:12]}... was published")
     return folder
 
 
 def add_companions(folder: Path, model_path: Path) -> None:
-    """What a model folder holds besides weights, copied from the model's."""
+    """Copy everything except weights from the model's folder."""
     for file in sorted(model_path.iterdir()):
         if file.suffix in _COMPANIONS and not file.name.endswith(".index.json") and file.is_file():
             shutil.copyfile(file, folder / file.name)
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    run_epoch, dash, policy_version = path.name.partition("-")
-    return (int(run_epoch), int(policy_version)) if dash and run_epoch.isdigit() and policy_version.isdigit() else None
+    incarnation, dash, policy_version = path.name.partition("-")
+    return (
+        (int(incarnation), int(policy_version)) if dash and incarnation.isdigit() and policy_version.isdigit() else None
+    )
 
 
 def _link(file: Path, name: Path) -> None:
-    """Or a copy, where a file system knows no links (object stores, exFAT)."""
+    """Hard-link the file, or copy it where the file system has no hard links (object stores, exFAT)."""
     try:
         os.link(file, name)
     except OSError:
@@ -188,7 +193,7 @@ def _link(file: Path, name: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """The folder's entries are on disk when this returns."""
+    """Sync the folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,20 +1,21 @@
-"""Weights from the learner's memory into each engine's, and into folders for whoever cannot take them so.
+"""Sends weights from the learner's memory to the engines'; engines that cannot receive load folders.
 
-One collective of two parties an engine: the learner is rank 0, the engine's processes are the others. No engine waits
-for another, and one that dies takes with it what was on the way to it and nothing else. NCCL between GPUs (two
-processes on one GPU cannot meet: they use the folder), gloo on a CPU.
-NCCL_CUMEM_ENABLE must be 0 in the learner's environment, as SGLang sets it in its own: cli.py sees to it.
-Tests: tests/test_nccl.py.
+Each engine has its own process group with the learner: the learner is rank 0, the engine's processes are the others. No
+engine waits for another, and an engine that dies loses only its own transfer. NCCL between GPUs (two processes on one
+GPU cannot use it and load the folder instead), gloo on a CPU.
+NCCL_CUMEM_ENABLE must be 0 in the learner's environment, because SGLang sets it in its own; cli/learner.py does so.
+Tests: tests/unit/weights/test_nccl.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import socket
+import resource
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -23,33 +24,77 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from asyncrl.errors import WeightsError
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.snapshot import BUCKET_BYTES, Bucket, Snapshot
-from asyncrl.transfer_messages import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.messages.codec import encode
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.protocols import Bus, Intake
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
+from asyncrl.weights.adapter import ChannelAdapter
+from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
 from asyncrl.weights.files import FilesChannel
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
-"""An engine that takes weights slower than this, and then some, is given up."""
+"""Slowest transfer rate that is tolerated, apart from a fixed allowance."""
 _OLD_SECONDS: Final = 300.0
+_MAX_RANKS: Final = 1024
+_MAX_GROUPS: Final = 1024
+_FILES_PER_GROUP: Final = 16
+"""A rendezvous has nine open files, and a connection for each rank; the rest are left to everything else."""
 _POLL_SECONDS: Final = 5e-4
 _HANDOVER_SECONDS: Final = 1.0
-"""An engine may ask again a moment before our thread knows that it has everything."""
+"""An engine may ask again just before our thread notices that the last transfer is complete."""
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
-"""The environment is the process's: engines that join at the same time take turns in it."""
+"""The environment is shared by the process, so concurrent joins must take turns."""
 
 
-class NCCLChannel:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """[weights.options] of the nccl channel."""
+
+    host: str = ""
+    """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
+    bucket_megabytes: int = 2048
+    """MiB sent at once; an engine needs this much memory beside its weights. Smaller values pause it longer."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bucket_megabytes <= 2048:
+            raise ConfigError(f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
+
+
+class NCCLChannel(ChannelAdapter):
     """See WeightChannel: folders as FilesChannel makes them, and a sender."""
+
+    options_type = Options
+
+    @classmethod
+    def build(cls, run: RunConfig, *, bus: Bus) -> NCCLChannel:
+        options: Options = cls.options(run)
+        return cls(
+            run.weights_directory,
+            keep=run.weights.keep,
+            model_path=Path(run.model.path),
+            host=options.host or bus.own_address,
+            bucket_bytes=options.bucket_megabytes * 2**20,
+        )
+
+    @classmethod
+    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
+        return FilesChannel.required_paths(run)
+
+    @classmethod
+    def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
+        return {"NCCL_CUMEM_ENABLE": "0"}  # SGLang sets it so, and both ends must agree
 
     def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
         """See Sender."""
         self._files = FilesChannel(directory, keep=keep, model_path=model_path)
         self._sender = Sender(host, bucket_bytes=bucket_bytes)
 
-    def publish(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> WeightVersion:
-        return self._files.publish(snapshot, run_epoch=run_epoch, policy_version=policy_version)
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        return self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
 
     def verify(self, weights: WeightVersion) -> Path:
         return self._files.verify(weights)
@@ -66,16 +111,21 @@ class NCCLChannel:
     def sender(self) -> Sender:
         return self._sender
 
+    def receiver(self, intake: Intake, *, engine: str) -> CollectiveReceiver | None:
+        if intake.collectives is None:
+            return None
+        return CollectiveReceiver(intake.collectives, engine=engine, num_ranks=intake.num_ranks)
+
 
 class Sender:
     """See Sender in protocols/weights.py. Thread-safe; one transfer at a time to one engine, any number to others."""
 
     def __init__(self, host: str, *, bucket_bytes: int = BUCKET_BYTES, patience_seconds: float = 60.0) -> None:
         """
-        host              the learner's address as engines see it
-        bucket_bytes      of one collective: an engine needs so much memory beside its weights, and pauses 2 to 9 ms
-                          longer for each on a GPU (docs/performance.md)
-        patience_seconds  for an engine to meet us, and beside the time its weights may take
+        host              the learner's address as seen by engines
+        bucket_bytes      per collective: an engine needs this much memory beside its weights, and each bucket lengthens
+                          its pause by 2 to 9 ms on a GPU (docs/results/performance.md)
+        patience_seconds  timeout for an engine to join; also added to the time allowed for the transfer
         """
         self._host = host
         self._bucket_bytes = bucket_bytes
@@ -84,47 +134,59 @@ class Sender:
         self._groups: dict[str, _Group] = {}
         self._newest: tuple[tuple[int, int], Snapshot] | None = None
 
-    def hold(self, snapshot: Snapshot, *, run_epoch: int, policy_version: int) -> None:
+    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
         with self._lock:
-            self._newest = ((run_epoch, policy_version), snapshot.cut(self._bucket_bytes))
+            self._newest = ((incarnation, policy_version), snapshot.cut(self._bucket_bytes))
 
     def begin(self, request: TransferRequest) -> Transfer:
+        if request.num_ranks > _MAX_RANKS:
+            raise WeightsError(
+                f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
+            )
         with self._lock:
             if self._newest is None:
                 raise WeightsError("the learner has no weights to send yet")
-            (run_epoch, policy_version), snapshot = self._newest
+            (incarnation, policy_version), snapshot = self._newest
             kind = "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
             group = before = self._groups.get(request.engine)
             if group is None or group.name != request.group:
                 if request.has_joined:
                     raise WeightsError(f"the learner has no group {request.group}: it was started anew; join again")
+                if group is None:
+                    self._make_room(request.engine)
                 group = self._groups[request.engine] = self._opened(request, kind)
-        if before is not None and before is not group:  # of a life of this engine that is over
+        if before is not None and before is not group:  # left by an earlier process of this engine
             before.give_up()
         if not group.is_free.acquire(timeout=_HANDOVER_SECONDS):
             raise WeightsError(f"group {request.group} is broken or still busy; join under another name")
-        offer = TransferOffer(
-            host=self._host,
-            port=group.port,
-            collective=kind,
-            run_epoch=run_epoch,
-            policy_version=policy_version,
-            buckets=tuple(map(_layout, snapshot.buckets)),
+        meeting = CollectiveOffer(
+            host=self._host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
         )
+        offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(meeting))
         return Transfer(offer, group, snapshot if request.has_joined else None)
 
     def forget(self, *, engines: Collection[str]) -> None:
-        """Give up the groups of engines that are none of ``engines`` and have taken nothing for a while."""
+        """Give up groups of engines not in ``engines`` that have received nothing for a while."""
         with self._lock:
             gone = [name for name, group in self._groups.items() if name not in engines and group.is_old]
             groups = [self._groups.pop(name) for name in gone]
         for group in groups:
             group.give_up()
 
+    def _make_room(self, engine: str) -> None:
+        """Whoever may ask can invent engines, and each has a port, files and a thread until it has not come in time."""
+        room = _room()
+        if len(self._groups) < room:
+            return
+        for name in [name for name, group in self._groups.items() if group.is_given_up]:
+            del self._groups[name]
+        if len(self._groups) >= room:
+            raise WeightsError(f"no room for {engine}: the learner has groups with {room:,} engines already")
+
     def _opened(self, request: TransferRequest, kind: str) -> _Group:
         try:
             return _Group(request.group, kind, 1 + request.num_ranks, seconds=self._patience)
-        except RuntimeError as error:  # torch's for a port or a descriptor that cannot be had
+        except RuntimeError as error:  # torch found no free port or file descriptor
             raise WeightsError(f"cannot open a rendezvous for {request.engine}: {error}") from error
 
 
@@ -132,7 +194,7 @@ class Transfer:
     """See Transfer in protocols/weights.py."""
 
     def __init__(self, offer: TransferOffer, group: _Group, snapshot: Snapshot | None) -> None:
-        """``snapshot`` None: only meet."""
+        """``snapshot`` None: only join, send nothing."""
         self.offer = offer
         self._group = group
         self._snapshot = snapshot
@@ -151,21 +213,22 @@ class Transfer:
 
 
 class _Group:
-    """The collective with one engine."""
+    """The process group with one engine."""
 
     def __init__(self, name: str, kind: str, size: int, *, seconds: float) -> None:
         self.name = name
-        self.is_free = threading.Lock()  # never again once a transfer failed
+        self.is_free = threading.Lock()  # stays locked once a transfer has failed
         self._kind, self._size, self._seconds = kind, size, seconds
-        # It listens everywhere; "localhost" is for its own client: torch asks DNS for the name of any other address.
+        # It listens on all interfaces; "localhost" is for its own client, as torch resolves other addresses by DNS.
         wait = timedelta(seconds=seconds)
         self._store = dist.TCPStore("localhost", 0, size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         self._collective: Any = None
+        self.is_given_up = False
         self.used = time.monotonic()
 
     @property
     def is_old(self) -> bool:
-        """Longer without use than an engine may take from joining to its first heartbeat."""
+        """Unused for longer than an engine may take from joining to its first heartbeat."""
         return time.monotonic() - self.used > _OLD_SECONDS
 
     @property
@@ -173,9 +236,9 @@ class _Group:
         return int(self._store.port)
 
     def join(self) -> None:
-        """Gloo meets here; NCCL says here how to, and meets at the first broadcast.
+        """Gloo connects here; NCCL exchanges its id here and connects at the first broadcast.
 
-        The names of keys in the store are those that torch.distributed gives the engine's side of the group.
+        The store's keys must match those that torch.distributed uses on the engine's side.
         """
         keys: Any = self._store
         for prefix in (self.name, f"{self.name}/", "cuda/" if self._kind == "nccl" else "cpu/"):
@@ -184,7 +247,7 @@ class _Group:
             self._collective = dist.ProcessGroupGloo(keys, 0, self._size, timedelta(seconds=self._seconds))
             return
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=1)  # we give up ourselves, earlier
+        options._timeout = timedelta(days=1)  # we time out earlier ourselves
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 
@@ -199,25 +262,32 @@ class _Group:
                 if collective is None:
                     raise WeightsError("it was given up: another life of the engine has come")
                 work = collective.broadcast([bucket.data], options)
-                del collective  # nothing but the group keeps its connections
+                del collective  # only the group may keep its connections open
                 while not work.is_completed():
                     if time.monotonic() > deadline:
                         raise WeightsError("the engine did not take its weights in time")
                     time.sleep(_POLL_SECONDS)
                 if self._kind == "gloo":
-                    work.wait()  # says what went wrong; on CUDA it would only order streams
+                    work.wait()  # raises what went wrong; on CUDA it would only order streams
 
     def give_up(self) -> None:
-        """So that nobody waits on: not the kernel on the learner's GPU, nor the engine."""
+        """Abort, so that neither the kernel on the learner's GPU nor the engine keeps waiting."""
+        self.is_given_up = True
         if self._kind == "nccl" and self._collective is not None:
             self._collective.abort()
         if self._kind == "gloo":
-            self._collective = None  # its connections close
+            self._collective = None  # closes its connections
+
+
+def _room() -> int:
+    """Groups at once: fewer where the process may open few files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_GROUPS if files == resource.RLIM_INFINITY else min(_MAX_GROUPS, max(files // _FILES_PER_GROUP, 1))
 
 
 @contextlib.contextmanager
 def _left_alone() -> Iterator[None]:
-    """Around the making of a group: torch reads there what it does on errors, and by default it ends the process."""
+    """Use around creating a group: torch reads its error handling from the environment; by default it aborts."""
     with _ENVIRONMENT:
         before = os.environ.get(_ERROR_HANDLING)
         os.environ[_ERROR_HANDLING] = "0"
@@ -231,7 +301,7 @@ def _left_alone() -> Iterator[None]:
 
 
 def _own_stream(data: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The learner's would let the transfer wait for the step that is running."""
+    """A stream of its own: on the learner's, the transfer would wait for the running step."""
     if not data.is_cuda:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(data.device))  # type: ignore[no-untyped-call]
@@ -243,13 +313,3 @@ def _layout(bucket: Bucket) -> BucketLayout:
         dtypes=tuple(str(entry.dtype).removeprefix("torch.") for entry in bucket.entries),
         shapes=tuple(entry.shape for entry in bucket.entries),
     )
-
-
-def own_address(peer: str) -> str:
-    """This machine's address as ``peer`` sees it: of the interface that leads there; loopback when none does."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from asyncrl import processes
+from asyncrl import os_process
 
 Row = dict[str, Any]
 Ended = Literal["done", "enough", "limit", "failed"]
@@ -109,7 +109,7 @@ class Arm:
             **os.environ,
             **(extra_env or {}),
             "ASYNCRL_BUS_TOKEN": bus.token,
-            processes.PARENT: str(os.getpid()),  # they end with us
+            os_process.PARENT: str(os.getpid()),  # they end with us
         }
         gpus = {"CUDA_VISIBLE_DEVICES": visible_devices(learner_gpus)} if learner_gpus else {}
         self._learner = _Process(

@@ -26,8 +26,8 @@ from typing import Any, Final
 import aiohttp
 import numpy as np
 
-from asyncrl.engines.sglang import Options, SGLangEngine
-from asyncrl.messages import Sampling
+from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.messages import SamplingParams
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.rows import command, keep, machine
@@ -72,7 +72,7 @@ async def bare(url: str, *, requests: int, tokens: int) -> float:
 
 async def ours(engine: SGLangEngine, *, requests: int, tokens: int) -> float:
     """Tokens/s through the engine, every token with its version and logprob."""
-    sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
+    sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     began = time.monotonic()
     done = await asyncio.gather(*(engine.generate(prompt, sampling, seed=0) for prompt in prompts(requests)))
     return sum(len(generation.tokens) for generation in done) / (time.monotonic() - began)

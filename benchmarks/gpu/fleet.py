@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from asyncrl.bus.server import EmbeddedServer
-from asyncrl.engines.sglang_server import ServerProcess, check_installed, free_port, server_command, server_environment
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.engines.sglang.server import ServerProcess, check_installed, free_port, server_command, server_environment
 from benchmarks.gpu.arm import Arm, ArmResult, BusAddress, run_arm, visible_devices
 
 __all__ = ["Arm", "ArmResult", "BusAddress", "Fleet", "FleetError", "run_arm", "started_bus"]

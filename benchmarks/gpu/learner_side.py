@@ -25,8 +25,8 @@ import safetensors.torch
 import torch
 
 from asyncrl.messages import WeightVersion
-from asyncrl.snapshot import Snapshot
-from asyncrl.transfer_messages import TransferOffer, TransferRequest
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.nccl import Sender
 
@@ -95,11 +95,11 @@ class LearnerSide:
         self._snapshot = Snapshot.of(self._tensors.items())
         seconds = time.monotonic() - began
         self._version = version
-        self._sender.hold(self._snapshot, run_epoch=0, policy_version=version)
+        self._sender.hold(self._snapshot, incarnation=0, policy_version=version)
         return self._snapshot.num_bytes, seconds
 
     def publish(self) -> WeightVersion:
-        return self._channel.publish(self._snapshot, run_epoch=0, policy_version=self._version)
+        return self._channel.publish(self._snapshot, incarnation=0, policy_version=self._version)
 
     def begin(self, request: TransferRequest) -> TransferOffer:
         """Sends at once, beside the answer, as WeightSender does."""

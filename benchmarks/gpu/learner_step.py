@@ -16,12 +16,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from asyncrl.backends import flops, huggingface, kernels
-from asyncrl.backends.megatron import MegatronBackend, Options
+from asyncrl.backends import flops, huggingface
+from asyncrl.backends.kernels import fused
+from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.policies.algorithms import resolve
-from asyncrl.policies.packing import Document, MicroBatch, pack_for_ranks
-from asyncrl.policies.rows import ALGORITHMS
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
 
 PEAKS: Final = (790e12, 989e12)
 LEARNING_RATE: Final = 1e-6
@@ -124,7 +125,7 @@ def measure(variant: Variant, folder: Path, *, device: str, steps: int, profile:
     if variant.heads == "triton":  # a candidate: not in the product before it has been measured
         from benchmarks.gpu import triton_heads
 
-        kernels.heads = triton_heads.heads
+        fused.heads = triton_heads.heads
     shape = huggingface.read_shape(folder)
     batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(steps + 2)]
     packed = [shares(variant, batch) for batch in batches]
@@ -188,9 +189,9 @@ def profiled(
         learner.step(share, learning_rate=LEARNING_RATE)
     key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     averages = profile.key_averages()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    labels = [e for e in kernels if e.name.startswith("learner:")]
-    kernels = [e for e in kernels if not e.name.startswith(("learner:", "ProfilerStep"))]
+    fused = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    labels = [e for e in fused if e.name.startswith("learner:")]
+    fused = [e for e in fused if not e.name.startswith(("learner:", "ProfilerStep"))]
     result = {}
     for event in averages:
         if event.key.startswith("learner:"):
@@ -198,18 +199,18 @@ def profiled(
     for event in labels:
         name = f"{event.name[9:]}_gpu_seconds"
         result[name] = result.get(name, 0.0) + event.time_range.elapsed_us() / 1e6
-    if kernels:
-        spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
+    if fused:
+        spans = sorted((e.time_range.start, e.time_range.end) for e in fused)
         busy, until = 0.0, spans[0][0]
         for start, end in spans:
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
         result["gpu_busy"] = busy / (until - spans[0][0])
-        result["num_kernels"] = float(len(kernels))
+        result["num_kernels"] = float(len(fused))
     folder.mkdir(parents=True, exist_ok=True)
     table = averages.table(sort_by=key, row_limit=25, max_name_column_width=90)
     by_kernel: dict[str, list[float]] = {}
-    for e in kernels:
+    for e in fused:
         by_kernel.setdefault(e.name, []).append(e.time_range.elapsed_us())
     total = sum(map(sum, by_kernel.values())) or 1.0
     rows = sorted(by_kernel.items(), key=lambda item: -sum(item[1]))[:25]

@@ -109,6 +109,7 @@ class Scene:
             "staleness.adaptive": way.is_adaptive,
             "staleness.max_staleness": way.max_staleness,
             "weights.channel": self.channel,
+            **({"weights.options.host": "127.0.0.1"} if self.channel == "nccl" else {}),
             "weights.directory": self.scratch / "weights",
             **self.settings,
         }

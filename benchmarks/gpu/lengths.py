@@ -18,9 +18,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollouts import single_turn
 from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.protocols import Generate, Sample
+from asyncrl.rollouts.builtin import single_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

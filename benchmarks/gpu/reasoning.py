@@ -4,7 +4,7 @@
 
 SmolLM2-135M-Instruct that is asked for a sum chats, and guesses. Shown three sums worked line by line it takes that up
 now and then, and a third of its answers are right. Sums of two to four numbers are a worse task: the answer to two
-numbers is short and easy, and a policy that gives it to all sums is hard to get out of (docs/performance.md).
+numbers is short and easy, and a policy that gives it to all sums is hard to get out of (docs/results/performance.md).
 """
 
 from __future__ import annotations

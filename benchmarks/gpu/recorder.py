@@ -20,12 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from asyncrl.bus.jetstream import JetStreamBus
+from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Heartbeat
+from asyncrl.messages.topics import ACTORS, WEIGHTS
 from asyncrl.protocols import Bus
-from asyncrl.topics import ACTORS, WEIGHTS
 from benchmarks.gpu.arm import BusAddress
 from benchmarks.gpu.fleet import ask, running_and_waiting
 

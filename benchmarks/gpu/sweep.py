@@ -83,6 +83,7 @@ class Scene:
             "learner.groups_per_batch": self.groups_per_batch,
             "staleness.max_staleness": self.max_staleness,
             "weights.channel": self.channel_of(plan),
+            **({"weights.options.host": "127.0.0.1"} if self.channel_of(plan) == "nccl" else {}),
             "weights.directory": self.scratch / "weights",
             **plan.kind.settings,
             **self.settings,

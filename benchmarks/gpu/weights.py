@@ -32,11 +32,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from asyncrl.engines.sglang import Options, SGLangEngine
+from asyncrl.engines.sglang.engine import Options, SGLangEngine
 from asyncrl.errors import EngineError, WeightsError
-from asyncrl.messages import Sampling
-from asyncrl.protocols import LoadReport
-from asyncrl.snapshot import BUCKET_BYTES
+from asyncrl.messages import SamplingParams
+from asyncrl.protocols import LoadReport, Receiver
+from asyncrl.tensors.snapshot import BUCKET_BYTES
+from asyncrl.weights.collective import CollectiveReceiver
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
@@ -96,7 +97,7 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
             prompt = generator.integers(10, 30, 128).astype(np.int32)
             length = int(generator.integers(256, 1024))
             with contextlib.suppress(EngineError):
-                made = await engine.generate(prompt, Sampling(max_new_tokens=length, ignore_eos=True), seed=0)
+                made = await engine.generate(prompt, SamplingParams(max_new_tokens=length, ignore_eos=True), seed=0)
                 finished.append(len(made.tokens))
 
     tasks = [asyncio.create_task(one()) for _ in range(requests)]
@@ -108,10 +109,8 @@ async def full_load(engine: SGLangEngine, requests: int) -> AsyncIterator[list[i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def send(engine: SGLangEngine, learner: LearnerSide) -> LoadReport:
+async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
     """One transfer, as WeightFollower and WeightSender do it."""
-    receiver = engine.receiver
-    assert receiver is not None
     if not receiver.request.has_joined:
         offer = await asyncio.to_thread(learner.begin, receiver.request)
         await asyncio.gather(receiver.join(offer), asyncio.to_thread(learner.sent))
@@ -126,6 +125,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, shape: str, engine: TimedEngine, learner: LearnerSide) -> None:
         self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
         self._version = 0
+        assert engine.intake is not None
+        self._receiver = CollectiveReceiver(engine.intake, engine="w0", num_ranks=engine.intake.num_ranks)
 
     async def row(self, transport: str, bucket_megabytes: int) -> dict[str, Any]:
         learner, ask = self._learner, asyncio.to_thread
@@ -140,7 +141,7 @@ class Bench:
             exports.append(seconds)
             began = time.monotonic()
             if transport == "nccl":
-                reports.append(await send(self._engine, learner))
+                reports.append(await send(self._receiver, learner))
             else:
                 weights = await ask(learner.publish)
                 publishes.append(time.monotonic() - began)
@@ -170,8 +171,7 @@ class Bench:
         }
 
     async def _meet_anew(self, transport: str, bucket_megabytes: int) -> None:
-        assert self._engine.receiver is not None
-        await self._engine.receiver.leave()
+        await self._receiver.leave()
         await asyncio.to_thread(self._learner.open, transport, bucket_megabytes * 2**20)
 
     async def killed(self) -> dict[str, Any]:
@@ -179,10 +179,8 @@ class Bench:
         learner, ask = self._learner, asyncio.to_thread
         await self._meet_anew("nccl", BUCKET_BYTES // 2**20)
         await ask(learner.export, self._version + 1)
-        await send(self._engine, learner)
-        receiver = self._engine.receiver
-        assert receiver is not None
-        await ask(learner.begin, receiver.request)
+        await send(self._receiver, learner)
+        await ask(learner.begin, self._receiver.request)
         began = time.monotonic()
         await asyncio.sleep(0.5)  # the collective waits on the learner's GPU
         await self._engine.kill()
@@ -231,7 +229,7 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
         )
         with on_gpu(options.engine_gpu):
             await engine.start()
-        gc.freeze()  # as commands/roles.py does
+        gc.freeze()  # as cli/rollout_worker.py does
         try:
             with on_gpu(options.learner_gpu):
                 learner = stack.enter_context(learner_side(folder, patience_seconds=_PATIENCE_SECONDS))

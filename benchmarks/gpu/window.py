@@ -50,7 +50,7 @@ def measure(rows: Sequence[Row], samples: Sequence[Sample], *, warmup: int) -> R
         "staleness_mean": sum(trained_tokens(step) * step["staleness/mean"] for step in steps) / max(tokens, 1),
         "staleness_max": int(max(step["staleness/max"] for step in steps)),
         "dropped_groups": int(steps[-1]["staleness/dropped_groups"] - first["staleness/dropped_groups"]),
-        "buried_groups": int(steps[-1]["staleness/buried_groups"]),
+        "failed_groups": int(steps[-1]["staleness/failed_groups"]),
         "fresh_mismatch": _mean(fresh, "mismatch/fresh_mean") if fresh else None,
         "steps": len(steps),
         "step_seconds": seconds / len(steps),

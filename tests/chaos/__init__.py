@@ -1,1 +1,1 @@
-"""Kills what a run is made of, at chosen and at random moments, and accounts for every prompt group afterwards."""
+"""Kills processes of a run at chosen and random moments, and accounts for every prompt group afterwards."""

@@ -1,32 +1,31 @@
-"""bin/chaos: storms side by side, their kills in one table, and the sum of their audits."""
+"""bin/chaos: concurrent storms, their kills in one table, and the sum of their audits."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import math
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from tests.chaos import report
+from tests.chaos.kill import Kill
 from tests.chaos.run_files import ANSWERS
-from tests.chaos.storm import Kill, Storm
+from tests.chaos.storm import Storm
+from tests.chaos.victims import FAULTS
+from tests.harness.forked import ForkServer
+from tests.harness.ports import free_ports
 
-_PORTS: Final = range(10_000, 30_000)
-"""Below those that the system gives away itself: a nats-server that was killed comes back to its own."""
 _SEEDS: Final = 1000
 
 
 def main() -> int:
-    """Exit code 1 when somebody did not come back, or a group was lost, trained twice, or too stale."""
+    """Exit code 1 if a process did not come back, or a group was lost, trained twice, or too stale."""
     options = parse()
     with tempfile.TemporaryDirectory(prefix="asyncrl-chaos-") as scratch:
         folder = options.folder or Path(scratch)
@@ -47,15 +46,22 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bin/chaos", description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000, help="in all (default 1000)")
+    parser.add_argument("--kills", type=int, default=1000, help="total kills (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at-once", type=int, default=1, metavar="K", help="runs that share the kills (default 1)")
-    parser.add_argument("--answers", choices=ANSWERS, default="short", help="of 6 tokens (default) or of 400")
-    parser.add_argument("--forked", action="store_true", help="start processes by fork: no imports, many more kills")
-    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="kill no more after this; then finish")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="a line for each kill as it comes, then the sums")
-    parser.add_argument("--folder", type=Path, help="where the runs go (default: a folder that is removed)")
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)  # one storm, of many side by side
+    parser.add_argument("--at-once", type=int, default=1, metavar="K", help="concurrent runs (default 1)")
+    parser.add_argument("--answers", choices=ANSWERS, default="short", help="answers of 6 tokens (default) or of 400")
+    parser.add_argument(
+        "--faults",
+        choices=FAULTS,
+        default="kills",
+        help="kills (default), others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), all",
+    )
+    parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
+    parser.add_argument("--liar", action="store_true", help="a worker in each run answers prompts with lies")
+    parser.add_argument("--limit-seconds", type=float, default=math.inf, help="stop killing after this, then finish")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a line per kill as it happens, then the totals")
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)  # one of several concurrent storms
     return parser.parse_args()
 
 
@@ -68,14 +74,17 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     def say(text: str) -> None:
         print(f"[{options.seed}] {text}", flush=True)
 
+    forks = ForkServer(folder, ANSWERS[options.answers].modules) if options.forked else None
     storm = Storm(
         folder,
         seed=options.seed,
         answers=options.answers,
+        faults=options.faults,
         port=options.port,
-        is_forked=options.forked,
+        forks=forks,
         say=say,
         note=note,
+        has_liar=options.liar,
     )
     started = time.monotonic()
     problem, audit = "", {}
@@ -85,15 +94,23 @@ def one(options: argparse.Namespace, folder: Path) -> int:
         problem = f"storm {options.seed}: {error}"
     except KeyboardInterrupt:
         problem = f"storm {options.seed}: interrupted"
+    finally:
+        if forks is not None:
+            forks.close()
+    if options.liar and not problem and (failed := storm.honest_groups_failed()):
+        problem = f"storm {options.seed}: honest groups failed: {failed}"
     end = {"seconds": round(time.monotonic() - started, 1), "runs": storm.runs, "problem": problem}
-    row = {"storm": options.seed} | end | {"tokens": storm.tokens, "audit": audit}
+    if options.liar:
+        end |= {"lies": storm.lies, "honest": len(storm.seen.honest)}
+    tokens = {} if options.liar else storm.tokens  # the liar's are on the log, and no engine sampled them
+    row = {"storm": options.seed} | end | {"tokens": tokens, "audit": audit}
     report.append(options.json, row)
     say(problem or f"{len(storm.kills)} kills; " + ("clean" if report.is_clean(row) else f"NOT CLEAN: {audit}"))
     return 0 if report.is_clean(row) else 1
 
 
 def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
-    """A process for each storm, with its own folder, port and seed."""
+    """One process per storm, with its own folder, port and seed."""
     running = []
     for number, port in enumerate(free_ports(options.at_once, seed=options.seed)):
         kills = options.kills // options.at_once + (number < options.kills % options.at_once)
@@ -102,32 +119,21 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
             "--seed": options.seed * _SEEDS + number,
             "--limit-seconds": options.limit_seconds,
             "--answers": options.answers,
+            "--faults": options.faults,
             "--json": path,
             "--folder": folder / f"storm-{number}",
             "--port": port,
         }
-        flags = ["--forked"] if options.forked else []
+        flags = [f"--{name}" for name in ("forked", "liar") if getattr(options, name)]
         command = [sys.executable, "-m", "tests.chaos", *flags, *(str(word) for pair in words.items() for word in pair)]
         running.append(subprocess.Popen(command))
     try:
         for process in running:
             process.wait()
-    except KeyboardInterrupt:  # it came to them too: they note how far they got
+    except KeyboardInterrupt:  # the storms got it too, and record how far they got
         for process in running:
             process.send_signal(signal.SIGINT)
             process.wait()
-
-
-def free_ports(count: int, *, seed: int) -> Sequence[int]:
-    """Different ones that nobody listens on."""
-    found: list[int] = []
-    for port in random.Random(seed).sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
-            break
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                found.append(port)
-    return found
 
 
 if __name__ == "__main__":

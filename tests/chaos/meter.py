@@ -1,6 +1,6 @@
-"""How much an engine has sampled, told outside of its process: what SIGKILL does not take with it.
+"""Counts what an engine has sampled, outside its process, so that the count survives SIGKILL.
 
-The engine writes two numbers into a file that is mapped into its memory, at each token that it decodes.
+The engine writes two numbers to a memory-mapped file at each decoded token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NUMBERS: Final = 2
 
 
 class Meter:
-    """Of one life of one engine.
+    """Meter of one engine process.
 
-    generated  tokens since it began;  running  sequences being decoded
+    generated  tokens since it started;  running  sequences being decoded
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,12 +32,12 @@ class Meter:
 
 
 def generated(folder: Path) -> int:
-    """Tokens that all engines have sampled, the dead ones too."""
+    """Tokens that all engines have sampled, including dead ones."""
     return sum(int(numbers[0]) for path in folder.iterdir() if len(numbers := _read(path)) == _NUMBERS)
 
 
 def of(folder: Path, pid: int) -> tuple[int, int]:
-    """Tokens sampled by the engine of process ``pid``, and sequences that it decodes now; (0, 0) before it has any."""
+    """Tokens sampled by the engine of process ``pid``, and sequences being decoded; (0, 0) before its first token."""
     found = max(folder.glob(f"{pid}-*"), key=lambda path: path.stat().st_mtime_ns, default=None)
     numbers = _read(found) if found is not None else ()
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == _NUMBERS else (0, 0)

@@ -1,4 +1,4 @@
-"""The in-process engine, slowed down and with a meter."""
+"""The in-process engine, slowed down, with a meter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.engines import inprocess
-from asyncrl.engines.decoder import Decoder
-from asyncrl.engines.inprocess import InProcessEngine
+from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.engines.inprocess.decoder import Decoder
+from asyncrl.engines.inprocess.engine import InProcessEngine
 from tests.chaos.meter import Meter
 
 
@@ -17,11 +17,13 @@ class Options(inprocess.Options):
     meter: str = ""
     """The folder of the meters."""
     step_seconds: float = 0.0
-    """What a token takes besides computing."""
+    """Additional seconds per token."""
 
 
 class MeteredModel(InProcessEngine):
     """engine.kind = "tests.chaos.metered_model:MeteredModel" """
+
+    options_type = Options
 
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import tiny_engine
-from benchmarks.tiny_engine import TinyEngine
 from tests.chaos.meter import Meter
+from tests.harness.tiny import engine as tiny_engine
+from tests.harness.tiny.engine import TinyEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,8 @@ class Options(tiny_engine.Options):
 
 class MeteredNet(TinyEngine):
     """engine.kind = "tests.chaos.metered_net:MeteredNet" """
+
+    options_type = Options
 
     def __init__(
         self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options

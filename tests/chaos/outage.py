@@ -1,4 +1,4 @@
-"""What workers do while there is no learner: whether anybody's engine stands still although prompts wait."""
+"""Measures whether engines sit idle without a learner although prompts are waiting."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOOK_SECONDS: Final = 0.02
 
 @dataclass(slots=True)
 class Outage:
-    """Worker seconds while prompts waited to be taken, and how many of them an engine decoded nothing.
+    """Worker-seconds during which prompts were waiting, and how many of these an engine decoded nothing.
 
-    A prompt waits when more groups are on the topic, or on loan, than engines decode. That counts groups that are being
-    rewarded or published, and those on loan to the dead, as waiting: idleness is never less than is said.
+    A prompt counts as waiting if more groups are on the topic or in flight than engines decode. Groups being rewarded
+    or published, and those in flight to dead workers, count as waiting too: idleness is never underestimated.
     """
 
     seconds: float = 0.0
@@ -30,9 +30,9 @@ class Outage:
     async def watch(
         self, meters: Path, workers: Sequence[int], *, group_size: int, prompts: Callable[[], Awaitable[int]]
     ) -> None:
-        """Look until cancelled, or until the bus is gone too.
+        """Measure until cancelled, or until the bus is gone too.
 
-        workers: ids of processes that have sampled something;  prompts: groups that are not acked
+        workers: ids of processes that have sampled something;  prompts: number of unacked groups
         """
         before = time.monotonic()
         while True:

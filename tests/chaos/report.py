@@ -4,7 +4,7 @@
     {"storm": 5000, "seconds": 412.0, "problem": "", "tokens": {...}, "audit": {...}}                  when it is over
     {"kills": 1000, "asked": 1000, "storms": 20, "clean": true, ...}, {"killed": ..., "p50": ...}      over all
 
-A file that was cut off has what happened until then.
+An interrupted file has everything up to that point.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tests.chaos.victims import KINDS
+from tests.chaos.victims import FAULTS
 
 Row = Mapping[str, Any]
 
@@ -23,21 +23,21 @@ SLACK_SECONDS: Final = 5.0
 """How much longer than its load a learner may take to train again."""
 
 SUMMED: Final = (
-    *("prompts", "published", "trained", "dropped", "buried", "filtered", "pending"),
-    *("lost", "duplicated", "staleness_violations", "epochs", "retrained", "steps"),
+    *("prompts", "published", "trained", "dropped", "failed", "filtered", "pending"),
+    *("lost", "duplicated", "staleness_violations", "incarnations", "retrained", "steps"),
 )
 """Of the audits."""
 
 
 def append(path: Path | None, row: Row) -> None:
-    """One line, in one write: storms side by side share the file."""
+    """Append one line in one write, because concurrent storms share the file."""
     if path is not None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Its whole lines."""
+    """The file's complete lines."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -47,18 +47,20 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for each kind: how often, and how long until all was as before."""
+    """A row for each kind of kill: how often, and how long recovery took."""
     found = []
-    for kind in map(str, KINDS):
+    for kind in map(str, FAULTS["all"]):
         seconds = [row["seconds"] for row in rows if row.get("kill") == kind]
         if seconds:
             p50, p95 = quantile(seconds, 0.5), quantile(seconds, 0.95)
-            found.append({"killed": kind, "kills": len(seconds), "p50": p50, "p95": p95, "worst": max(seconds)})
+            row = {"killed": kind, "kills": len(seconds), "p50": p50, "p95": p95, "worst": max(seconds)}
+            named = [row["named_seconds"] for row in rows if row.get("kill") == kind and "named_seconds" in row]
+            found.append(row | ({"named": len(named), "named_worst": max(named)} if named else {}))
     return found
 
 
 def learners(rows: Sequence[Row]) -> dict[str, Any]:
-    """How soon the learner trained again, against what its process takes to load; what engines did without it."""
+    """How soon the learner trained again, compared with its load time, and what engines did meanwhile."""
     kills = [row for row in rows if "load_seconds" in row]
     over = [row["seconds"] - row["load_seconds"] for row in kills]
     worker_seconds, idle = (sum(row.get(name, 0.0) for row in rows) for name in ("worker_seconds", "idle_seconds"))
@@ -73,7 +75,7 @@ def learners(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
-    """All storms as one. Clean when every one of them ended with a clean audit."""
+    """The sum of all storms. Clean if every one of them ended with a clean audit."""
     ends = [row for row in rows if "audit" in row]
     audits = [row["audit"] for row in ends if row["audit"]]
     generated, lost = (sum(row["tokens"].get(name, 0) for row in ends) for name in ("generated", "lost"))
@@ -93,21 +95,22 @@ def total(rows: Sequence[Row], *, asked: int, storms: int) -> dict[str, Any]:
 
 
 def is_clean(row: Row) -> bool:
-    """Whether a storm's last row says that nobody stayed away and nothing was lost, trained twice or too stale."""
+    """Whether a storm's last row says that every process came back and no group was lost, duplicated or too stale."""
     return not row["problem"] and row["audit"].get("exit_code") == 0
 
 
 def show(rows: Sequence[Row], summary: Row) -> str:
-    """For a person."""
-    lines = [f"{'killed':40s} {'kills':>6s} {'p50 s':>7s} {'p95 s':>7s} {'worst s':>8s}"]
+    """The report as text."""
+    lines = [f"{'struck':42s} {'times':>6s} {'p50 s':>7s} {'p95 s':>7s} {'worst s':>8s} {'named':>6s} {'worst s':>8s}"]
     lines += [
-        f"{row['killed']:40s} {row['kills']:6d} {row['p50']:7.1f} {row['p95']:7.1f} {row['worst']:8.1f}"
+        f"{row['killed']:42s} {row['kills']:6d} {row['p50']:7.1f} {row['p95']:7.1f} {row['worst']:8.1f} "
+        + (f"{row['named']:6d} {row['named_worst']:8.1f}" if "named" in row else f"{'-':>6s} {'-':>8s}")
         for row in table(rows)
     ]
     audit = summary["audit"]
     lines += [
         f"{summary['kills']} kills of {summary['asked']} in {summary['storms']} storms, "
-        f"{audit['epochs']} lives of learners, {audit['prompts']} prompt groups, {audit['trained']} trained",
+        f"{audit['incarnations']} incarnations, {audit['prompts']} prompt groups, {audit['trained']} trained",
         f"tokens: {summary['tokens_generated']} generated, {summary['tokens_lost']} of them lost "
         f"({summary['tokens_lost_share']:.2%})",
         f"learner: trained again {summary['over_load_p50']:.1f} s (p50), {summary['over_load_p95']:.1f} s (p95), "

@@ -1,9 +1,9 @@
-"""The runs that are killed: short answers, of which many are done between two kills, and long ones, which are not.
+"""Run files for storms, with answers that are short or long compared with the time between two kills.
 
-short  the tiny net of the staleness benchmark: six tokens an answer, a step every tenth of a second
-long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens an answer, 10 s each,
-       so that a killed worker is always in the middle of some, and the window takes longer to fill than a learner to
-       come back
+short  the tiny net of the staleness benchmark: six tokens per answer, a step every tenth of a second
+long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens per answer, 10 s each,
+       so that a killed worker always has unfinished answers, and the window takes longer to fill than a learner to
+       restart
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
-from benchmarks import tiny_files
-from benchmarks.staleness_task import Policy
+from tests.harness.tiny import files as tiny_files
+from tests.harness.tiny.task import Policy
 
 COMMON: Final = """
 [run]
@@ -59,10 +59,10 @@ device = "cpu"
 options = {{ step_seconds = 0.05, meter = "{folder}/meters" }}
 
 [reward]
-kind = "benchmarks.tiny_reward:TinyReward"
+kind = "tests.harness.tiny.reward:TinyReward"
 
 [learner]
-backend = "benchmarks.tiny_backend:TinyBackend"
+backend = "tests.harness.tiny.backend:TinyBackend"
 device = "cpu"
 threads = 1
 groups_per_batch = 8
@@ -78,7 +78,7 @@ group_size = 4
 max_new_tokens = 400
 ignore_eos = true
 max_running = 16
-max_attempts = 10  # whoever is killed here did not die of its prompts
+max_attempts = 10  # workers killed here did not die of their prompts
 
 [engine]
 kind = "tests.chaos.metered_model:MeteredModel"
@@ -120,11 +120,11 @@ ANSWERS: Final[Mapping[str, Answers]] = {
     "short": Answers(
         run_file=COMMON + SHORT,
         write=_short,
-        modules=("tests.chaos.metered_net", "benchmarks.tiny_reward", "benchmarks.tiny_backend"),
+        modules=("tests.chaos.metered_net", "tests.harness.tiny.reward", "tests.harness.tiny.backend"),
     ),
     "long": Answers(
         run_file=COMMON + LONG,
         write=_long,
-        modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference"),
+        modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference.backend"),
     ),
 }

@@ -1,22 +1,23 @@
-"""What can be seen of a run from outside: its bus, read as `asyncrl tap` would."""
+"""Observes a run from outside, through its bus."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROGRESS, TRAJECTORIES
 
 
 @dataclass(slots=True)
 class Seen:
     """By an observer of the bus.
 
-    step       (run epoch, steps done) of the newest progress;  first  at which step each run epoch began
+    step       (incarnation, steps done) of the newest progress;  first  at which step each incarnation began
     published  groups by worker
     groups     ids of the groups on the log
-    tokens     response tokens of these, of each group its first record: what was not generated for nothing
+    tokens     response tokens of these, counting each group's first record only: what was not generated in vain
     sequence   of the newest log record
+    honest     ids of the groups with answers of the run's own workers, each the first record of its group
     """
 
     step: tuple[int, int] = (-1, -1)
@@ -25,16 +26,17 @@ class Seen:
     groups: set[int] = field(default_factory=set)
     tokens: int = 0
     sequence: int = 0
+    honest: set[int] = field(default_factory=set)
 
-    def has_trained_since(self, run_epoch: int) -> bool:
-        """Whether a later life of the learner has done a step."""
-        return self.step[0] > run_epoch and self.step[1] > self.first[self.step[0]]
+    def has_trained_since(self, incarnation: int) -> bool:
+        """Whether a later incarnation of the learner has done a step."""
+        return self.step[0] > incarnation and self.step[1] > self.first[self.step[0]]
 
     async def watch_steps(self, bus: Bus) -> None:
         async with bus.watch(PROGRESS) as states:
             async for progress in states:
-                self.first.setdefault(progress.run_epoch, progress.step)
-                self.step = max(self.step, (progress.run_epoch, progress.step))
+                self.first.setdefault(progress.incarnation, progress.step)
+                self.step = max(self.step, (progress.incarnation, progress.step))
 
     async def read_groups(self, bus: Bus) -> None:
         async with bus.read(TRAJECTORIES, after=self.sequence) as records:
@@ -44,6 +46,10 @@ class Seen:
                 if group is None:
                     continue
                 self.published[group.worker] = self.published.get(group.worker, 0) + 1
+                if record.key != str(group.group_id):
+                    continue
                 if group.group_id not in self.groups:
+                    if group.trajectories and group.worker in ("w0", "w1", "w2"):
+                        self.honest.add(group.group_id)
                     self.groups.add(group.group_id)
                     self.tokens += sum(int(trajectory.response_mask.sum()) for trajectory in group.trajectories)

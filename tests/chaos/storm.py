@@ -1,13 +1,12 @@
-"""A storm: one run of real processes on a real nats-server, killed again and again, finished and audited.
+"""A storm: one run of real processes on a real nats-server, killed repeatedly, finished and audited.
 
-    start `asyncrl run` -> [wait for the victim's moment -> SIGKILL -> wait until all is as before] x kills
+    start `asyncrl run` -> [wait for the victim's moment -> SIGKILL -> wait for recovery] x kills
         -> drain -> resume for a few steps to the end -> `asyncrl audit`
 
-"As before" means that the learner has trained another step, and that a killed worker has published another group.
-`asyncrl run` starts its children again by itself; when it was the victim, or when it has ended because one of its
-children used up its restarts, the storm starts it with --resume. The models are tiny (run_files.py), so that a
-life of a process takes seconds; learner, buffer, checkpoints, prompt source, workers, followers, launcher and
-bus are the real ones.
+Recovery means that the learner has trained another step, and that a killed worker has published another group.
+`asyncrl run` restarts its children; if it was the victim itself, or exited because a child used up its restarts, the
+storm restarts it with --resume. The models are tiny (run_files.py), so processes live for seconds; learner, buffer,
+checkpoints, prompt source, workers, followers, launcher and bus are the real ones.
 """
 
 from __future__ import annotations
@@ -24,66 +23,44 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl import app, config, processes
+from asyncrl import config, os_process
 from asyncrl.errors import AsyncRLError, BusError
-from asyncrl.fleet import NEVER_AGAIN
-from asyncrl.history import HISTORY_FILE
+from asyncrl.messages.topics import PROMPTS
+from asyncrl.policies.audit.entries import present
 from asyncrl.protocols import Bus
-from asyncrl.topics import PROMPTS
+from asyncrl.run import registry
+from asyncrl.run.process_manager import NEVER_AGAIN
+from asyncrl.state import history
+from asyncrl.state.history import HISTORY_FILE
+from tests import ROOT
 from tests.chaos import meter
-from tests.chaos.forked import ForkedRun, ForkServer
+from tests.chaos.kill import Kill, load_seconds
+from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
 from tests.chaos.run_files import ANSWERS
 from tests.chaos.seen import Seen
-from tests.chaos.victims import Kind, deal, processes_below
+from tests.chaos.victims import FAULTS, LEAST_STOPPED_SECONDS, MOST_STOPPED_SECONDS, Kind, deal
+from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
+from tests.harness.processes import processes_below
 
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
 RECOVERY_SECONDS: Final = 300.0
-"""Whoever is not back after this is lost: the storm fails and says who."""
+"""If a process is not back after this, the storm fails and names it."""
 _LOOK_SECONDS: Final = 0.02
-_MOMENT_SECONDS: Final = 15.0
-"""A moment that does not come by then is any time."""
 _AFTERMATH_SECONDS: Final = 0.3
-"""What the dead still had on its way has arrived."""
+"""Time for messages in flight from a killed process to arrive."""
 _LAST_STEPS: Final = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """seconds: from the kill until all was as before.
-
-    load_seconds  of the learner that came back, from the start of its process until it could train, as it says itself;
-                  None when another was killed, or the whole run was started again
-    outage        what the workers did meanwhile; None when the learner was not killed
-    """
-
-    kind: Kind
-    victims: tuple[str, ...]
-    seconds: float
-    step: int
-    load_seconds: float | None = None
-    outage: Outage | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        row = {"kill": str(self.kind), "victims": self.victims, "seconds": round(self.seconds, 3), "step": self.step}
-        if self.load_seconds is not None:
-            row["load_seconds"] = round(self.load_seconds, 3)
-        if self.outage is not None:
-            row["worker_seconds"] = round(self.outage.seconds, 2)
-            row["idle_seconds"] = round(self.outage.idle_seconds, 2)
-        return row
 
 
 class Storm:
     """One seed. ``folder`` gets the model, the data and the run.
 
     answers    one of run_files.ANSWERS
+    faults     one of victims.FAULTS
     port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
-    is_forked  processes start without imports (forks.py)
+    forks      starts its processes without imports (tests/harness/forks.py); None: each is a new Python
     overrides  SECTION.KEY=VALUE;  way, token  to the server of `bus.url`, if the observer has one of its own
     say, note  what a person sees of each kill, and what is kept of it
     """
@@ -94,46 +71,52 @@ class Storm:
         *,
         seed: int,
         answers: str = "short",
+        faults: str = "kills",
         port: int = 0,
-        is_forked: bool = False,
+        forks: ForkServer | None = None,
         overrides: Sequence[str] = (),
         way: str = "",
         token: str = "",
         say: Callable[[str], None] = print,
         note: Callable[[Kill], None] = lambda kill: None,
+        has_liar: bool = False,
     ) -> None:
         self._folder = folder.absolute()
         self._seed = seed
-        self._random = random.Random(seed)
-        self._kinds = deal(seed)
+        self.random = random.Random(seed)
+        self._kinds = deal(seed, FAULTS[faults])
         self._say, self._note = say, note
-        self._process: subprocess.Popen[bytes] | ForkedRun | None = None
+        self._process: subprocess.Popen[bytes] | ForkedCommand | None = None
         self.seen = Seen()
         self.bus: Bus | None = None
         self._meters = self._folder / "meters"
         self._output = (self._folder / "output.txt").open("ab")
         self._is_finishing = False
         self._observer: asyncio.Task[None]
+        self._moments = Moments(self)
         self.kills: list[Kill] = []
         self.runs = 0
-        """How often `asyncrl run` was started."""
+        """Number of starts of `asyncrl run`."""
         self.tokens: dict[str, int] = {}
-        """Sampled by engines, and of these not in any group on the log: known when the run has drained."""
+        """Tokens sampled by engines, and those of them in no group on the log; known once the run has drained."""
         ANSWERS[answers].write(self._folder, seed)
         self.run_file = self._folder / "run.toml"
         self.run_file.write_text(ANSWERS[answers].run_file.format(folder=self._folder, seed=seed, port=port))
         self._overrides = [word for item in overrides for word in ("--set", item)]
         self._config = config.load(self.run_file, [*overrides, *([f'bus.url="{way}"'] if way else [])])
         self._token = token
-        self._forks = ForkServer(self._folder, ANSWERS[answers].modules, directory=REPOSITORY) if is_forked else None
+        self._forks = forks
+        self._has_liar = has_liar
+        self._lies = self._folder / "lies.txt"
 
     @property
     def environment(self) -> dict[str, str]:
-        return os.environ | ({"ASYNCRL_BUS_TOKEN": self._token} if self._token else {})
+        forks = self._forks.environment if self._forks is not None else {}
+        return os.environ | forks | ({"ASYNCRL_BUS_TOKEN": self._token} if self._token else {})
 
     @property
     def output(self) -> str:
-        """What `asyncrl run` has said so far."""
+        """Output of `asyncrl run` so far."""
         return Path(self._output.name).read_text()
 
     @property
@@ -141,9 +124,9 @@ class Storm:
         return self._folder / "runs" / "storm"
 
     async def blow(self, count: int, *, limit_seconds: float = math.inf) -> dict[str, Any]:
-        """Kill ``count`` times, or as often as there is time for, finish the run; its audit.
+        """Kill ``count`` times, or until the time limit, finish the run and return its audit.
 
-        Raises AssertionError when somebody does not come back.
+        Raises AssertionError if a process does not come back.
         """
         deadline = time.monotonic() + limit_seconds
         async with self.up():
@@ -155,50 +138,85 @@ class Storm:
     async def up(self) -> AsyncIterator[Seen]:
         """The run, from its first step until it is drained, resumed and finished."""
         try:
-            async with self._observed():
+            async with self._observed(), self._lied_to():
                 await self.until(lambda: self.seen.step[1] >= 1, "the first step")
                 yield self.seen
                 await self._finish()
         finally:
             self._end()
 
+    @property
+    def lies(self) -> int:
+        """Messages of the liar that the bus stored."""
+        return int(self._lies.read_text() or 0) if self._lies.exists() else 0
+
+    @contextlib.asynccontextmanager
+    async def _lied_to(self) -> AsyncIterator[None]:
+        """With ``has_liar``, one more process takes prompts and answers them with lies (liar.py)."""
+        if not self._has_liar:
+            yield
+            return
+        process = self._start_liar()
+        try:
+            yield
+            assert process.poll() is None, f"the liar ended; see {self._output.name}"
+        finally:
+            process.kill()
+            process.wait()
+
+    def _start_liar(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.chaos.liar", str(self._folder), str(self._seed), str(self._lies)]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output
+        )
+
+    def honest_groups_failed(self) -> list[int]:
+        """Groups that a worker of the run made, and that were neither trained nor dropped nor filtered in the end."""
+        entries = present(history.read(self.run_directory / HISTORY_FILE))
+        failed = {group_id for entry in entries if entry.kind == "failed" for group_id in entry.groups}
+        return sorted(failed & self.seen.honest)
+
     # -- one kill ------------------------------------------------------------------------------------------------------
 
     async def _kill(self, kind: Kind) -> None:
         names = self._victims(kind)
-        await self._moment(kind, names)
+        await self._moments.of(kind, names)
         before, runs, began = self.seen.step, self.runs, time.monotonic()
         workers = [pid for name, pid in self.pids().items() if name.startswith("w") and meter.of(self._meters, pid)[0]]
-        self._shoot(names)
+        names_it = asyncio.create_task(self._named(names, began, len(self.output)), name="named")
+        await self._strike(kind, names)
         await asyncio.sleep(_AFTERMATH_SECONDS)
         published = dict(self.seen.published)
 
         def is_as_before() -> bool:
-            if kind.role in ("learner", "run"):
+            if kind.role == "everybody" or (kind.role in ("learner", "run") and kind.deed != "stop"):
                 return self.seen.has_trained_since(before[0])
-            has_published = kind.role == "nats-server" or all(
+            has_published = kind.role != "rollout-worker" or all(
                 self.seen.published.get(name, 0) > published.get(name, 0) for name in names
             )
             return has_published and self.seen.step > before
 
         outage = None
         async with contextlib.AsyncExitStack() as watching:
-            if kind.role == "learner":
+            if kind.role == "learner" and kind.deed == "kill":
                 outage = await watching.enter_async_context(self._outage(workers))
             await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
-        seconds, (run_epoch, step) = time.monotonic() - began, self.seen.step
-        is_launchers = kind.role == "learner" and self.runs == runs
+        seconds, (incarnation, step) = time.monotonic() - began, self.seen.step
+        names_it.cancel()
+        await asyncio.wait((names_it,))
+        is_launchers = kind.role == "learner" and kind.deed == "kill" and self.runs == runs
         kill = Kill(
             kind=kind,
             victims=tuple(names),
             seconds=seconds,
             step=step,
-            load_seconds=await self._load_seconds(run_epoch) if is_launchers else None,
+            named_seconds=None if names_it.cancelled() else names_it.result(),
+            load_seconds=await load_seconds(self.run_directory, incarnation) if is_launchers else None,
             outage=outage,
         )
         self.kills.append(kill)
         self._note(kill)
-        self._say(f"{len(self.kills):5d}  {kind!s:38s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
+        self._say(f"{len(self.kills):5d}  {kind!s:42s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
 
     @contextlib.asynccontextmanager
     async def _outage(self, workers: Sequence[int]) -> AsyncIterator[Outage]:
@@ -221,99 +239,90 @@ class Storm:
             raise BusError("away")
         return await self.bus.depth(PROMPTS)
 
-    async def _load_seconds(self, run_epoch: int) -> float | None:
-        """As the first step of this life of the learner says."""
-        deadline = time.monotonic() + _MOMENT_SECONDS
-        while time.monotonic() < deadline:
-            for line in reversed((self.run_directory / "metrics.jsonl").read_text().splitlines(keepends=True)):
-                row = json.loads(line) if line.endswith("\n") else {}
-                if row.get("learner/run_epoch") == run_epoch and "learner/load_seconds" in row:
-                    return float(row["learner/load_seconds"])
-                if row.get("learner/run_epoch", run_epoch) < run_epoch:
-                    break
-            await asyncio.sleep(_LOOK_SECONDS)
-        return None
+    async def _strike(self, kind: Kind, names: Sequence[str]) -> None:
+        if kind.deed == "stop":
+            struck = self._send(signal.SIGSTOP, names)
+            await asyncio.sleep(self.random.uniform(LEAST_STOPPED_SECONDS, MOST_STOPPED_SECONDS))
+            for pid in struck:  # some were killed meanwhile, as they should be
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+            return
+        before = self.pids()
+        self.shoot(names)
+        if kind.deed == "kill twice":
+            await soon(lambda: all(self.pids().get(name) not in (None, before.get(name)) for name in names))
+            self.shoot(names)
 
-    def _shoot(self, names: Sequence[str]) -> None:
-        pids = self.pids()
+    def shoot(self, names: Sequence[str]) -> None:
+        self._send(signal.SIGKILL, names)
+
+    def _send(self, number: int, names: Sequence[str]) -> list[int]:
+        """The pids that got it."""
+        sent, pids = [], self.pids()
         for name in names:
             if name in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pids[name], signal.SIGKILL)
+                    os.kill(pids[name], number)
+                    sent.append(pids[name])
+        return sent
 
     def _victims(self, kind: Kind) -> list[str]:
         if kind.role == "rollout-worker":
-            return self._random.sample(["w0", "w1", "w2"], kind.count)
+            return self.random.sample(["w0", "w1", "w2"], kind.count)
+        if kind.role == "everybody":  # the launcher first: it would say what became of the others
+            return ["run", "nats-server", "learner", "w0", "w1", "w2"]
         return [kind.role]
 
-    async def _moment(self, kind: Kind, names: list[str]) -> None:
-        """Wait for the kind's moment."""
-        if kind.moment == "after a step":
-            step = self.seen.step
-            await self._soon(lambda: self.seen.step > step)
-        elif kind.moment == "writing a checkpoint":
-            checkpoints = self.run_directory / "checkpoints"
-            await asyncio.to_thread(_wait_for, checkpoints, ".*.partial", seconds=_MOMENT_SECONDS)
-            await asyncio.sleep(self._random.uniform(0.0, 0.01))
-        elif kind.moment == "after its publish":
-            count = self.seen.published.get(names[0], 0)
-            await self._soon(lambda: self.seen.published.get(names[0], 0) > count)
-        elif kind.moment == "starting":
-            pid = self.pids().get("learner")
-            self._shoot(["learner"])
-            await self._soon(lambda: self.pids().get("learner") not in (None, pid))
-            await asyncio.sleep(self._random.uniform(0.0, 2.5))
-        else:
-            await asyncio.sleep(self._random.uniform(0.0, 1.5))
-
-    async def _soon(self, is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _MOMENT_SECONDS
-        while not is_so() and time.monotonic() < deadline:
-            await asyncio.sleep(0.001)
+    async def _named(self, names: Sequence[str], began: float, behind: int) -> float | None:
+        """Seconds until `asyncrl run` said something of each of ``names``; None if it cannot."""
+        if "run" in names:
+            return None
+        while not all(name in self.output[behind:] for name in names):
+            await asyncio.sleep(_LOOK_SECONDS)
+        return time.monotonic() - began
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def pids(self) -> dict[str, int]:
         if self._process is None or self._process.poll() is not None:
             return {}
-        forked = processes_below(self._forks.pid) if self._forks is not None else {}
+        forked = self._forks.children_of(self._process.pid) if self._forks is not None else {}
         return {"run": self._process.pid} | processes_below(self._process.pid) | forked
 
     def _start(self, *extra: str) -> None:
-        (self.run_directory / app.BUS_FILE).unlink(missing_ok=True)  # the address of a life that is over
+        (self.run_directory / registry.BUS_FILE).unlink(missing_ok=True)  # left by an earlier `asyncrl run`
         resume = ["--resume"] if (self.run_directory / HISTORY_FILE).exists() else []
         arguments = ["run", str(self.run_file), *self._overrides, *resume, *extra]
         self.runs += 1
         if self._forks is not None:
+            arguments += ["--set", LAUNCHER]
             self._process = self._forks.run(arguments, environment=self.environment, output=Path(self._output.name))
             return
         self._process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", *arguments],
-            cwd=REPOSITORY,
+            cwd=ROOT,
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
             start_new_session=True,
-            preexec_fn=functools.partial(processes.signal_on_parent_death, signal.SIGKILL),
+            preexec_fn=functools.partial(os_process.signal_on_parent_death, signal.SIGKILL),
         )
 
     def _end(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        if self._forks is not None:
-            self._forks.close()
         self._output.close()
 
     async def _finish(self) -> None:
-        """Drain, and go on for a few steps to a regular end."""
+        """Drain, then resume for a few steps to a normal end."""
         assert self._process is not None
         self._is_finishing = True
         self._process.send_signal(signal.SIGINT)
         await asyncio.to_thread(self._process.wait, RECOVERY_SECONDS)
         await asyncio.sleep(_AFTERMATH_SECONDS)
-        generated = meter.generated(self._meters)  # nobody holds anything now
+        generated = meter.generated(self._meters)  # nothing is in flight now
         self.tokens = {"generated": generated, "lost": generated - self.seen.tokens}
         newest = max((self.run_directory / "checkpoints").glob("step-*"), key=lambda folder: folder.stat().st_mtime)
         steps = json.loads((newest / "learner.json").read_text())["step"] + _LAST_STEPS
@@ -334,9 +343,7 @@ class Storm:
 
     def audit(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "asyncrl", "audit", str(self.run_directory), "--json"]
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=self.environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
         assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
         found: dict[str, Any] = json.loads(done.stdout)
         return found | {"exit_code": done.returncode}
@@ -354,12 +361,12 @@ class Storm:
                 await self._observer
 
     async def _observe(self) -> None:
-        """Start `asyncrl run`, again with --resume when it is gone, and watch the bus of each of its lives."""
+        """Start `asyncrl run`, restart it with --resume when it has exited, and watch the bus of each."""
         while not self._is_finishing:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
-                bus = await app.connect(self._config, token=self._token)
+                bus = await registry.connect(self._config, token=self._token)
             except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
                 await asyncio.sleep(0.1)
                 continue
@@ -384,10 +391,3 @@ class Storm:
         process = self._process
         while process is not None and process.poll() is None:
             await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _wait_for(folder: Path, pattern: str, *, seconds: float) -> None:
-    """Until something of that name is there."""
-    deadline = time.monotonic() + seconds
-    while not any(folder.glob(pattern)) and time.monotonic() < deadline:
-        time.sleep(0.0005)

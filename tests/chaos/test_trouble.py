@@ -1,7 +1,7 @@
-"""What is no death but goes on for a while: everybody waits, says so, and goes on; nothing is lost or trained twice.
+"""Temporary trouble that kills nothing: processes wait, say so, and continue; nothing is lost or trained twice.
 
-Real processes on a real nats-server. A connection is away for CUT_SECONDS: some by default, ASYNCRL_CUT_SECONDS=60 for
-a night.
+Real processes on a real nats-server. A connection is cut for CUT_SECONDS: a few by default, ASYNCRL_CUT_SECONDS=60 for
+a nightly run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,21 +19,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.bus.server import EmbeddedServer
+from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.policies.faults import SPACE_IN_LOG
-from asyncrl.topics import ACTORS, TRAJECTORIES
-from tests.bus_fixtures import Proxy
-from tests.chaos.storm import REPOSITORY, Storm
+from asyncrl.messages.topics import ACTORS, TRAJECTORIES
+from asyncrl.policies.health.faults import SPACE_IN_LOG
+from tests.chaos.storm import Storm
 from tests.conftest import MAX_MESSAGE_BYTES
+from tests.harness.buses import Proxy
+from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CUT_SECONDS = float(os.environ.get("ASYNCRL_CUT_SECONDS", "8"))
 MESSAGE_BYTES = f"bus.max_message_bytes={MAX_MESSAGE_BYTES}"
 PATIENT = "run.stall_seconds=600"
-"""The launcher is to wait too: what it cures is in test_liveness.py."""
-LOST, BACK = "connection lost; everybody waits until it is back", "connected again"
+"""The launcher must wait too; its interventions are tested in test_liveness.py."""
+LOST, BACK = "connection lost; all requests wait until it is back", "reconnected"
 
 
 def assert_is_clean(audit: dict[str, Any]) -> None:
@@ -43,8 +43,8 @@ def assert_is_clean(audit: dict[str, Any]) -> None:
     assert audit["trained"] > 0
 
 
-def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, url: str = "") -> Storm:
-    """A run on a server of the test's; its launcher, learner and own workers go there by ``url``."""
+def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkServer, url: str = "") -> Storm:
+    """A run on the test's server; its launcher, learner and own workers reach it at ``url``."""
     address = f'bus.url="{url or server.url}"'
     return Storm(
         folder,
@@ -52,27 +52,21 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, url: str = "
         overrides=(address, MESSAGE_BYTES, PATIENT, *overrides),
         way=server.url,
         token=server.token,
+        forks=forks,
     )
 
 
 @contextlib.asynccontextmanager
-async def worker(storm: Storm, name: str, *, url: str) -> AsyncIterator[None]:
-    """One that joined by itself. It ends well when the run is finished."""
+async def worker(storm: Storm, forks: ForkServer, name: str, *, url: str) -> AsyncIterator[None]:
+    """A worker that joins by itself. It exits with code 0 when the run is finished."""
     words = ["rollout-worker", str(storm.run_file), "--name", name, "--set", f'bus.url="{url}"', "--set", MESSAGE_BYTES]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "asyncrl", *words),
-        cwd=REPOSITORY,
-        env=storm.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = forks.run(words, environment=storm.environment, output=Path(os.devnull))
     try:
         yield
-        assert await process.wait() == 0
+        assert await asyncio.to_thread(process.wait) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        process.kill()
+        process.wait()
 
 
 def log_of(storm: Storm, name: str) -> str:
@@ -94,11 +88,11 @@ async def proxy(own_server: EmbeddedServer) -> AsyncIterator[Proxy]:
 # -- a connection that is away -----------------------------------------------------------------------------------------
 
 
-async def test_a_worker_whose_connection_is_away_goes_on_when_it_is_back(
-    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy
+async def test_a_worker_continues_when_its_lost_connection_is_back(
+    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy, forks: ForkServer
 ) -> None:
-    storm = storm_on(own_server, tmp_path, "rollout.workers=1")
-    async with worker(storm, "x0", url=proxy.url), storm.up() as seen:
+    storm = storm_on(own_server, tmp_path, "rollout.workers=1", forks=forks)
+    async with worker(storm, forks, "x0", url=proxy.url), storm.up() as seen:
         await storm.until(lambda: seen.published.get("x0", 0) > 0, "x0 has joined")
         steps = seen.step[1]
         await cut_off(proxy)
@@ -111,11 +105,15 @@ async def test_a_worker_whose_connection_is_away_goes_on_when_it_is_back(
     assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
-async def test_a_learner_whose_connection_is_away_goes_on_when_it_is_back(
-    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy
+async def test_a_learner_continues_when_its_lost_connection_is_back(
+    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy, forks: ForkServer
 ) -> None:
-    storm = storm_on(own_server, tmp_path, "rollout.workers=0", url=proxy.url)
-    async with worker(storm, "x0", url=own_server.url), worker(storm, "x1", url=own_server.url), storm.up() as seen:
+    storm = storm_on(own_server, tmp_path, "rollout.workers=0", forks=forks, url=proxy.url)
+    async with (
+        worker(storm, forks, "x0", url=own_server.url),
+        worker(storm, forks, "x1", url=own_server.url),
+        storm.up() as seen,
+    ):
         learner = storm.pids()["learner"]
         await cut_off(proxy)
         steps = seen.step[1]
@@ -128,10 +126,10 @@ async def test_a_learner_whose_connection_is_away_goes_on_when_it_is_back(
     assert_is_clean(await asyncio.to_thread(storm.audit))
 
 
-async def test_when_every_connection_is_away_all_go_on_when_they_are_back(
-    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy
+async def test_all_processes_continue_when_all_lost_connections_are_back(
+    tmp_path: Path, own_server: EmbeddedServer, proxy: Proxy, forks: ForkServer
 ) -> None:
-    storm = storm_on(own_server, tmp_path, url=proxy.url)
+    storm = storm_on(own_server, tmp_path, forks=forks, url=proxy.url)
     async with storm.up() as seen:
         before = storm.pids()
         await cut_off(proxy)
@@ -150,13 +148,13 @@ async def test_when_every_connection_is_away_all_go_on_when_they_are_back(
 # -- a reader that is slow ---------------------------------------------------------------------------------------------
 
 
-async def test_a_learner_that_the_server_drops_as_a_slow_consumer_reads_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_learner_dropped_as_a_slow_consumer_continues_reading_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forks: ForkServer
 ) -> None:
-    """It is stopped while somebody floods the log; the server keeps 4 MiB for it, then drops the connection."""
-    monkeypatch.setattr("asyncrl.bus.server._MAX_PENDING_BYTES", 0)
+    """It is stopped while the log is flooded; the server buffers 4 MiB for it, then drops the connection."""
+    monkeypatch.setattr("asyncrl.bus.nats_server.server._MAX_PENDING_BYTES", 0)
     with EmbeddedServer(tmp_path / "bus", max_message_bytes=MAX_MESSAGE_BYTES) as server:
-        storm = storm_on(server, tmp_path)
+        storm = storm_on(server, tmp_path, forks=forks)
         async with storm.up() as seen:
             learner = storm.pids()["learner"]
             os.kill(learner, signal.SIGSTOP)
@@ -175,7 +173,7 @@ async def test_a_learner_that_the_server_drops_as_a_slow_consumer_reads_on_where
 
 
 async def flood(storm: Storm, *, megabytes: int) -> None:
-    """Groups that nobody asked for, at the log."""
+    """Publish groups that were never requested."""
     assert storm.bus is not None
     for _ in range(megabytes):
         group_id = 10**9 + uuid.uuid4().int % 10**9
@@ -187,10 +185,10 @@ async def flood(storm: Storm, *, megabytes: int) -> None:
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 
-async def test_while_the_log_is_full_workers_wait_for_room_in_sight_and_go_on_with_it(
-    tmp_path: Path, own_server: EmbeddedServer
+async def test_workers_report_a_full_log_and_continue_when_it_has_room(
+    tmp_path: Path, own_server: EmbeddedServer, forks: ForkServer
 ) -> None:
-    storm = storm_on(own_server, tmp_path)
+    storm = storm_on(own_server, tmp_path, forks=forks)
     async with storm.up() as seen:
         before = storm.pids()
         async with full_log(storm):
@@ -204,7 +202,7 @@ async def test_while_the_log_is_full_workers_wait_for_room_in_sight_and_go_on_wi
 
 @contextlib.asynccontextmanager
 async def full_log(storm: Storm) -> AsyncIterator[None]:
-    """The stream of trajectories takes nothing more."""
+    """The trajectory stream accepts no more messages."""
     bus: Any = storm.bus
     name = bus._layout.stream(TRAJECTORIES)
     found = (await bus._connection.api(f"STREAM.INFO.{name}"))["config"]
@@ -216,17 +214,19 @@ async def full_log(storm: Storm) -> AsyncIterator[None]:
 
 
 async def all_wait_for_room(storm: Storm) -> bool:
-    """As their heartbeats say."""
+    """According to their heartbeats."""
     assert storm.bus is not None
     beats = await storm.bus.states(ACTORS)
     return all(any(wait.what == SPACE_IN_LOG for wait in beats[name].waits) for name in ("w0", "w1", "w2"))
 
 
-async def test_while_the_servers_disk_is_full_everybody_waits_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    """Its store is on a disk of its own, of 64 MiB. Only the server is started again, and not before there is room."""
+async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_when_it_has_room(
+    tmp_path: Path, forks: ForkServer
+) -> None:
+    """Its store is on a separate disk of 64 MiB. Only the server is restarted, and not before there is room."""
     stall_seconds = 15
     stalls = f"run.stall_seconds={stall_seconds}"
-    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls))
+    storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls), forks=forks)
     with small_disk(storm.run_directory / "nats", megabytes=64) as disk:
         async with storm.up() as seen:
             before = storm.pids()

@@ -1,33 +1,45 @@
-"""Who is killed, and when: the moments at which a process owes somebody something.
+"""Which processes are struck, how, and when: moments at which unfinished work is at risk.
 
-A storm deals the kinds in turn, in an order of its own, so that each comes equally often.
+A storm goes through all its kinds in random order, so that each is equally frequent.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
-Role = Literal["learner", "rollout-worker", "nats-server", "run"]
-Moment = Literal["any time", "after a step", "writing a checkpoint", "starting", "after its publish"]
+Role = Literal["learner", "rollout-worker", "nats-server", "run", "everybody"]
+Deed = Literal["kill", "stop", "kill twice"]
+Moment = Literal[
+    "any time", "after a step", "writing a checkpoint", "renaming a checkpoint", "writing weights", "starting",
+    "after its publish",
+]  # fmt: skip
+
+MOST_STOPPED_SECONDS: Final = 40.0
+LEAST_STOPPED_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """count: so many processes of the role die at once."""
+    """count: number of processes of the role struck at once.
+
+    kill is SIGKILL; stop is SIGSTOP for 5 to 40 s, then SIGCONT to those that are still there; kill twice kills what
+    was started in its place as soon as it is up.
+    """
 
     role: Role
     moment: Moment
     count: int = 1
+    deed: Deed = "kill"
 
     def __str__(self) -> str:
-        return f"{self.role if self.count == 1 else f'{self.count} {self.role}s'}, {self.moment}"
+        who = self.role if self.count == 1 else f"{self.count} {self.role}s"
+        return f"{who}, {self.moment}" + ("" if self.deed == "kill" else f", {self.deed}")
 
 
-KINDS: Final = (
+KILLS: Final = (
     Kind("learner", "any time"),
     Kind("learner", "after a step"),
     Kind("learner", "writing a checkpoint"),
@@ -38,36 +50,25 @@ KINDS: Final = (
     Kind("nats-server", "any time"),
     Kind("run", "any time"),
 )
+OTHERS: Final = (
+    Kind("learner", "any time", deed="stop"),
+    Kind("rollout-worker", "any time", deed="stop"),
+    Kind("rollout-worker", "any time", 3, deed="stop"),
+    Kind("nats-server", "any time", deed="stop"),
+    Kind("run", "any time", deed="stop"),
+    Kind("learner", "renaming a checkpoint"),
+    Kind("learner", "writing weights"),
+    Kind("learner", "after a step", deed="kill twice"),
+    Kind("nats-server", "any time", deed="kill twice"),
+    Kind("everybody", "any time"),
+    Kind("everybody", "writing a checkpoint"),
+)
+FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {"kills": KILLS, "others": OTHERS, "all": KILLS + OTHERS}
+"""What a storm may be made of."""
 
 
-def deal(seed: int) -> Iterator[Kind]:
-    """All kinds in an order drawn anew each round, without end."""
+def deal(seed: int, kinds: tuple[Kind, ...] = KILLS) -> Iterator[Kind]:
+    """All kinds, in a new random order each round, endlessly."""
     generator = random.Random(seed)
     while True:
-        yield from generator.sample(KINDS, len(KINDS))
-
-
-def processes_below(pid: int) -> dict[str, int]:
-    """A run's own processes by name ("learner", "w0", "nats-server"): children of ``asyncrl run``, or of forks.py."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_text().split("\0")
-            title = (folder / "comm").read_text().strip()
-        except (OSError, ValueError, IndexError):  # it has just ended
-            continue
-        if parent == pid and (name := _name(words, title)):
-            found[name] = int(folder.name)
-    return found
-
-
-def _name(words: list[str], title: str) -> str:
-    if "tests.chaos.forks" in words:
-        return title
-    if words[0].endswith("nats-server"):
-        return "nats-server"
-    if "asyncrl" not in words:
-        return ""
-    verb = words[words.index("asyncrl") + 1]
-    return words[words.index("--name") + 1] if verb == "rollout-worker" else verb
+        yield from generator.sample(kinds, len(kinds))

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from asyncrl.policies.segments import Array, as_floats
+from asyncrl.policies.losses.segments import Array, as_floats
 
 MAX_LOG_RATIO: Final = 20.0
 """exp(20) is 5e8: larger than any bound in use, and far from the end of float32."""

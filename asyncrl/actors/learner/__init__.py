@@ -1,0 +1,1 @@
+"""The learner: reads trajectories, makes batches, trains, publishes weights, saves checkpoints."""

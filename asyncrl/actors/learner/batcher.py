@@ -1,0 +1,227 @@
+"""Makes batches: which groups train next, and their packed micro-batches, ready when the step before them ends.
+
+A batch is *taken* when the step before it is done, by the version it trains: groups that are too old are dropped, and
+the oldest of the others are the batch. While that step runs, ``prepare_ahead`` prepares the batch that would be taken
+if the step ended now, and again when an arrival changes it. That is a guess, and it takes nothing: no group changes its
+state, no counter moves, the bus hears nothing. So preparing ahead hides the host's work and changes no result:
+
+  - Which groups make a batch, and which are dropped, is decided at the same instants as without it. A guess that is
+    not what is taken is thrown away, and the batch is prepared then.
+  - Admission sees steps done and batches taken. In one_step_off taking a batch admits the next one: batch n + 2 is
+    admitted when step n + 1 begins at version n, and trained from version n + 1. A batch that was guessed during
+    step n is taken when step n + 1 begins, not earlier, so the bound of one version holds with and without guesses.
+  - With max_staleness 0 nothing is outstanding beyond the batch in training: there is nothing to guess, and async
+    equals sync to the last bit (tests/integration/learning/test_learning.py).
+  - A run that is drained or killed leaves no taken batch behind: a guess is in no checkpoint.
+
+Tests: tests/actors/learner/test_batcher.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.config import RunConfig
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching import batch as batches
+from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.staleness import age_weight
+
+log = logging.getLogger("asyncrl.learner")
+
+LONG_WAIT_SECONDS = 30.0
+"""A learner that has waited this long for a batch says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """``dp_shards[r]`` is what data-parallel rank r trains; seconds: host time to make it, hidden or not."""
+
+    batch: Batch
+    dp_shards: list[list[MicroBatch]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Preparation:
+    """``key``: the policy version, then the group ids."""
+
+    key: tuple[int, ...]
+    task: asyncio.Task[Prepared | Exception]
+
+
+class Batcher:
+    """Takes batches from ``table``; ``changed`` is set by whoever puts something new into it."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        table: GroupTable,
+        progress: ProgressReporter,
+        changed: asyncio.Event,
+        algorithm: Algorithm,
+    ) -> None:
+        self._table = table
+        self._progress = progress
+        self._changed = changed
+        self._algorithm = algorithm
+        self._selection = Selection(max_staleness=run.max_staleness, order=run.staleness.order)
+        self._count = run.learner.groups_per_batch
+        self._num_dp_shards = run.learner.data_parallel
+        self._micro_batch_tokens = run.learner.micro_batch_tokens
+        self._waits_for_stragglers = run.staleness.eviction == "wait"
+        self._are_stragglers_cut = run.staleness.stragglers == "partial"
+        self._age_weight = age_weight(
+            run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
+        )
+        self._draining = False
+        self._preparation: _Preparation | None = None
+
+    def drain(self) -> None:
+        """Take no batch any more."""
+        self._draining = True
+        self._changed.set()
+
+    async def take(self) -> list[BufferedGroup] | None:
+        """The groups that the next step trains, now in training.
+
+        None when drained, or when the data has ended and what is left cannot fill a batch.
+        """
+        table = self._table
+        with self._announcing_long_wait():
+            while True:
+                self._changed.clear()
+                if self._draining:
+                    return None
+                while stale := self._selection.stale(table):
+                    await self._progress.announce(table.drop(stale))
+                    await self._progress.progress()  # while it tells the bus, another one may arrive
+                chosen = self._selection.next_batch(table, count=self._count)
+                if chosen is not None and not self._must_hold():
+                    table.take(chosen)
+                    return chosen
+                if table.is_exhausted and not table.outstanding:
+                    log.warning(
+                        "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
+                        table.step,
+                        len(table.buffered),
+                        self._count,
+                    )
+                    return None
+                await self._changed.wait()
+
+    async def prepare(self, groups: Sequence[BufferedGroup], *, owner: asyncio.TaskGroup) -> Prepared:
+        """Documents and micro-batches of ``groups``, which the next step trains: those made ahead if they are for
+        these, else made now.
+
+        In a thread, as a task of ``owner``: it outlives a caller that is cancelled, for the next one to find. Raises
+        what making them raised.
+        """
+        made = await self._prepared(groups, policy_version=self._table.policy_version, owner=owner)
+        if isinstance(made, Exception):
+            self._preparation = None
+            raise made
+        return made
+
+    def prepare_now(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared:
+        """As ``prepare``, for a step from ``policy_version``, and kept for nobody. Blocks."""
+        return self._prepare(groups, policy_version=policy_version)
+
+    async def prepare_ahead(self, *, owner: asyncio.TaskGroup) -> None:
+        """Keep ready what the step after the one in training would train.
+
+        consumes: the table    waits for: an arrival    woken by: ``changed``    ends: cancelled when the step is done
+        """
+        version = self._table.policy_version + 1
+        while True:
+            self._changed.clear()
+            groups = self._selection.foresee(self._table, count=self._count)
+            if groups is not None:
+                await self._prepared(groups, policy_version=version, owner=owner)
+            await self._changed.wait()
+
+    @contextlib.contextmanager
+    def _announcing_long_wait(self) -> Iterator[None]:
+        """Somebody may be looking at a run that stands still."""
+        since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
+
+        def announce() -> None:
+            here, outstanding = len(table.buffered), len(table.outstanding)
+            if self._waits_for_stragglers and here >= self._count:
+                log.warning(
+                    "step %d has its %d groups and holds since %s for older ones that are still being generated "
+                    '(staleness.eviction = "wait"): %d are here and %d outstanding',
+                    table.step + 1,
+                    self._count,
+                    since,
+                    here,
+                    outstanding,
+                )
+                return
+            log.warning(
+                "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
+                "filtered; are rollout workers up and their engines started?",
+                since,
+                table.step + 1,
+                self._count,
+                here,
+                outstanding,
+                table.counts["filtered"] - filtered,
+            )
+
+        timer = asyncio.get_running_loop().call_later(LONG_WAIT_SECONDS, announce)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _must_hold(self) -> bool:
+        """For stragglers. Where workers cut them off, with the next step as the last that may train them, holding
+        earlier than for that step would be to wait for answers that nobody cuts."""
+        if not self._waits_for_stragglers:
+            return False
+        starts = self._table.oldest_starts
+        at_once = len(starts) if self._are_stragglers_cut else self._count
+        return self._selection.must_hold(self._table.policy_version, starts, count=at_once)
+
+    async def _prepared(
+        self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup
+    ) -> Prepared | Exception:
+        key = (policy_version, *(one.group_id for one in groups))
+        if self._preparation is None or self._preparation.key != key:
+            work = asyncio.to_thread(self._try_to_prepare, groups, policy_version=policy_version)
+            self._preparation = _Preparation(key, owner.create_task(work, name=f"prepare-{policy_version}"))
+        task = self._preparation.task
+        await asyncio.wait((task,))
+        return task.result()
+
+    def _try_to_prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared | Exception:
+        """What a guess raises is raised when the batch is taken, and else of no interest."""
+        try:
+            return self._prepare(groups, policy_version=policy_version)
+        except Exception as error:
+            return error
+
+    def _prepare(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> Prepared:
+        started = time.monotonic()
+        batch = batches.build(
+            [one.group for one in groups],
+            algorithm=self._algorithm,
+            policy_version=policy_version,
+            max_staleness=self._selection.max_staleness,
+            forks=self._table.forks,
+            age_weight=self._age_weight,
+        )
+        dp_shards = pack_for_ranks(batch.documents, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens)
+        return Prepared(batch=batch, dp_shards=dp_shards, seconds=time.monotonic() - started)

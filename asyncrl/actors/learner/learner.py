@@ -1,0 +1,343 @@
+"""Trains continuously on what the trajectory log brings, and says where the new weights are.
+
+    log -> group table -> batcher -> trainer -> weight version -> progress -> metrics -> checkpoint
+
+Invariants (tests/actors/test_loop.py, test_loop_resume.py, tests/integration/learning/test_learning.py):
+  L1 step n turns policy version n - 1 into n; version 0 is the initial weights.
+  L2 nothing blocks the event loop: steps, exports and saves run in the backend's thread, files and hashing in another.
+  L3 a group leaves the window as trained, dropped, failed or filtered, and progress says so: a window of dead groups
+     cannot stop the run in silence.
+  L4 the log is trimmed only behind the durable checkpoint before the newest, and not while steps are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from asyncrl import os_process
+from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.batcher import Batcher, Prepared
+from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.sifter import Sifter, entry_of
+from asyncrl.actors.learner.trainer import Trainer, is_of_data
+from asyncrl.actors.learner.training_step import is_skipped
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.config import RunConfig
+from asyncrl.errors import BackendError, HopelessError
+from asyncrl.messages import Heartbeat, replace
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.policies.health.skipped_steps import SkippedSteps
+from asyncrl.protocols import Bus, StepResult
+from asyncrl.state.in_progress import InProgress
+
+
+class Learner(Actor):
+    """consumes: trajectories    waits for: a full batch    woken by: a rollout worker's publish
+
+    ``table`` is the learner's state; its parts put events into it and carry out what follows from them.
+    """
+
+    role = "learner"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        run: RunConfig,
+        table: GroupTable,
+        reader: TrajectoryReader,
+        batcher: Batcher,
+        trainer: Trainer,
+        checkpointer: Checkpointer,
+        progress: ProgressReporter,
+        metrics: MetricsReporter,
+        disk: Disk | None = None,
+        in_progress: InProgress | None = None,
+    ) -> None:
+        """in_progress: where it notes what it trains; None notes it nowhere"""
+        super().__init__(name, bus)
+        self.waits = trainer.waits
+        self._run = run
+        self.table = table
+        self._reader = reader
+        self._batcher = batcher
+        self._trainer = trainer
+        self._checkpointer = checkpointer
+        self._progress = progress
+        self._metrics = metrics
+        self._disk = disk or Disk(trainer.waits)
+        self._in_progress = in_progress or InProgress()
+        self._sifter = Sifter(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
+        self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
+        self._skipped = SkippedSteps(run.learner.max_skipped_steps)
+        self._trained_of: set[str] = set()  # workers
+        self._reporting: asyncio.Task[None] | None = None
+        self._last_end = time.monotonic()
+        self._load_seconds: float | None = None  # until it could train; reported with the first step
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self._trainer.start()
+        self._last_end = time.monotonic()
+
+    async def run(self) -> None:
+        await self._reader.start()
+        async with asyncio.TaskGroup() as group:
+            prompts = group.create_task(self._reader.follow_prompts(), name=f"{self.name}.follow-prompts")
+            reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
+            watching = group.create_task(self._reader.watch_prompts(), name=f"{self.name}.watch-prompts")
+            if self.table.incarnation > 0 or self._trainer.must_publish_at_start:
+                await self._publish_weights(group)
+            await self._progress.progress()
+            keeping = group.create_task(self._progress.keep_progress(), name=f"{self.name}.keep-progress")
+            self._load_seconds = os_process.age_seconds()
+            await self._train(group)
+            await self._finish(group)
+            for task in (prompts, reading, watching, keeping):
+                task.cancel()
+
+    async def stop(self) -> None:
+        await self._trainer.stop()
+        self._metrics.close()
+        self._progress.close()
+        self._in_progress.close()
+        self._trainer.close()
+
+    def drain(self) -> None:
+        super().drain()
+        self._batcher.drain()
+
+    @property
+    def incarnation(self) -> int:
+        return self.table.incarnation
+
+    @property
+    def step(self) -> int:
+        return self.table.step
+
+    @property
+    def policy_version(self) -> int:
+        return self.table.policy_version
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return (self.table.incarnation, self.table.policy_version)
+
+    @property
+    def done(self) -> bool:
+        """Whether every step of the run was trained."""
+        return self.step >= self._run.run.steps
+
+    def heartbeat(self) -> Heartbeat:
+        beat: Heartbeat = replace(super().heartbeat(), problem=self.table.problem)
+        return beat
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "learner/failed_in_a_row": self.table.failed_in_a_row,
+            "learner/dropped_since_step": self.table.lost_since_step("dropped"),
+            "learner/filtered_since_step": self.table.lost_since_step("filtered"),
+            "learner/window": self._run.window,
+            "learner/skipped_in_a_row": self._skipped.in_a_row,
+            **self._metrics.alarms(),
+        }
+
+    @property
+    def counts(self) -> str:
+        """What became of the groups, for a person."""
+        return self.table.describe()
+
+    # -- table -> step -------------------------------------------------------------------------------------------------
+
+    async def _train(self, group: asyncio.TaskGroup) -> None:
+        """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
+        while not self.done and not self.draining.is_set():
+            started = time.monotonic()
+            with self.waiting("trajectories", on=WORKER):
+                taken = await self._batcher.take()
+            if taken is None:
+                return
+            if self._run.run.mode == "one_step_off":  # taking a batch is what admits the next one
+                await self._progress.progress()
+            try:
+                if guilty := await self._sifter.clear_suspects(taken):
+                    await self._put_back(guilty)
+                    continue
+                self._in_progress.train(map(entry_of, taken))
+                prepared = await self._batcher.prepare(taken, owner=group)
+                groups = [one.group for one in taken]
+                if await self._reader.reject_batch(groups, prepared.batch.documents, self._trainer.rescore):
+                    self._in_progress.trained()
+                    continue  # take another
+                waited, began = time.monotonic() - started, time.monotonic()
+                result = await self._step(prepared, group)
+            except Exception as error:
+                if not is_of_data(error):
+                    if not isinstance(error, BackendError):  # a rank that is gone may be gone of the data
+                        self._in_progress.trained()
+                    raise
+                await self._sift(taken, error)
+                continue
+            except BaseException:  # cancelled: something else ended this life
+                self._in_progress.trained()
+                raise
+            self._in_progress.trained()
+            if is_skipped(result.metrics) and await self._sift(taken, None):
+                continue
+            self._sifter.note_trained(taken, policy_version=self.policy_version)
+            self._is_repeated = False
+            seconds = {"learner/wait_seconds": waited, "learner/step_seconds": time.monotonic() - began}
+            await self._trained(taken, prepared, result, seconds=seconds, group=group)
+
+    async def _step(self, prepared: Prepared, group: asyncio.TaskGroup) -> StepResult:
+        """One step. The next batch is prepared while it runs."""
+        ahead = group.create_task(self._batcher.prepare_ahead(owner=group))
+        try:
+            return await self._trainer.step(prepared, step=self.step)
+        finally:
+            ahead.cancel()
+
+    async def _sift(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
+        """Put back the batch of a step that failed, without the groups that it fails with. False: they are in it still.
+
+        error: what the step raised; None for one that was skipped. Raises it when it is no matter of the groups: a
+        batch that fails as a whole, though each of its groups does not, is tried once more.
+        """
+        if error is not None:
+            self.log.error("step %d failed: %s: %s", self.step + 1, type(error).__name__, error)
+        try:
+            guilty = await self._sifter.sift(taken)
+        except BackendError:  # a rank that is gone may be gone of the groups that were tried
+            raise
+        except BaseException:
+            self._in_progress.trained()
+            raise
+        self._in_progress.trained()
+        if not guilty and error is None:
+            return False
+        if guilty is None or (not guilty and self._is_repeated):
+            assert error is not None
+            raise error
+        self._is_repeated = not guilty
+        await self._put_back(guilty)
+        return True
+
+    async def _put_back(self, guilty: Mapping[int, str]) -> None:
+        """The batch is not trained. ``guilty``: groups of it that fail, and why."""
+        self._in_progress.trained()
+        self.table.put_back()
+        await self._reader.reject(guilty)
+
+    async def _trained(
+        self,
+        taken: Sequence[BufferedGroup],
+        prepared: Prepared,
+        result: StepResult,
+        *,
+        seconds: Mapping[str, float],
+        group: asyncio.TaskGroup,
+    ) -> None:
+        """All that follows from a step on ``taken``."""
+        self._progress.record(self.table.trained(max_staleness=prepared.batch.max_staleness))
+        await self._progress.recorded()
+        metrics: dict[str, Metric] = {
+            "time": time.time(),
+            **seconds,
+            "learner/prepare_seconds": prepared.seconds,
+            "data/epoch": float(max(one.group.epoch for one in taken)),
+        }
+        if self.step % self._run.weights.every_steps == 0:
+            await self._publish_weights(group)
+        await self._announce_step(taken, ess=result.metrics.get("offpolicy/sequence_ess", float("nan")))
+        elapsed = max(time.monotonic() - self._last_end, 1e-9)
+        self._last_end = time.monotonic()
+        metrics |= {
+            "learner/idle_ratio": seconds["learner/wait_seconds"] / elapsed,
+            "learner/tokens_per_second": prepared.batch.num_tokens / elapsed,
+        }
+        await self._report(dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics(), group)
+        await self._note_skipped(taken, result.metrics)
+        if self._checkpointer.is_due(self.step) and not self.done:
+            await self._checkpointer.write(trims=not self._skipped.in_a_row)
+
+    async def _announce_step(self, taken: Sequence[BufferedGroup], *, ess: float) -> None:
+        """Tell what the step changed for workers and the window. ``ess``: effective sample size of its batch."""
+        for worker in sorted({one.group.worker for one in taken} - self._trained_of):
+            self._trained_of.add(worker)
+            await self._progress.event("first_trained", worker=worker)
+        if changed := self.table.adapt(ess):
+            self.log.info("staleness bound %d -> %d: sequence ESS %.3f", changed["before"], changed["bound"], ess)
+            await self._progress.event("bound", step=self.step, **changed)
+        await self._progress.progress()
+
+    async def _note_skipped(self, taken: Sequence[BufferedGroup], metrics: Mapping[str, float]) -> None:
+        """Say that a step changed no weights. Raises HopelessError when too many in a row did not."""
+        if not (text := self._skipped.note(self.step, metrics)):
+            return
+        self.log.error("%s", text)
+        groups = [one.group_id for one in taken]
+        await self._progress.event("skipped", step=self.step, group_ids=groups, problem=text)
+        if self._skipped.are_too_many:
+            if self._reporting is not None:
+                await self._reporting
+            raise HopelessError(
+                f"too many steps were skipped (learner.max_skipped_steps): {text}. Usual causes: a learning rate too "
+                "high, a model that was broken to begin with, rewards far out"
+            )
+
+    # -- step -> weights, metrics, end of the run ----------------------------------------------------------------------
+
+    async def _publish_weights(self, group: asyncio.TaskGroup) -> None:
+        if not self._metrics.num_workers:  # before the first report; engines not counted would all load at once
+            await self._metrics.workers()
+        incarnation, policy_version = self.version
+        await self._trainer.publish_weights(
+            incarnation=incarnation,
+            policy_version=policy_version,
+            num_engines=self._metrics.num_workers,
+            group=group,
+        )
+
+    async def _finish(self, group: asyncio.TaskGroup) -> None:
+        """The last weights and a checkpoint are on disk before anybody is told that the run is over."""
+        if self.step % self._run.weights.every_steps:
+            await self._publish_weights(group)
+        await self._trainer.weights_published()
+        if self._reporting is not None:
+            await self._reporting
+        await self._checkpointer.write(trims=not self._skipped.in_a_row)
+        if not self.draining.is_set() or self.done:
+            await self._progress.progress(is_finished=True)
+
+    async def _report(self, metrics: Mapping[str, Metric], group: asyncio.TaskGroup) -> None:
+        """Asking the bus and the workers goes on while the next step runs; steps are reported in order."""
+        if self._reporting is not None:
+            await self._reporting
+        table = self.table
+        self._reporting = group.create_task(
+            self._metrics.report(
+                table.step, metrics, policy_version=table.policy_version, cursor=table.cursor, disk=self._disk
+            )
+        )
+
+    def _own_metrics(self) -> dict[str, Metric]:
+        metrics: dict[str, Metric] = {
+            **table_metrics(self.table, now=time.monotonic()),
+            **self._reader.metrics(),
+            **self._trainer.metrics(),
+            **self._checkpointer.take_metrics(),
+        }
+        if self._load_seconds is not None:
+            metrics["learner/load_seconds"] = self._load_seconds
+        self._load_seconds = None
+        return metrics

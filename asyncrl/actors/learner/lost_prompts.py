@@ -1,0 +1,58 @@
+"""Notices prompts that the bus has lost: groups that nobody has any more, which would keep their place for ever.
+
+A group that is outstanding is on ``prompts`` or, answered, on the log until the learner has read it. One that is in
+neither, in two looks one after the other, was lost: a stream was deleted or purged, or its server came back with an
+earlier state. Its prompt is published again. The streams are listed only while they hold fewer messages than groups are
+outstanding, or for a while after a log was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.protocols import Bus
+
+log = logging.getLogger("asyncrl.learner")
+
+LOOK_SECONDS = 2.0
+MANY_LOOKS = 10
+"""In which prompts that came back hide others that did not."""
+
+
+class LostPrompts:
+    def __init__(self, bus: Bus, *, table: GroupTable, link: PromptLink) -> None:
+        self._bus, self._table, self._link = bus, table, link
+        self._suspects: set[int] = set()
+        self._logs_changed, self._looks = table.logs_changed, 0
+
+    async def watch(self) -> None:
+        """waits for: the next look"""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        if self._logs_changed != self._table.logs_changed:
+            self._logs_changed, self._looks = self._table.logs_changed, MANY_LOOKS
+        self._looks -= 1
+        outstanding = set(self._table.outstanding)
+        if self._looks < 0 and await self._bus.depth(PROMPTS) >= len(outstanding):
+            self._suspects = set()
+            return
+        keys = await self._bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        keys |= await self._bus.keys(TRAJECTORIES)
+        missing = {group_id for group_id in outstanding & self._table.outstanding.keys() if str(group_id) not in keys}
+        lost, self._suspects = missing & self._suspects, missing
+        if lost:
+            log.warning("the bus lost the prompts of %d groups (%s): published again", len(lost), _some(lost))
+            self._link.lost.put_nowait({group_id: self._table.outstanding[group_id].position for group_id in lost})
+            self._suspects = missing - lost
+
+
+def _some(group_ids: set[int]) -> str:
+    first = ", ".join(map(str, sorted(group_ids)[:5]))
+    return first + (", ..." if len(group_ids) > 5 else "")

@@ -1,0 +1,158 @@
+"""Puts one step's numbers together: what the learner measured, what the bus holds, what the workers say."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.messages import Heartbeat, StepMetrics
+from asyncrl.messages.topics import ACTORS, METRICS, PROMPTS, TRAJECTORIES
+from asyncrl.metrics.alarms import Alarm
+from asyncrl.metrics.sinks import Sink
+from asyncrl.policies.batching.batch import Histogram, Metric, histogram
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.protocols import Bus
+
+REJECTED = "bus/rejected"
+LARGE_FLEET = 64
+"""Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
+costs the learner does not grow with the fleet."""
+LOOK_SECONDS = 10.0
+
+
+class MetricsReporter:
+    """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
+
+    def __init__(
+        self, bus: Bus, sinks: Sequence[Sink], *, alarms: Sequence[Alarm] = (), has_behavior: bool = True
+    ) -> None:
+        """``has_behavior``: False where nothing sampled the answers."""
+        self._bus = bus
+        self._sinks = sinks
+        self._alarms = alarms
+        self._left_out = () if has_behavior else _OF_BEHAVIOR
+        self._workers: list[Heartbeat] = []
+        self._looked = -math.inf
+
+    async def report(
+        self, step: int, metrics: Mapping[str, Metric], *, policy_version: int, cursor: int, disk: Disk
+    ) -> None:
+        """``cursor``: the last log sequence read; ``disk``: waits for room where a sink has none."""
+        workers = await self.workers()
+        row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        for alarm in self._alarms:
+            row |= alarm.look(row)
+        row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
+        row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
+        for sink in self._sinks:
+            await disk.written(functools.partial(_write, sink, step, row), what="metrics")
+        await self._bus.put(METRICS, step_metrics(step, row))
+
+    def alarms(self) -> dict[str, float]:
+        """alarm/NAME: 1 for those that are on, for a heartbeat."""
+        return {f"alarm/{alarm.name}": 1.0 for alarm in self._alarms if alarm.is_on}
+
+    @property
+    def num_workers(self) -> int:
+        """Rollout workers that lived at the last look."""
+        return len(self._workers)
+
+    async def workers(self) -> list[Heartbeat]:
+        """The rollout workers that live."""
+        if len(self._workers) <= LARGE_FLEET or time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked = time.monotonic()
+            beats = await self._bus.states(ACTORS)
+            self._workers = [beat for beat in beats.values() if beat.role == WORKER]
+        return self._workers
+
+    async def _bus_metrics(self, cursor: int) -> dict[str, Metric]:
+        return {
+            "bus/prompts": float(await self._bus.depth(PROMPTS)),
+            "bus/trajectories": float(await self._bus.depth(TRAJECTORIES)),
+            "bus/lag": float(max(0, await self._bus.last_sequence(TRAJECTORIES) - cursor)),
+        }
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+async def _write(sink: Sink, step: int, row: Mapping[str, Metric]) -> None:
+    sink.write(step, row)
+
+
+def step_metrics(step: int, row: Mapping[str, Metric]) -> StepMetrics:
+    """The row for who looks on from elsewhere."""
+    finite = {name: value for name, value in row.items() if not isinstance(value, Histogram) and math.isfinite(value)}
+    histogram = row.get("staleness/histogram")
+    return StepMetrics(
+        step=step,
+        numbers={name: float(value) for name, value in finite.items()},
+        staleness=histogram.counts if isinstance(histogram, Histogram) else (),
+    )
+
+
+def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
+    """What the group table says after a step. ``now``: on the clock of ``BufferedGroup.arrived``."""
+    generated, dropped = table.take_lengths()
+    buffered = table.buffered.values()
+    metrics: dict[str, Metric] = {
+        "staleness/bound": float(table.bound.bound),
+        "staleness/dropped_groups": float(table.counts["dropped"]),
+        "staleness/failed_groups": float(table.counts["failed"]),
+        "staleness/filtered_groups": float(table.counts["filtered"]),
+        "buffer/groups": float(len(buffered)),
+        "buffer/tokens": float(sum(one.num_tokens for one in buffered)),
+        "buffer/oldest_seconds": max((now - one.arrived for one in buffered), default=0.0),
+        "data/overlong_prompts": float(table.overlong),
+        "learner/incarnation": float(table.incarnation),
+        "length/generated": histogram(generated),
+        "length/dropped": histogram(dropped),
+        "weights/version": float(table.policy_version),
+    }
+    if dropped:
+        metrics["length/dropped_mean"] = sum(dropped) / len(dropped)
+    return metrics
+
+
+def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:
+    """The rollout/* and weights/* metrics over workers, and per worker unless the fleet is large."""
+    has_each = len(workers) <= LARGE_FLEET
+    metrics: dict[str, Metric] = {"rollout/workers": float(len(workers))}
+    columns: dict[str, list[float]] = {}
+    for beat in sorted(workers, key=lambda beat: beat.actor):
+        lag = float(max(0, policy_version - beat.policy_version))
+        numbers = dict(beat.numbers) | {"weights/lag_versions": lag}
+        for name in _PER_WORKER:
+            if name in numbers:
+                section, _, quantity = name.partition("/")
+                if has_each:
+                    metrics[f"{section}/{beat.actor}/{quantity}"] = numbers[name]
+                columns.setdefault(name, []).append(numbers[name])
+        if has_each:
+            metrics[f"weights/{beat.actor}/version"] = float(beat.policy_version)
+    for name, how in _PER_WORKER.items():
+        if name in columns:
+            values = columns[name]
+            metrics[name] = {"sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[how]
+    return metrics
+
+
+_OF_BEHAVIOR = ("mismatch/", "offpolicy/")
+"""Metrics that compare the trainer with what sampled."""
+
+_PER_WORKER = {
+    "rollout/tokens_per_second": "sum",
+    "rollout/idle_ratio": "mean",
+    "rollout/running": "sum",
+    "rollout/queued": "sum",
+    "rollout/resumed_tokens": "sum",
+    "rollout/discarded_tokens": "sum",
+    "rollout/unsaved_tokens": "sum",
+    "weights/pause_seconds": "max",
+    "weights/lag_versions": "max",
+}

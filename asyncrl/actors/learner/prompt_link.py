@@ -1,0 +1,55 @@
+"""What the prompt source and the learner of one process tell each other, besides progress on the bus.
+
+Two queues and nothing else: neither holds the other. The prompt source reports each group before its prompt is on the
+bus, so whoever handles all reports before a log record knows every group that the record can be of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from asyncrl.policies.trust.validation import Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A prompt is about to be on the bus. overlong: rows passed over so far because their prompt is too long.
+
+    can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
+    asked: what its prompt asks for; None for one that an earlier life may have published with other settings.
+    """
+
+    group_id: int
+    position: int
+    oldest_start: int | None
+    overlong: int
+    can_be_answered: bool = True
+    asked: Asked | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconciled:
+    """Every group that was ever published has been reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhausted:
+    """The data has ended: no group will be published any more."""
+
+    position: int
+    overlong: int
+
+
+PromptReport = Published | Reconciled | Exhausted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLink:
+    """reports: prompt source -> learner.  taken: learner -> prompt source, groups that were not asked for yet and
+    whose place in the log somebody has taken.  lost: learner -> prompt source, groups whose prompts the bus lost, each
+    with its position in the data."""
+
+    reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
+    taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+    lost: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)

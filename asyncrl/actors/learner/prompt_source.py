@@ -1,0 +1,313 @@
+"""Publishes prompt groups, never more than the admission window allows.
+
+What is outstanding is counted on the bus when the source starts: the ids it finds on ``prompts`` and in the log. From
+there each id is published once, so ids count. Kill everything, start the same commands, and the window is right.
+
+Where a policy samples, a group asks for a version that is announced already (test_no_prompt_asks_for_weights_that_
+nobody_can_get): a learner that dies leaves no prompt that workers cannot begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published, Reconciled
+from asyncrl.errors import BusFull, HopelessError
+from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan
+from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.staleness.staleness import effective_version
+from asyncrl.policies.trust.validation import Asked, digest
+from asyncrl.protocols import Bus
+
+FULL_QUEUE_SECONDS = 0.5
+
+
+class Row(Protocol):
+    """One prompt as the data gives it. ``tokens`` is empty when it is over max_prompt_tokens."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def label(self) -> Any: ...
+    @property
+    def metadata(self) -> dict[str, Any]: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def response(self) -> NDArray[np.int32]: ...
+
+
+class Rows(Protocol):
+    """The endless shuffled data: the same row at the same position for ever; None after the last epoch."""
+
+    def at(self, position: int) -> Row | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbered:
+    """A row that is short enough, its place in the data, and its group's id. overlong: rows passed over so far."""
+
+    group_id: int
+    position: int
+    overlong: int
+    row: Row
+
+
+class PromptSource(Actor):
+    """consumes: progress, weights    publishes: prompts    woken by: the learner, when groups leave the window
+
+    Owns what it publishes next. What becomes of it is the learner's (policies/groups/table.py), which hears of each
+    group through ``link`` before its prompt is on the bus.
+    """
+
+    role = "prompt-source"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        rows: Rows,
+        admission: Admission,
+        sampling: SamplingParams,
+        group_size: int,
+        state: LearnerState,
+        link: PromptLink,
+        max_tokens: int | None = None,
+        are_sampled: bool = True,
+    ) -> None:
+        """state: what the learner starts from; max_tokens: of an answer with all its turns, sampling.max_new_tokens if
+        None; are_sampled: engines need weights"""
+        super().__init__(name, bus)
+        self._rows = rows
+        self._admission = admission
+        self._sampling = sampling
+        self._group_size = group_size
+        self._max_tokens = sampling.max_new_tokens if max_tokens is None else max_tokens
+        self._link = link
+        self._are_sampled = are_sampled
+        self._incarnation, self._policy_version = state.incarnation, state.policy_version
+        self._forks = state.forks
+        self._outstanding = state.prompts.outstanding
+        self._next, self._position = state.prompts.next_group_id, state.prompts.position
+        self._overlong = state.prompts.overlong
+        self._is_exhausted = False
+        self._taken: set[int] = set()  # groups not asked for yet whose place in the log somebody has taken
+        self._progress: Progress | None = None
+        self._announced = (0, 0)  # newest (incarnation, policy version); engines start with version 0
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        await self._reconcile()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_progress(), name=f"{self.name}.watch-progress")
+            group.create_task(self._publish_lost(), name=f"{self.name}.publish-lost")
+            for key in ("", SENT) if self._are_sampled else ():
+                group.create_task(self._watch_weights(key), name=f"{self.name}.watch-{key or 'folders'}")
+            while True:
+                what, on = ("more data", "data") if self._is_exhausted else (ROOM_IN_WINDOW, LEARNER)
+                with self.waiting(what, on=on):
+                    await self._changed.wait()
+                self._changed.clear()
+                if self._progress is not None:
+                    await self._fill(self._progress)
+
+    async def _watch_progress(self) -> None:
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
+                if progress.incarnation == self._incarnation:
+                    self._progress = progress
+                    self._changed.set()
+                elif progress.incarnation > self._incarnation:  # an older one was there before our learner spoke
+                    problem = f"of incarnation {progress.incarnation}, and this is {self._incarnation}"
+                    self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
+
+    async def _watch_weights(self, key: str) -> None:
+        async with self.bus.watch(WEIGHTS, key=key) as versions:
+            async for version in versions:
+                self._announced = max(self._announced, version.order)
+                self._changed.set()
+
+    @property
+    def _obtainable(self) -> int | None:
+        """The newest version that workers can get, as this history counts it; None where they need none."""
+        if not self._are_sampled:
+            return None
+        incarnation, policy_version = self._announced
+        return effective_version(
+            VersionSpan(start=0, incarnation=incarnation, policy_version=policy_version), self._forks
+        )
+
+    async def _reconcile(self) -> None:
+        """Publish again what the bus lost, and go on after what it has: it may be ahead of our checkpoint."""
+        on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        in_log = await self.bus.keys(TRAJECTORIES)
+        present = self._group_ids(on_bus | in_log)
+        strange = {group_id for key in in_log if (group_id := group_id_of(key)) is not None} - present
+        self._taken |= {group_id for group_id in strange if group_id >= self._next}
+        lost = await asyncio.to_thread(
+            self._read_again, {group_id: at for group_id, at in self._outstanding.items() if group_id not in present}
+        )
+        ahead = await self._read(max(present, default=-1) + 1 - self._next)
+        missing = [*lost, *(numbered for numbered in ahead if numbered.group_id not in present)]
+        starts = {numbered.group_id: self._policy_version for numbered in missing}
+        for numbered in (*lost, *ahead):
+            self._report(numbered, oldest_start=starts.get(numbered.group_id))
+        self._link.reports.put_nowait(Reconciled())
+        for numbered in missing:
+            await self._publish(numbered, min_policy_version=0, again=True)
+
+    async def _publish_lost(self) -> None:
+        """consumes: groups whose prompts the bus lost while we were up    waits for: the learner, who misses them"""
+        while True:
+            lost = await self._link.lost.get()
+            for numbered in await asyncio.to_thread(self._read_again, lost):
+                self._report(numbered, oldest_start=self._policy_version)
+                await self._publish(numbered, min_policy_version=0, again=True)
+
+    def _group_ids(self, keys: set[str]) -> set[int]:
+        """The groups among ``keys``. They are a window wide: one far beyond all others was put there by another."""
+        ids: set[int] = set()
+        last = self._next - 1
+        for key in sorted(keys, key=lambda key: (len(key), key)):
+            group_id = group_id_of(key)
+            if group_id is None or group_id > last + self._admission.most:
+                self.bus.rejections.note(PROMPTS.name, f"key {key!r}: no group of this run", kind="key")
+                continue
+            last = max(last, group_id)
+            ids.add(group_id)
+        return ids
+
+    async def _fill(self, progress: Progress) -> None:
+        """Publish up to the window."""
+        self._policy_version = progress.policy_version
+        obtainable = self._obtainable
+        oldest = progress.policy_version if obtainable is None else min(progress.policy_version, obtainable)
+        count = self._admission.may_publish(
+            published=self._next,
+            lost=progress.groups_lost,
+            batches_taken=progress.batches_taken,
+            steps_done=progress.step,
+            bound=progress.bound,
+            obtainable=obtainable,
+        )
+        count = min(count, self._admission.most)  # whatever a learner claims to have done
+        rows = await self._read(count)
+        while not self._link.taken.empty():
+            self._taken.add(self._link.taken.get_nowait())
+        async with asyncio.TaskGroup() as group:  # side by side: one round trip, not one per prompt
+            for numbered in rows:
+                can_be_answered = numbered.group_id not in self._taken
+                asked = self._asked(numbered.row)
+                self._report(numbered, oldest_start=oldest, can_be_answered=can_be_answered, asked=asked)
+                if can_be_answered:
+                    group.create_task(self._publish(numbered, min_policy_version=oldest))
+        if len(rows) < count:
+            self._is_exhausted = True
+            self._link.reports.put_nowait(Exhausted(position=self._position, overlong=self._overlong))
+
+    def _asked(self, row: Row) -> Asked:
+        """What the prompt of this row asks for in this life of the learner."""
+        return Asked(
+            samples=frozenset({self._group_size}),
+            max_tokens=self._max_tokens,
+            max_prompt_tokens=len(row.tokens),
+            prompt_digest=digest(row.tokens),
+            epoch=row.epoch,
+        )
+
+    def _report(
+        self,
+        numbered: _Numbered,
+        *,
+        oldest_start: int | None,
+        can_be_answered: bool = True,
+        asked: Asked | None = None,
+    ) -> None:
+        """Tell the learner of a group, before it is on the bus."""
+        report = Published(
+            group_id=numbered.group_id,
+            position=numbered.position,
+            oldest_start=oldest_start,
+            overlong=numbered.overlong,
+            can_be_answered=can_be_answered,
+            asked=asked,
+        )
+        self._link.reports.put_nowait(report)
+
+    async def _read(self, count: int) -> list[_Numbered]:
+        """The next ``count`` rows that are short enough, numbered; fewer when the data ends."""
+        first, position, overlong = self._next, self._position, self._overlong
+
+        def read() -> tuple[list[_Numbered], int, int]:
+            rows: list[_Numbered] = []
+            place, skipped = position, overlong
+            while len(rows) < count and (row := self._rows.at(place)) is not None:
+                if len(row.tokens) == 0:
+                    skipped += 1
+                else:
+                    group_id = first + len(rows)
+                    rows.append(_Numbered(group_id=group_id, position=place, overlong=skipped, row=row))
+                place += 1
+            return rows, place, skipped
+
+        rows, self._position, self._overlong = await asyncio.to_thread(read)
+        self._next += len(rows)
+        return rows
+
+    def _read_again(self, positions: Mapping[int, int]) -> list[_Numbered]:
+        """The rows of groups that were published before, by their positions. Raises HopelessError for one that the data
+        no longer has."""
+        found = []
+        for group_id, position in sorted(positions.items()):
+            if (row := self._rows.at(position)) is None:
+                raise HopelessError(
+                    f"data.path: row {position} of group {group_id} is gone: the data changed since the checkpoint; "
+                    "resume with the same file, or start another run"
+                )
+            found.append(_Numbered(group_id=group_id, position=position, overlong=self._overlong, row=row))
+        return found
+
+    async def _publish(self, numbered: _Numbered, *, min_policy_version: int, again: bool = False) -> None:
+        row = numbered.row
+        message = PromptGroup(
+            group_id=numbered.group_id,
+            prompt_tokens=row.tokens,
+            group_size=self._group_size,
+            sampling=self._sampling,
+            prompt=row.prompt,
+            label=row.label,
+            metadata=row.metadata,
+            epoch=row.epoch,
+            min_policy_version=min_policy_version,
+            response_tokens=row.response,
+            policy_version=self._policy_version,
+            incarnation=self._incarnation,
+        )
+        if await self._try_publish(message, again=again):
+            return
+        with self.waiting("space on prompts", on=WORKER):
+            while True:
+                await asyncio.sleep(FULL_QUEUE_SECONDS)
+                if await self._try_publish(message, again=again):
+                    return
+
+    async def _try_publish(self, message: PromptGroup, *, again: bool) -> bool:
+        """False when the queue is full."""
+        try:
+            await self.bus.publish(PROMPTS, message, key=str(message.group_id), again=again)
+        except BusFull:
+            return False
+        return True

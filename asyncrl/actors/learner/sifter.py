@@ -1,0 +1,95 @@
+"""Finds the groups of a batch that a step fails with, so that the others can be trained.
+
+    a step fails -> halves of its batch are rehearsed, and halves of those that fail, down to single groups
+
+A group with which a step fails also when it is alone is to blame, if a step without it is possible at all: when every
+group of the batch fails alone, other groups are tried, the newest that was trained among them, and if those fail too
+the cause is no data. When each group passes alone (too little memory for all of them together, a passing fault of the
+device) nobody is to blame. Which halves are tried follows from the batch's order alone. Nothing is trained meanwhile.
+
+Tests: tests/actors/learner/test_sifter.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.state.in_progress import InProgress, LogEntry
+
+Attempt = Callable[[Sequence[BufferedGroup]], Awaitable[str]]
+"""Why a step with these groups fails; "" when it does not."""
+
+OTHERS: Final = 4
+"""Groups outside the batch that are tried before a failing batch is said to be no matter of its data."""
+
+
+class Sifter:
+    """One per learner. Remembers a group that was trained, as proof that a step is possible."""
+
+    def __init__(self, *, table: GroupTable, batcher: Batcher, trainer: Trainer, in_progress: InProgress) -> None:
+        self._table, self._batcher, self._trainer = table, batcher, trainer
+        self._in_progress = in_progress
+        self._proof: tuple[BufferedGroup, int] | None = None
+
+    def note_trained(self, groups: Sequence[BufferedGroup], *, policy_version: int) -> None:
+        """A step from ``policy_version`` was done with these groups."""
+        self._proof = (min(groups, key=lambda one: (one.num_tokens, one.group_id)), policy_version)
+
+    async def sift(self, batch: Sequence[BufferedGroup]) -> dict[int, str] | None:
+        """Group id -> why no step can be made with it. None when no step can be made at all.
+
+        Raises what ends the learner whatever the batch.
+        """
+        guilty = await find(batch, self._attempt)
+        if len(guilty) == len(batch) and not await self._can_step(batch):
+            return None
+        return guilty
+
+    async def clear_suspects(self, batch: Sequence[BufferedGroup]) -> dict[int, str]:
+        """Rehearse alone each group that the life before ended with: if one of them ends this life too, it is known
+        which. Group id -> why, of those that only fail."""
+        found: dict[int, str] = {}
+        for one in batch:
+            entry = entry_of(one)
+            if entry.identity in self._in_progress.suspects:
+                if problem := await self._attempt([one]):
+                    found[one.group_id] = problem
+                self._in_progress.tried(entry, is_cleared=self._trainer.can_rehearse)
+        return found
+
+    async def _attempt(self, groups: Sequence[BufferedGroup], *, policy_version: int | None = None) -> str:
+        version = self._table.policy_version if policy_version is None else policy_version
+        prepare = functools.partial(self._batcher.prepare_now, groups, policy_version=version)
+        self._in_progress.train(map(entry_of, groups))
+        return await self._trainer.rehearse(prepare, step=self._table.step)
+
+    async def _can_step(self, batch: Sequence[BufferedGroup]) -> bool:
+        """Whether any other group can be trained."""
+        tried = {one.group_id for one in batch}
+        others = [(one, None) for one in self._table.buffered.values() if one.group_id not in tried]
+        for one, policy_version in [*([self._proof] if self._proof else []), *others[:OTHERS]]:
+            if not await self._attempt([one], policy_version=policy_version):
+                return True
+        return False
+
+
+def entry_of(one: BufferedGroup) -> LogEntry:
+    """The log record that the group came in."""
+    return LogEntry(one.sequence, str(one.group_id), one.group.worker)
+
+
+async def find(batch: Sequence[BufferedGroup], attempt: Attempt) -> dict[int, str]:
+    """Group id -> why, of the groups of ``batch`` that fail alone; as many attempts as halving takes."""
+    problem = await attempt(batch)
+    if not problem:
+        return {}
+    if len(batch) == 1:
+        return {batch[0].group_id: problem}
+    middle = len(batch) // 2
+    return await find(batch[:middle], attempt) | await find(batch[middle:], attempt)

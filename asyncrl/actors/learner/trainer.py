@@ -1,0 +1,131 @@
+"""The model in training: its backend, in a thread of its own, and the weights that go out from it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.actors.learner.batcher import Prepared
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError, StepFailed
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.protocols import Backend, Rehearsing, StepResult
+
+T = TypeVar("T")
+
+
+def is_of_data(error: Exception) -> bool:
+    """Whether what a step raised may be a matter of its groups (Backend.step)."""
+    return isinstance(error, StepFailed) or not isinstance(error, AsyncRLError)
+
+
+class Trainer:
+    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        backend: Backend,
+        training: TrainingStep,
+        weights: WeightPublisher,
+        waits: WaitTracker,
+        restore_from: Path | None = None,
+    ) -> None:
+        self.waits = waits
+        self._backend = backend
+        self._training = training
+        self._weights = weights
+        self._restore_from = restore_from
+        self._learning_rate, self._warmup_steps = run.learner.learning_rate, run.learner.warmup_steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
+        self._export_seconds = 0.0
+
+    async def start(self) -> None:
+        await self.call(self._backend.start, what="its backend to start", on="start")
+        if self._restore_from is not None:
+            restore = functools.partial(self._backend.restore, self._restore_from)
+            await self.call(restore, what="its checkpoint to be read", on="start")
+
+    async def step(self, prepared: Prepared, *, step: int) -> StepResult:
+        """Train on a batch. ``step``: how many steps were done before."""
+        rate = self._training.learning_rate(step, peak=self._learning_rate, warmup_steps=self._warmup_steps)
+        train = functools.partial(self._training, prepared.batch, prepared.dp_shards, step=step, learning_rate=rate)
+        return await self.call(train, what="a training step", on="step")
+
+    @property
+    def can_rehearse(self) -> bool:
+        """Whether a rehearsal is all of a step but its update, and not the scores alone."""
+        return isinstance(self._backend, Rehearsing)
+
+    async def rehearse(self, prepare: Callable[[], Prepared], *, step: int) -> str:
+        """Why a step on what ``prepare`` makes cannot be done, with nothing changed; "" when it can.
+
+        Raises what ends the learner whatever the batch: a backend that is gone.
+        """
+
+        def rehearse() -> str:
+            try:
+                prepared = prepare()
+                return self._training.rehearse(prepared.batch, prepared.dp_shards, step=step)
+            except Exception as error:  # whatever the data does to a step
+                if not is_of_data(error):
+                    raise
+                return str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+
+        return await self.call(rehearse, what="a step that failed to be tried with fewer groups", on="step")
+
+    async def rescore(self, judge: Callable[[Backend], dict[str, str]]) -> dict[str, str]:
+        """What ``judge`` finds when it scores answers with the backend, between two steps."""
+        return await self.call(functools.partial(judge, self._backend), what="answers to be scored again")
+
+    @property
+    def must_publish_at_start(self) -> bool:
+        """Whether engines get their weights from memory, so that they need this learner for version 0 as well."""
+        return self._weights.sends
+
+    async def publish_weights(
+        self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
+    ) -> None:
+        """Snapshot now; send, write, hash and announce as tasks of ``group``, while the next step runs."""
+        started = time.monotonic()
+        snapshot = await self.call(self._backend.export, what="a copy of the weights")
+        self._export_seconds = time.monotonic() - started
+        self._weights.num_engines = num_engines
+        await self._weights.publish(snapshot, incarnation=incarnation, policy_version=policy_version, group=group)
+
+    async def weights_published(self) -> None:
+        """Wait until the newest version is announced."""
+        await self._weights.wait()
+
+    def save(self, folder: Path) -> None:
+        """Write the backend's part of a checkpoint. Blocks; for ``call``."""
+        self._backend.save(folder)
+
+    async def call(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
+        """Run a blocking function in the backend's thread, and say meanwhile that ``what`` is waited for."""
+        with self.waits.waiting(what, on=on, note="", first=FIRST_SECONDS):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def metrics(self) -> dict[str, Metric]:
+        return {
+            "weights/publish_seconds": self._weights.seconds,
+            "weights/publish_bytes": float(self._weights.num_bytes),
+            "learner/export_seconds": self._export_seconds,
+        }
+
+    async def stop(self) -> None:
+        await self.call(self._backend.close, what="its backend to close")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+        self._weights.close()

@@ -1,0 +1,273 @@
+"""Reads what arrives from the prompt source and on the trajectory log, and puts it into the group table.
+
+    log -> validator -> buffered -> filters            groups leave as failed, filtered, or dropped (quarantined)
+
+Tests: tests/actors/test_loop.py, tests/integration/security/test_hostile.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.lost_prompts import LostPrompts
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
+from asyncrl.actors.learner.validator import Checked, Rescore, Validator
+from asyncrl.errors import HopelessError, LogChanged
+from asyncrl.logs import REASON
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
+from asyncrl.messages.topics import TRAJECTORIES, group_id_of
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.groups.states import SET_ASIDE, Outcome
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.protocols import Bus, LogMark, Record
+from asyncrl.state.in_progress import InProgress
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class TrajectoryReader:
+    """``changed`` is set whenever the table has something new for the batcher; ``max_failed_in_a_row`` ends the run."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        table: GroupTable,
+        link: PromptLink,
+        progress: ProgressReporter,
+        changed: asyncio.Event,
+        validator: Validator,
+        filters: GroupFilters | None,
+        max_failed_in_a_row: int,
+        in_progress: InProgress | None = None,
+    ) -> None:
+        """in_progress: where it notes what it decodes; None notes it nowhere"""
+        self._bus = bus
+        self._table = table
+        self._link = link
+        self._progress = progress
+        self._changed = changed
+        self._validator = validator
+        self._filters = filters
+        self._in_progress = in_progress or InProgress()
+        self._max_failed_in_a_row = max_failed_in_a_row
+        self._reconciled = asyncio.Event()
+        self._failed_of: set[str] = set()  # workers, since a group was buffered
+
+    async def start(self) -> None:
+        """Get ready to read."""
+        await self._find_log()
+        await self._validator.start()
+
+    async def follow_prompts(self) -> None:
+        """consumes: the prompt source's reports    waits for: the next one"""
+        while True:
+            await self._note(await self._link.reports.get())
+
+    async def read(self) -> None:
+        """consumes: trajectories    waits for: the prompt source's look at the bus, then records"""
+        await self._reconciled.wait()
+        while True:
+            try:
+                await self._read()
+            except LogChanged:
+                await self._find_log()
+
+    async def watch_prompts(self) -> None:
+        """waits for: the prompt source's look at the bus, then its own looks for prompts that the bus has lost"""
+        await self._reconciled.wait()
+        await LostPrompts(self._bus, table=self._table, link=self._link).watch()
+
+    async def _find_log(self) -> None:
+        """See whether the log is the one that was read so far; of another, or one that went back, the cursor means
+        nothing: it is read whole, and the table knows which of its groups are done."""
+        found = await self._bus.log_state(TRAJECTORIES, mark=self._mark)
+        if found.problem:
+            log.warning(
+                "the bus lost what it had of the trajectory log: %s; reading it again from entry %d, where what was "
+                "trained is not trained again",
+                *(found.problem, found.first),
+            )
+            self._table.start_new_log(first=found.first)
+            self._in_progress.start_new_log()
+        self._table.log = found.identity
+
+    @property
+    def _mark(self) -> LogMark:
+        sequence, stored = self._table.last_read
+        return LogMark(log=self._table.log, sequence=sequence, stored=stored)
+
+    async def _read(self) -> None:
+        reading = self._bus.read(TRAJECTORIES, after=self._table.cursor, veto=self._may_not_decode, mark=self._mark)
+        async with reading as records:
+            async for record in records:
+                self._in_progress.decoded()
+                while not self._link.reports.empty():  # every group that the record can be of
+                    await self._note(self._link.reports.get_nowait())
+                await self._add(record)
+
+    async def reject_batch(
+        self, groups: Sequence[TrajectoryGroup], documents: Sequence[Document], rescore: Rescore
+    ) -> bool:
+        """Whether the batch in training holds answers of a worker that is not trusted, or no longer.
+
+        Then the batch is put back, and what is that worker's is dropped. ``rescore``: asks the trainer for its own
+        logprobs of the documents it is given.
+        """
+        guilty: Mapping[str, str] = {}
+        if chosen := self._validator.choose(documents, groups, step=self._table.step):
+            guilty = await rescore(functools.partial(self._validator.judge, chosen, documents))
+        if not guilty and not any(group.worker in self._validator.quarantined for group in groups):
+            return False
+        self._table.put_back()
+        for worker, reason in guilty.items():
+            await self.quarantine(worker, reason)
+        await self.drop_quarantined()
+        return True
+
+    async def reject(self, problems: Mapping[int, str]) -> None:
+        """Fail buffered groups that no step can be made with. ``problems``: group id -> why."""
+        for group_id, problem in problems.items():
+            if (one := self._table.buffered.get(group_id)) is None:
+                continue  # its worker was quarantined while we told of another
+            worker = one.group.worker
+            error = f"a training step with it fails: {problem}"[:LONGEST_ERROR]
+            log.error("group %d of worker %s is not trained: %s", group_id, worker or "?", error)
+            await self._lost(self._table.reject(group_id, error=error))
+        self._changed.set()
+
+    def metrics(self) -> dict[str, Metric]:
+        """What is known of the workers' answers."""
+        mismatch = {f"mismatch/{worker}/mean": mean for worker, mean in self._validator.mismatch.items()}
+        return {**mismatch, "rollout/quarantined": float(len(self._validator.quarantined))}
+
+    async def quarantine(self, worker: str, reason: str) -> None:
+        """Train nothing of this worker any more, and say so to everybody."""
+        log.error("worker %s is quarantined: %s; nothing it makes is trained", worker, reason)
+        try:
+            await self._validator.quarantine(worker, reason, incarnation=self._table.incarnation)
+        finally:  # said of the last worker too, whose quarantine ends the run
+            life = self._validator.lives.get(worker, "")
+            await self._progress.event("quarantined", worker=worker, reason=reason, life=life)
+        await self.drop_quarantined()
+
+    async def drop_quarantined(self) -> None:
+        """Drop what quarantined workers made and is buffered; a batch in training is not touched."""
+        groups = [one for one in self._table.buffered.values() if one.group.worker in self._validator.quarantined]
+        if groups:
+            await self._lost(self._table.drop(groups, reason="quarantined"))
+            self._changed.set()
+
+    async def _note(self, report: PromptReport) -> None:
+        """Take a report of the prompt source into the table."""
+        match report:
+            case Published():
+                self._table.publish(
+                    report.group_id,
+                    position=report.position,
+                    oldest_start=report.oldest_start,
+                    overlong=report.overlong,
+                    asked=report.asked,
+                )
+                if not report.can_be_answered:
+                    error = "its place in the trajectory log was taken before it was published"
+                    outcome = self._table.fail(report.group_id, error=error, is_counted=not self._validator.is_on)
+                    await self._failed(outcome, worker="", error=error)
+                    self._changed.set()
+            case Reconciled():
+                self._reconciled.set()
+            case Exhausted():
+                self._table.exhaust(position=report.position, overlong=report.overlong)
+                self._changed.set()
+
+    def _may_not_decode(self, sequence: int, key: str) -> str:
+        if (sequence, key) in self._in_progress.aside:
+            return "two lives of the learner in a row ended with it in progress"
+        self._in_progress.decode(sequence, key)
+        return ""
+
+    async def _add(self, record: Record[TrajectoryGroup]) -> None:
+        sender = record.message.worker if record.message is not None else ""
+        if sender in self._validator.quarantined and await self._validator.is_another_life(sender):
+            log.warning("worker %s was started again: it is judged anew", sender)
+        checked = self._check(record)
+        group = checked.group
+        # What nobody could make does not say that nothing can be made: it counts against its sender alone.
+        is_counted = not (checked.problem and self._validator.is_on)
+        cause = SET_ASIDE if (record.sequence, record.key) in self._in_progress.aside else ""
+        arrival = self._table.arrive(
+            record.sequence, group, now=time.monotonic(), is_counted=is_counted, cause=cause, stored=record.stored
+        )
+        self._changed.set()
+        if arrival.became == "rejected":
+            if (group_id := group_id_of(record.key)) is not None:
+                self._link.taken.put_nowait(group_id)
+            if checked.is_news:
+                await self._progress.event("rejected", sequence=record.sequence, problem=checked.problem)
+        elif arrival.outcome is not None and group is not None:
+            if not checked.problem:  # else the validator has logged it
+                worker, error = group.worker or "?", group.error
+                log.warning("group %d failed on %s: %s", group.group_id, worker, error, extra={REASON: error})
+            await self._failed(arrival.outcome, worker=group.worker, error=group.error)
+        elif arrival.became == "buffered" and group is not None:
+            await self._buffered(group)
+
+    def _check(self, record: Record[TrajectoryGroup]) -> Checked:
+        """What to make of it. A group that is not outstanding is told by its key: nobody is judged by what is read
+        again."""
+        table, group_id = self._table, group_id_of(record.key)
+        if group_id is not None and table.is_published(group_id) and not table.awaits(record.sequence, group_id):
+            return Checked(group=failed_group(group_id, worker="", error="it was here before"))
+        if group_id is not None and (aside := self._in_progress.aside.get((record.sequence, record.key))) is not None:
+            by = f" (worker {aside.worker})" if aside.worker else ""
+            problem = f"{record.problem}: {SET_ASIDE}"
+            log.error("group %d%s: %s", group_id, by, problem)
+            return Checked(group=failed_group(group_id, worker=aside.worker, error=problem), problem=problem)
+        return self._validator.check(
+            record,
+            is_published=table.is_published,
+            incarnation=table.incarnation,
+            policy_version=table.policy_version,
+            forks=table.forks,
+            asked=table.asked,
+        )
+
+    async def _buffered(self, group: TrajectoryGroup) -> None:
+        self._failed_of.clear()
+        if group.cancelled:
+            await self._progress.event(
+                "cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled
+            )
+        if group.worker in self._validator.quarantined:
+            await self.drop_quarantined()
+        elif self._filters is not None and not self._filters.keep(group):  # another is generated in its place
+            await self._lost(self._table.filter(group.group_id))
+
+    async def _failed(self, outcome: Outcome, *, worker: str, error: str) -> None:
+        """Announce a group that could not be made. Raises HopelessError when too many in a row could not."""
+        await self._progress.announce(outcome)
+        self._failed_of.add(worker)
+        in_a_row = self._table.failed_in_a_row
+        if in_a_row >= self._max_failed_in_a_row:
+            text = f"the last {in_a_row} groups were all failed; the newest because: {error}"
+            if not self._validator.is_on or not await self._validator.others(self._failed_of):
+                raise HopelessError(text)
+            for name in sorted(self._failed_of - {"", *self._validator.quarantined}):
+                await self.quarantine(name, text)
+            self._failed_of.clear()
+            self._table.excuse_failures()
+        if reason := self._validator.too_often(worker):
+            await self.quarantine(worker, reason)
+        await self._progress.progress()
+
+    async def _lost(self, outcome: Outcome) -> None:
+        await self._progress.announce(outcome)
+        await self._progress.progress()

@@ -1,0 +1,193 @@
+"""Which groups the learner accepts: valid ones, of workers whose logprobs are the policy's. Thin, over policies/trust.
+
+A worker is quarantined when the trainer's scores of its answers differ from the logprobs it sent, twice in a row
+(logprob_mismatch.py), or when it has sent ``MOST_IMPOSSIBLE`` groups that cannot be (validation.py). Nothing it made is
+trained from then on in this incarnation. It learns of that through the state ``quarantine``; a run whose every worker
+is quarantined ends with the reason. The verdict is on one life of the worker: one that is started again under the same
+name is judged anew.
+
+Tests: tests/actors/learner/test_validator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import HopelessError
+from asyncrl.messages import Quarantine, TrajectoryGroup, replace
+from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
+from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
+from asyncrl.messages.validation import name_problem
+from asyncrl.policies.batching import packing
+from asyncrl.policies.batching.packing import Document, pack_for_ranks
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch
+from asyncrl.policies.trust.validation import Asked, GroupValidation
+from asyncrl.protocols import Backend, Bus, Record
+
+Rescore = Callable[[Callable[[Backend], dict[str, str]]], Awaitable[dict[str, str]]]
+"""Runs a function on the backend that trains, between two steps."""
+
+MOST_IMPOSSIBLE: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What to make of a log record.
+
+    group     itself; a failed one if it cannot be trained; None if this run did not ask for it
+    problem   why it is not itself
+    is_news   the first of this kind from this sender
+    """
+
+    group: TrajectoryGroup | None
+    problem: str = ""
+    is_news: bool = False
+
+
+class Validator:
+    """One per learner. ``quarantined``: worker -> why."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        validation: GroupValidation | None = None,
+        rescoring: LogprobMismatch | None = None,
+        num_dp_shards: int = 1,
+        max_tokens: int = 16_384,
+    ) -> None:
+        """num_dp_shards: data-parallel ranks of the backend that scores; max_tokens: of a micro-batch"""
+        self._bus = bus
+        self._validation = validation or GroupValidation()
+        self._rescoring = rescoring or LogprobMismatch(bound=0.0, every=1)
+        self._num_dp_shards, self._max_tokens = num_dp_shards, max_tokens
+        self._impossible: dict[str, tuple[int, str]] = {}
+        """worker -> how many of its groups cannot be, and what was wrong with the last"""
+        self.quarantined: dict[str, str] = {}
+        self.lives: dict[str, str] = {}
+        """Which life of a quarantined worker the verdict is on; "" when it had ended."""
+        self.mismatch: dict[str, float] = {}
+        """worker -> mean difference at the last look, nats per token."""
+
+    async def start(self) -> None:
+        """A new incarnation judges anew."""
+        for worker in await self._bus.states(QUARANTINE):
+            await self._bus.forget(QUARANTINE, key=worker)
+
+    def check(
+        self,
+        record: Record[TrajectoryGroup],
+        *,
+        is_published: Callable[[int], bool],
+        incarnation: int,
+        policy_version: int,
+        forks: Forks,
+        asked: Callable[[int], Asked | None] = lambda group_id: None,
+    ) -> Checked:
+        """is_published: whether this run asked for a group;  asked: for what, as far as is known"""
+        group, group_id = record.message, group_id_of(record.key)
+        if group_id is None or not is_published(group_id):
+            problem = f"key {record.key!r} is no group that this run asked for"
+            is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))
+            return Checked(group=None, problem=problem, is_news=is_news)
+        problem = record.problem and f"does not decode: {record.problem}"
+        if group is not None:
+            problem = self._validation.problem(
+                group,
+                incarnation=incarnation,
+                policy_version=policy_version,
+                forks=forks,
+                asked=asked(group_id),
+            )
+            if group.group_id != group_id:
+                problem = f"it says it is group {group.group_id}"
+        if not problem:
+            if group is not None and len(group.error) > LONGEST_ERROR:
+                group = replace(group, error=group.error[:LONGEST_ERROR])
+            return Checked(group=group)
+        sender = sender_of(group)
+        is_news = self._bus.rejections.note(
+            TRAJECTORIES.name,
+            f"group {group_id}: {problem}",
+            kind="malformed" if group is None else "impossible",
+            sender=sender,
+        )
+        if sender:
+            self._impossible[sender] = self._impossible.get(sender, (0, ""))[0] + 1, problem
+        return Checked(group=failed_group(group_id, worker=sender, error=problem), problem=problem, is_news=is_news)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether workers are quarantined (learner.quarantine_mismatch)."""
+        return self._rescoring.is_on
+
+    async def others(self, workers: Collection[str]) -> set[str]:
+        """Workers that are up and trusted, besides ``workers``."""
+        return (await self._alive()).keys() - set(workers) - self.quarantined.keys()
+
+    def too_often(self, worker: str) -> str:
+        """Why a worker should be quarantined for what it sent; "" when it need not."""
+        count, last = self._impossible.get(worker, (0, ""))
+        if count < MOST_IMPOSSIBLE or not self.is_on or worker in self.quarantined:
+            return ""
+        return f"{count} groups that cannot be, the last because {last}"
+
+    def choose(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> list[Chosen]:
+        """Which documents of a batch of ``groups`` to score again before it is trained."""
+        workers = [group.worker for group in groups for _ in group.trajectories]
+        return self._rescoring.choose(documents, workers, step=step)
+
+    def judge(self, chosen: Sequence[Chosen], documents: Sequence[Document], backend: Backend) -> dict[str, str]:
+        """Workers to be quarantined, and why. Blocking: a forward pass over the chosen documents."""
+        indices = [one.document for one in chosen]
+        shards = pack_for_ranks([documents[i] for i in indices], ranks=self._num_dp_shards, max_tokens=self._max_tokens)
+        logprobs: dict[int, NDArray[np.float32]] = {}
+        for shard, scored in zip(shards, backend.score(shards), strict=True):
+            for micro_batch, array in zip(shard, scored, strict=True):
+                for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True):
+                    if index >= 0:
+                        logprobs[indices[index]] = array[place]
+        found, guilty = self._rescoring.judge(chosen, documents, logprobs)
+        self.mismatch = {worker: of.mean for worker, of in found.items()}
+        return {
+            worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
+            f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
+            for worker in guilty
+        }
+
+    async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:
+        """Tell the worker. Raises HopelessError when no worker is left."""
+        alive = await self._alive()
+        self.quarantined[worker], self.lives[worker] = reason, alive.get(worker, "")
+        verdict = Quarantine(worker=worker, incarnation=incarnation, reason=reason, life=self.lives[worker])
+        await self._bus.put(QUARANTINE, verdict, key=worker)
+        if alive and alive.items() <= self.lives.items():
+            raise HopelessError(f"every rollout worker is quarantined; the last, {worker}, for {reason}")
+
+    async def is_another_life(self, worker: str) -> bool:
+        """Whether a quarantined worker was started again; then it is quarantined no longer."""
+        life = (await self._alive()).get(worker, "")
+        if life in ("", self.lives[worker]):  # a late answer of the life that was judged
+            return False
+        del self.quarantined[worker], self.lives[worker]
+        self._impossible.pop(worker, None)
+        self._rescoring.forget(worker)
+        await self._bus.forget(QUARANTINE, key=worker)
+        return True
+
+    async def _alive(self) -> dict[str, str]:
+        """worker -> life, of those that send heartbeats."""
+        beats = (await self._bus.states(ACTORS)).values()
+        return {beat.actor: beat.life for beat in beats if beat.role == WORKER}
+
+
+def sender_of(group: TrajectoryGroup | None) -> str:
+    """The worker that a message names; "" when it names none that can be."""
+    return "" if group is None or name_problem(group.worker) else group.worker

@@ -1,0 +1,112 @@
+"""Publishes new policy versions through the weight channel while the learner continues training."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import SENT, WEIGHTS
+from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.protocols import Bus, WeightChannel
+
+if TYPE_CHECKING:
+    from asyncrl.tensors.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    snapshot: Snapshot
+    incarnation: int
+    policy_version: int
+    since: float
+
+
+class WeightPublisher:
+    """The newest version wins: a write in progress is finished, and of the versions that arrive meanwhile only the last
+    is written.
+
+    Weights sent from memory are announced immediately, folders when they are written; both always in order.
+    """
+
+    def __init__(self, bus: Bus, channel: WeightChannel, *, waits: WaitTracker | None = None, fork: int = 0) -> None:
+        """waits: the learner's; fork: the policy version that it started from"""
+        self._fork = fork
+        self._waits = waits or WaitTracker()
+        self._disk = Disk(self._waits)
+        self._bus = bus
+        self._channel = channel
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._next: _Version | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self.num_engines = 0
+        """Workers known to the learner; sent with every announcement."""
+        self.seconds = 0.0
+        """From snapshot to the folder's announcement, for the last version written."""
+        self.num_bytes = 0
+        """Bytes stored for it."""
+
+    @property
+    def sends(self) -> bool:
+        """Whether engines can receive weights from memory."""
+        return self._channel.sender is not None
+
+    async def publish(
+        self, snapshot: Snapshot, *, incarnation: int, policy_version: int, group: asyncio.TaskGroup
+    ) -> None:
+        """Announce a snapshot; its folder is written, hashed and announced by a task of ``group``."""
+        self._next = _Version(
+            snapshot=snapshot, incarnation=incarnation, policy_version=policy_version, since=time.monotonic()
+        )
+        if self._channel.sender is not None:
+            self._channel.sender.hold(snapshot, incarnation=incarnation, policy_version=policy_version)
+            await self._announce(WeightVersion(incarnation=incarnation, policy_version=policy_version), key=SENT)
+        if self._writing is None or self._writing.done():
+            self._writing = group.create_task(self._write(), name="publish-weights")
+
+    async def wait(self) -> None:
+        """Wait until the newest version is announced."""
+        if self._writing is not None:
+            await self._writing
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def _announce(self, version: WeightVersion, *, key: str = "") -> None:
+        await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines, fork=self._fork), key=key)
+
+    def _progress(self) -> int:
+        return self._channel.progress
+
+    async def _write(self) -> None:
+        while (first := self._next) is not None:
+            self._next = None
+            stored, version = await self._disk.written(functools.partial(self._store, first), what="weights")
+            await self._announce(version)
+            self.num_bytes = self._channel.published_bytes
+            self.seconds = time.monotonic() - stored.since
+
+    async def _store(self, first: _Version) -> tuple[_Version, WeightVersion]:
+        """Write ``first``, or what has come since: a disk that took nothing for a while gets the newest."""
+        taken, self._next = self._next or first, None
+        store = functools.partial(
+            self._channel.publish,
+            taken.snapshot,
+            incarnation=taken.incarnation,
+            policy_version=taken.policy_version,
+        )
+        note = f"of version {taken.policy_version}"
+        try:
+            with self._waits.waiting(
+                "weights to be written", on="disk", note=note, first=FIRST_SECONDS, progress=self._progress
+            ):
+                return taken, await asyncio.get_running_loop().run_in_executor(self._thread, store)
+        except BaseException:
+            self._next = self._next or taken
+            raise

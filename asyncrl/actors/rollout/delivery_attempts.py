@@ -1,0 +1,68 @@
+"""Counts how often a prompt group was begun. The bus counts deliveries, and not every delivery is begun.
+
+Each delivery after the first is noted in ``segments`` (GROUP/DELIVERY/begun) before anything of it is generated. The
+first counts as begun, so that groups that never fail cost nothing, unless it is noted that its worker gave it back
+before it began (GROUP/1/returned); with ``max_attempts`` = 1 the first is noted like the others.
+Tests: tests/actors/rollout/test_prefetch.py, test_a_delivery_that_never_began_fails_nothing and
+test_what_is_given_back_before_it_began_has_used_no_attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from asyncrl.errors import BusError
+from asyncrl.messages import GroupSegment, PromptGroup
+from asyncrl.messages.topics import SEGMENTS
+from asyncrl.protocols import Bus, Delivery
+
+
+class DeliveryAttempts:
+    """Counts the attempts at the groups of one worker."""
+
+    def __init__(self, bus: Bus, *, worker: str, max_attempts: int) -> None:
+        self._bus, self._worker = bus, worker
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._first_noted = min(2, max_attempts)
+
+    async def number(self, delivery: Delivery[PromptGroup]) -> int:
+        """Which attempt this delivery would be, from 1."""
+        if delivery.attempt == 1 or delivery.message is None:
+            return delivery.attempt
+        group_id = delivery.message.group_id
+        found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
+        noted = sum(_key(group_id, number) in found for number in range(self._first_noted, delivery.attempt))
+        return self._first_noted + noted - (_returned_key(group_id) in found)
+
+    async def begin(self, delivery: Delivery[PromptGroup]) -> None:
+        """Raises BusError: a prompt that kills its worker must not look as if it had never been tried."""
+        if delivery.attempt >= self._first_noted and delivery.message is not None:
+            await self._note(delivery.message, _key(delivery.message.group_id, delivery.attempt))
+
+    async def give_back(self, delivery: Delivery[PromptGroup]) -> None:
+        """It was not begun here: somebody else gets it, with as many attempts left as we had."""
+        if delivery.attempt < self._first_noted and delivery.message is not None:
+            try:
+                await self._note(delivery.message, _returned_key(delivery.message.group_id))
+            except BusError as error:  # one attempt less
+                self._log.warning("group %s: cannot note that it was not begun: %s", delivery.key, error)
+        await delivery.retry()
+
+    async def _note(self, prompt: PromptGroup, key: str) -> None:
+        await self._bus.put(SEGMENTS, GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=()), key=key)
+
+    async def forget(self, delivery: Delivery[PromptGroup]) -> None:
+        """The group is published. Notes of later deliveries go with the group's segments (partial_rollouts.py)."""
+        if delivery.attempt == self._first_noted == 1 and delivery.message is not None:
+            try:
+                await self._bus.forget(SEGMENTS, key=_key(delivery.message.group_id, 1))
+            except BusError as error:  # it expires in some hours
+                self._log.warning("group %s: the note that it was begun stays on the bus: %s", delivery.key, error)
+
+
+def _key(group_id: int, delivery: int) -> str:
+    return f"{group_id}/{delivery}/begun"
+
+
+def _returned_key(group_id: int) -> str:
+    return f"{group_id}/1/returned"

@@ -1,0 +1,125 @@
+"""A generation session: the calls of one sample to the engine.
+
+A rollout function is given a session and calls it once a turn. The session decides what each call samples from: its
+seed, its token budget, weights that are new enough, and the tokens of an earlier attempt that another worker saved.
+Anything else that needs answers (an evaluation, an endpoint that an agent talks to) opens one the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.actors.rollout.group_progress import GroupProgress
+from asyncrl.actors.rollout.own_time import OwnTime
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.wait_tracker import OpenWait
+from asyncrl.messages import SamplingParams, replace
+from asyncrl.protocols import Generation, PartialGeneration
+
+WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+"""Entered when the engine has the weights to sample from, and left when the sampling is done."""
+SeedOfCall = Callable[[int], int]
+"""The seed of call 0, 1, 2, ..."""
+
+
+class GenerationSession:
+    """One sample's ``Generate`` (protocols/functions.py)."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        *,
+        sampling: SamplingParams,
+        weights: WeightGate,
+        seed: SeedOfCall,
+        index: int = 0,
+        progress: GroupProgress | None = None,
+        own_seconds: float = 0.0,
+    ) -> None:
+        """
+        index        of the sample in its group
+        progress     of the group; None: nothing of it was saved or will be
+        own_seconds  that the rollout function may take besides its calls of this session; 0: any
+        """
+        self._engine = engine
+        self._sampling = sampling
+        self._weights = weights
+        self._seed = seed
+        self._index = index
+        self._progress = progress
+        self._user_wait: OpenWait | None = None
+        self._own_time = OwnTime(own_seconds)
+        self.num_calls = 0
+        self.num_tokens = 0
+        """Sampled in all calls, those of earlier attempts too."""
+        self.first_version: int | None = None
+        """Policy version that its first token was sampled from, or is about to be; None: it has not begun."""
+
+    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        """See Generate. Raises EngineError, PromptError or EngineDied."""
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        sampling = self._sampling if max_new_tokens is None else replace(self._sampling, max_new_tokens=max_new_tokens)
+        if self._progress is None:
+            generation = await self._sample(call, tokens, sampling, partial=None)
+        else:
+            partial = self._progress.begin(self._index, call, tokens, sampling)
+            generation = await self._resume(call, tokens, sampling, partial=partial, progress=self._progress)
+        self.num_tokens += len(generation.tokens)
+        return generation
+
+    async def _resume(
+        self,
+        call: int,
+        tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        partial: PartialGeneration,
+        progress: GroupProgress,
+    ) -> Generation:
+        """What an earlier attempt had of this call, and the rest from the engine unless that is all of it."""
+        known = partial.prefix
+        if known.version_spans:
+            self._begin_at(min(span.policy_version for span in known.version_spans))
+        if known.finish_reason:
+            return known
+        generation = await self._sample(call, tokens, sampling, partial=partial if progress.is_saved else None)
+        progress.finish(self._index, call, generation)
+        return generation
+
+    async def _sample(
+        self, call: int, tokens: NDArray[np.int32], sampling: SamplingParams, *, partial: PartialGeneration | None
+    ) -> Generation:
+        with self._own_time.paused(), self._user_wait_paused():
+            async with self._weights():
+                self._begin_at(self._engine.version[1])
+                return await self._engine.sample(tokens, sampling, seed=self._seed(call), partial=partial)
+
+    def _begin_at(self, policy_version: int) -> None:
+        if self.first_version is None:
+            self.first_version = policy_version
+
+    @contextlib.asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Inside, the worker waits for the rollout function, except while that waits for an answer of ours.
+
+        Raises TimeoutError, and ``is_out_of_time`` says so, when it has taken ``own_seconds``.
+        """
+        with self._engine.waits.waiting("its rollout function", on="rollout") as self._user_wait:
+            async with self._own_time.limited():
+                yield
+
+    @property
+    def is_out_of_time(self) -> bool:
+        return self._own_time.is_over
+
+    def _user_wait_paused(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._user_wait is None else self._engine.waits.paused(self._user_wait)
+
+
+def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:
+    """One 63-bit seed per generation, the same on every worker and attempt."""
+    return int(np.random.SeedSequence([run_seed, group_id, index, call]).generate_state(1, np.uint64)[0] >> 1)

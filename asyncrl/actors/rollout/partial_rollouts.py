@@ -1,0 +1,142 @@
+"""Partial rollouts: unfinished groups are saved to the bus, so that the worker that takes them over resumes them.
+
+Every ``seconds`` a worker puts what is new of each group into ``segments``: what each call of ``generate`` has sampled
+since the last save. The segments are removed when the group is published. A worker that gets a prompt that another one
+did not finish replays it: the rollout function runs anew, ``generate`` answers finished calls without the engine, and
+the engine continues the rest.
+
+  P1 a killed worker loses what it sampled within ``seconds``, and no more
+     (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth)
+  P2 sampled tokens keep their logprobs and versions; those that are too old to be trained, or that continue other
+     tokens than the function asks for, are thrown away and sampled anew
+  P3 each attempt writes segments of its own, the first with everything it took over: two workers on one group never mix
+  P4 the last attempt starts from nothing: the segments may hold what the others died of
+  P5 generation never waits for a save; a group that cannot be saved is reported once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from asyncrl.actors.rollout.group_progress import GroupProgress, Recorded, assembled, count_tokens, newest_attempt
+from asyncrl.errors import BusError, MessageError, MessageTooLarge
+from asyncrl.messages import Event, PromptGroup
+from asyncrl.messages.topics import EVENTS, PROGRESS, SEGMENTS
+from asyncrl.policies.staleness.staleness import is_stale
+from asyncrl.protocols import Bus
+
+
+class PartialRollouts:
+    """The unfinished groups of one worker. ``seconds`` between saves; 0 saves and resumes nothing."""
+
+    def __init__(self, bus: Bus, *, worker: str, seconds: float, max_attempts: int, max_staleness: int) -> None:
+        self._bus, self._worker, self._seconds = bus, worker, seconds
+        self._max_attempts, self._max_staleness = max_attempts, max_staleness
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._groups: dict[str, GroupProgress] = {}
+        self.resumed_tokens = 0
+        self.discarded_tokens = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._seconds > 0
+
+    @property
+    def unsaved_tokens(self) -> int:
+        """In progress and not on the bus: lost if this process dies now."""
+        return sum(progress.num_unsaved for progress in self._groups.values())
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "rollout/resumed_tokens": self.resumed_tokens,
+            "rollout/discarded_tokens": self.discarded_tokens,
+            "rollout/unsaved_tokens": self.unsaved_tokens,
+        }
+
+    async def run(self) -> None:
+        """consumes: nothing    waits for: the next save    woken by: the clock"""
+        while self.is_on:
+            await asyncio.sleep(self._seconds)
+            await self.save()
+
+    async def save(self) -> None:
+        """Save all groups, side by side: far from the bus a round trip each would take too long."""
+        async with asyncio.TaskGroup() as group:
+            for progress in list(self._groups.values()):
+                group.create_task(self._save(progress))
+
+    async def _save(self, progress: GroupProgress) -> None:
+        try:
+            await progress.save(self._bus, worker=self._worker)
+        except (MessageTooLarge, MessageError) as error:
+            progress.close()
+            self._log.warning("group %d is saved no more: %s", progress.group_id, error)
+        except BusError as error:
+            self._log.warning("group %d: could not save its partial rollouts: %s", progress.group_id, error)
+
+    async def open(self, prompt: PromptGroup, *, attempt: int, begun: int | None = None) -> GroupProgress:
+        """The progress of a group that begins here, with what earlier attempts saved.
+
+        attempt  number of the delivery, as the bus counts
+        begun    number of the attempt, as delivery_attempts.py counts: without deliveries that nobody began. None
+                 takes ``attempt``
+        """
+        progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on)
+        if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
+            try:
+                progress = await self._resumed(prompt.group_id, attempt=attempt)
+            except BusError as error:
+                self._log.warning("group %d starts over, its segments cannot be read: %s", prompt.group_id, error)
+        self._groups[str(prompt.group_id)] = progress
+        return progress
+
+    async def _resumed(self, group_id: int, *, attempt: int) -> GroupProgress:
+        """The calls of those samples that are fresh enough."""
+        segments = newest_attempt(await self._bus.states(SEGMENTS, under=f"{group_id}/"), group_id, before=attempt)
+        if not segments:
+            return GroupProgress(group_id, attempt=attempt)
+        calls = assembled(segments)
+        learner = (await self._bus.states(PROGRESS)).get("")
+        version = 0 if learner is None else learner.policy_version
+        stale = {index for (index, _), call in calls.items() if self._is_stale(call, policy_version=version)}
+        fresh = {key: call for key, call in calls.items() if key[0] not in stale}
+        resumed, discarded = count_tokens(fresh), count_tokens(calls) - count_tokens(fresh)
+        self._log.info("group %d: resumes from %d tokens of %s", group_id, resumed, segments[0].worker)
+        data = {"group_id": group_id, "from": segments[0].worker, "tokens": resumed, "too_old_tokens": discarded}
+        event = Event(kind="resumed", actor=self._worker, time=time.time(), data=data)
+        await self._bus.publish(EVENTS, event, key=f"resumed-{group_id}-{attempt}")
+        self.resumed_tokens += resumed
+        self.discarded_tokens += discarded
+        return GroupProgress(group_id, attempt=attempt, recorded=fresh)
+
+    def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
+        """Versions of a history that the learner lost may be older than they say; then the learner drops the group."""
+        oldest = min(span.policy_version for span in call.generation.version_spans)
+        return is_stale(oldest, policy_version=policy_version, max_staleness=self._max_staleness)
+
+    def close(self, key: str) -> GroupProgress | None:
+        """The group is not ours any more; its segments stay on the bus for the next worker."""
+        progress = self._groups.pop(key, None)
+        if progress is None:
+            return None
+        progress.close()
+        if progress.num_discarded:
+            self._log.warning(
+                "group %d: its rollout function asked for something else than the first time, or its engine ignored "
+                "the tokens it was given; %d tokens are lost",
+                progress.group_id,
+                progress.num_discarded,
+            )
+        self.resumed_tokens -= progress.num_discarded
+        self.discarded_tokens += progress.num_discarded
+        return progress
+
+    async def forget(self, key: str) -> None:
+        """The group is published."""
+        try:
+            if (progress := self.close(key)) is not None:
+                await progress.forget(self._bus)
+        except BusError as error:  # they expire in some hours
+            self._log.warning("group %s: its segments stay on the bus: %s", key, error)

@@ -1,0 +1,197 @@
+"""Prompt groups that a worker holds but has not begun, and how many of them it wants.
+
+  F1 no more than it begins while others travel (policies/prefetch.py): no worker starves beside a full one
+  F2 a worker that drains gives them back at once; they begin nowhere else before, and then with the newest weights
+  F3 a group that was given back before it began has used up no attempt (delivery_attempts.py)
+Tests: tests/actors/rollout/test_prefetch.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout.slots import SampleSlots
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.errors import BusError
+from asyncrl.messages import PromptGroup
+from asyncrl.policies.health.faults import PROMPT_SOURCE
+from asyncrl.policies.prefetch import groups_ahead
+from asyncrl.protocols import Deliveries, Delivery
+
+_WINDOW_SECONDS: Final = 10.0
+_FEW: Final = 8
+
+
+class PrefetchRate:
+    """How many groups a worker finishes, and how far away its bus is: both measured at its acks."""
+
+    def __init__(self) -> None:
+        self._acks: deque[float] = deque()
+        self._round_trips: deque[float] = deque(maxlen=_FEW)
+
+    async def ack(self, delivery: Delivery[PromptGroup]) -> None:
+        """Of a group that is finished."""
+        asked = time.monotonic()
+        await delivery.ack()
+        self._acks.append(time.monotonic())
+        self._round_trips.append(self._acks[-1] - asked)
+
+    def groups_ahead(self) -> int:
+        """Groups to hold beyond those that there are free slots for."""
+        old = time.monotonic() - _WINDOW_SECONDS
+        while self._acks and self._acks[0] < old:
+            self._acks.popleft()
+        return groups_ahead(
+            groups_per_second=len(self._acks) / _WINDOW_SECONDS,
+            round_trip_seconds=min(self._round_trips, default=0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """A delivery that ``keeping`` renews until the group is done or given back. attempt: see delivery_attempts.py"""
+
+    delivery: Delivery[PromptGroup]
+    attempt: int
+    keeping: asyncio.Task[None]
+
+
+class Prefetch:
+    """The queue between fetching prompt groups and beginning them. ``owner`` runs its tasks."""
+
+    def __init__(
+        self,
+        deliveries: Deliveries[PromptGroup],
+        *,
+        worker: str,
+        slots: SampleSlots,
+        attempts: DeliveryAttempts,
+        groups_ahead: Callable[[], int],
+        keep_seconds: float,
+        owner: asyncio.TaskGroup,
+    ) -> None:
+        """groups_ahead: groups to hold beyond those that there are free slots for.  keep_seconds: between renewals"""
+        self._deliveries, self._slots, self._groups_ahead = deliveries, slots, groups_ahead
+        self._attempts, self._keep_seconds, self._owner = attempts, keep_seconds, owner
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._ready: deque[Prefetched] = deque()
+        self._group_size = slots.max_running  # until one is seen
+        self._is_over = False
+        self._is_abandoned = False
+        self._closed = asyncio.Event()  # nothing is to be fetched, for now or for good
+        self._changed = asyncio.Event()
+
+    def update(self) -> None:
+        """The slots have changed."""
+        if self._is_over or self._slots.is_reserved:
+            self._closed.set()
+        else:
+            self._closed.clear()
+        self._deliveries.want(max(0, self._num_wanted))
+        self._changed.set()
+
+    def end(self) -> None:
+        """Nothing more begins."""
+        self._is_over = True
+        self.update()
+
+    # -- fetching ----------------------------------------------------------------------------------------------------
+
+    async def fetch(self, waits: WaitTracker) -> None:
+        """consumes: prompts    waits for: a prompt, free slots    woken by: the prompt source, ``update``, ``end``
+
+        Gives back what has not begun when a group takes the worker for itself, and at the end.
+        """
+        while not self._is_over:
+            if self._num_wanted > 0:
+                with waits.waiting("prompts", on=PROMPT_SOURCE):
+                    await self._fetch_one()
+                continue
+            await self._deliveries.stop()
+            if self._slots.is_reserved:
+                await self._give_back_all()
+            with waits.waiting("a free slot"):
+                await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
+        await self._give_back_all()
+
+    async def _fetch_one(self) -> None:
+        """One, unless it is closed first."""
+        taking = asyncio.ensure_future(anext(aiter(self._deliveries)))
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((taking, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+            if not taking.done():
+                await _cancelled(taking)
+        if not taking.cancelled():
+            await self._add(taking.result())
+
+    async def _add(self, delivery: Delivery[PromptGroup]) -> None:
+        attempt = await self._attempts.number(delivery)  # here, so that nothing waits between ``next`` and the slots
+        if delivery.message is not None:
+            self._group_size = delivery.message.group_size
+        self._ready.append(Prefetched(delivery, attempt, self._owner.create_task(self._keep(delivery))))
+        self.update()
+
+    @property
+    def _num_wanted(self) -> int:
+        if self._closed.is_set() or self._is_abandoned:
+            return 0
+        return -(-self._slots.num_free // self._group_size) + self._groups_ahead() - len(self._ready)
+
+    @property
+    def _must_give_back(self) -> bool:
+        return self._slots.is_reserved and bool(self._ready)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    async def next(self) -> Prefetched | None:
+        """The oldest, once a slot is free; None after ``end``."""
+        try:
+            await self._until(lambda: self._is_over or bool(self._ready and self._slots.has_free))
+        except asyncio.CancelledError:
+            self._is_abandoned = True  # fetch nothing for the slots that the cancelled groups leave
+            raise
+        return None if self._is_over else self._ready.popleft()
+
+    async def _give_back_all(self) -> None:
+        ready, self._ready = self._ready, deque()
+        async with asyncio.TaskGroup() as group:
+            for prefetched in ready:
+                group.create_task(self._give_back(prefetched))
+
+    async def _give_back(self, prefetched: Prefetched) -> None:
+        try:
+            await self._attempts.give_back(prefetched.delivery)
+        finally:
+            prefetched.keeping.cancel()
+
+    async def _keep(self, delivery: Delivery[PromptGroup]) -> None:
+        """consumes: nothing    waits for: the next renewal    woken by: the clock
+
+        Long generations outlast the bus's patience: it is told regularly that somebody works on them.
+        """
+        while True:
+            await asyncio.sleep(self._keep_seconds)
+            try:
+                await delivery.keep()
+            except BusError as error:  # at worst a second worker makes the group too, and the ledger drops the copy
+                self._log.warning("group %s: could not renew the delivery: %s", delivery.key, error)
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))

@@ -1,0 +1,108 @@
+"""One engine, as all stages of a worker share it: its slots, its weights, and how busy it is."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.actors.rollout.slots import SampleSlots
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
+from asyncrl.messages import PromptGroup, SamplingParams, Wait
+from asyncrl.protocols import Engine, Generation, PartialGeneration
+
+
+class SharedEngine:
+    """The engine of one worker.
+
+    slots           how many samples may be in progress, over all stages
+    waits           of the worker and its stages: what the process waits for, in one list
+    context_tokens  that fit into its model, the prompt included
+    """
+
+    def __init__(
+        self, engine: Engine, *, follower: WeightFollower, max_running: int, context_tokens: int = 2**31
+    ) -> None:
+        self.engine = engine
+        self.follower = follower
+        self.context_tokens = context_tokens
+        self.slots = SampleSlots(max_running)
+        self.waits = WaitTracker()
+        self._activity = Activity()
+        self._liveness = EngineLiveness()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """(incarnation, policy_version) of the weights that sample now."""
+        return self.engine.version
+
+    def new_enough_for(self, prompt: PromptGroup) -> contextlib.AbstractAsyncContextManager[None]:
+        """Entered when the weights are as new as the prompt asks for; inside, a generation of it runs."""
+        return self.follower.generation(prompt.min_policy_version, incarnation=prompt.incarnation, waits=self.waits)
+
+    async def sample(
+        self, tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int, partial: PartialGeneration | None
+    ) -> Generation:
+        """Engine.generate, counted. ``partial`` None: nothing is known of it and nobody follows it."""
+        num_known = 0 if partial is None else len(partial.prefix.tokens)
+        options = {} if partial is None else {"partial": partial}
+        with self._activity.running(), self._liveness.expected():
+            generation = await self.engine.generate(tokens, sampling, seed=seed, **options)
+        self._activity.tokens += max(0, len(generation.tokens) - num_known)
+        return generation
+
+    def present_waits(self, *, is_loading: bool) -> tuple[Wait, ...]:
+        """The wait for the engine's next token, if it owes one."""
+        return self._liveness.waits(self.engine.stats(), is_loading=is_loading)
+
+    def numbers(self) -> dict[str, float]:
+        """Gauges since the last call."""
+        stats = self.engine.stats()
+        tokens_per_second, idle_ratio = self._activity.since_last()
+        return {
+            "rollout/tokens_per_second": tokens_per_second,
+            "rollout/idle_ratio": idle_ratio,
+            "rollout/running": stats.running,
+            "rollout/queued": stats.queued,
+        }
+
+
+class Activity:
+    """How busy an engine was between two readings."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._read_tokens = 0
+        self._read_at = time.monotonic()
+        self._running = 0
+        self._busy_since = 0.0
+        self._busy = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the engine is busy."""
+        if self._running == 0:
+            self._busy_since = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._busy += time.monotonic() - self._busy_since
+
+    def since_last(self) -> tuple[float, float]:
+        """(tokens per second, share of time with nothing running) since the last call."""
+        now = time.monotonic()
+        busy = self._busy
+        if self._running:
+            busy += now - self._busy_since
+            self._busy_since = now
+        elapsed = max(now - self._read_at, 1e-9)
+        tokens = self.tokens - self._read_tokens
+        self._busy, self._read_at, self._read_tokens = 0.0, now, self.tokens
+        return tokens / elapsed, min(1.0, max(0.0, 1.0 - busy / elapsed))

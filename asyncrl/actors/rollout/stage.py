@@ -1,0 +1,234 @@
+"""A stage: prompt groups from a source, made into trajectory groups, into a sink.
+
+A worker has one stage for each use of its engine, and all of them share its slots. Training is one: prompts from the
+bus (training_source.py), trajectories into the log (training_sink.py). Another use is a source and a sink of its own:
+an evaluation that takes prompts from its own topic, or an endpoint whose sessions are the "prompts" of agents.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Final
+
+from asyncrl import messages
+from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.group_progress import GroupProgress
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.slots import SlotLease
+from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
+from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.errors import EngineDied, EngineError, PromptError, RewardError, RolloutError
+from asyncrl.logs import REASON
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.messages.rollout import failed_group
+from asyncrl.protocols import RewardFn, RolloutFn, Sample, Tokenizer
+
+MOST_EXPLAINED: Final = 100
+
+
+class Stage:
+    """Makes the groups of one source, as many side by side as there are slots for."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        worker: str,
+        engine: SharedEngine,
+        source: Source,
+        sink: Sink,
+        rollout: RolloutFn,
+        reward: RewardFn,
+        tokenizer: Tokenizer,
+        seed: int,
+        sample_seconds: float = 0.0,
+        stragglers: Stragglers | None = None,
+        weights: Callable[[PromptGroup], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
+        """
+        seed            of the run: with group, sample and call it is the seed of each generation
+        sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
+        weights         entered around each generation, once the engine may sample for this group; None: once its
+                        weights are as new as the prompt asks for
+        """
+        self.name = name
+        self._worker = worker
+        self._engine = engine
+        self._source, self._sink = source, sink
+        self._rollout, self._reward, self._tokenizer = rollout, reward, tokenizer
+        self._seed = seed
+        self._sample_seconds = sample_seconds
+        self._stragglers = stragglers
+        self._weights = weights or engine.new_enough_for
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._explained: set[str] = set()
+        """Reasons whose traceback is in the log."""
+
+    async def run(self) -> None:
+        """consumes: what its source hands out    waits for: a group, a free slot    woken by: the source, the slots
+
+        Returns when the source has ended and every group is done. Raises EngineDied and BusError.
+        """
+        async with self._source.open(), asyncio.TaskGroup() as group:
+            while (item := await self._source.next()) is not None:
+                slots = await self._take_slots(item)
+                name = f"{self._worker}.{self.name}.group-{item.group_id}"
+                group.create_task(self._process(item, slots), name=name)
+
+    def drain(self) -> None:
+        """Begin nothing more."""
+        self._source.drain()
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+    def learner_is_at(self, policy_version: int) -> None:
+        if self._stragglers is not None:
+            self._stragglers.learner_is_at(policy_version)
+
+    async def _take_slots(self, item: WorkItem) -> SlotLease:
+        count = 0 if item.prompt is None or item.problem else item.prompt.group_size
+        try:
+            if item.needs_worker_alone:
+                return await self._engine.slots.take_alone(count)
+            return await self._engine.slots.take(count)
+        except BaseException:
+            item.close()
+            raise
+
+    # -- one group ---------------------------------------------------------------------------------------------------
+
+    async def _process(self, item: WorkItem, slots: SlotLease) -> None:
+        """One group, from its source to its sink."""
+        try:
+            await self._sink.publish(await self._make(item, slots))
+            await item.finish()
+        except EngineDied:
+            raise
+        except EngineError as error:
+            self._log.warning("group %d: attempt %d failed: %s", item.group_id, item.attempt, error)
+            await item.retry()
+        finally:
+            item.close()
+            slots.close()
+
+    async def _make(self, item: WorkItem, slots: SlotLease) -> TrajectoryGroup:
+        """Raises EngineError if the group is to be tried again."""
+        prompt = item.prompt
+        if prompt is None or item.problem:
+            return failed_group(item.group_id, worker=self._worker, error=item.problem, prompt=prompt)
+        started = time.monotonic()
+        progress = await item.begin()
+        try:
+            trajectories = await self._rewarded(prompt, await self._generate(prompt, slots, progress))
+        except (PromptError, RewardError, RolloutError) as error:
+            self._log.warning("group %d failed: %s", prompt.group_id, error, extra={REASON: str(error)})
+            self._explain(error)
+            return failed_group(prompt.group_id, worker=self._worker, error=str(error), prompt=prompt)
+        except EngineError as error:
+            if isinstance(error, EngineDied) or not item.is_last_attempt:
+                raise
+            problem = f"gave up after {item.attempt} attempts, the last: {error}"
+            return failed_group(prompt.group_id, worker=self._worker, error=problem, prompt=prompt)
+        return TrajectoryGroup(
+            group_id=prompt.group_id,
+            prompt_tokens=prompt.prompt_tokens,
+            trajectories=tuple(trajectories),
+            epoch=prompt.epoch,
+            worker=self._worker,
+            seconds=time.monotonic() - started,
+            cancelled=prompt.group_size - len(trajectories),
+        )
+
+    async def _generate(
+        self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
+    ) -> list[Trajectory]:
+        """The samples of a group side by side, without stragglers; the first failure cancels the others."""
+        sessions = [self._session(prompt, index, progress) for index in range(prompt.group_size)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._sample(prompt, index, session, slots))
+                    for index, session in enumerate(sessions)
+                ]
+                if self._stragglers is not None:
+                    asked_at = prompt.min_policy_version or prompt.policy_version  # 0: published again, or at the start
+                    versions = functools.partial(_first_versions, sessions)
+                    group.create_task(self._stragglers.cut(tasks, versions, asked_at=asked_at))
+        except ExceptionGroup as error:
+            died, other = error.split(EngineDied)
+            first = (died or other or error).exceptions[0]
+            raise first from first.__cause__  # not from the group: the log is to show where it was raised
+        if self._stragglers is None and any(task.cancelled() for task in tasks):
+            raise RolloutError("the rollout function cancelled itself")
+        return [task.result() for task in tasks if not task.cancelled()]
+
+    def _session(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> GenerationSession:
+        return GenerationSession(
+            self._engine,
+            sampling=prompt.sampling,
+            weights=functools.partial(self._weights, prompt),
+            seed=functools.partial(sample_seed, self._seed, prompt.group_id, index),
+            index=index,
+            progress=progress,
+            own_seconds=self._sample_seconds,
+        )
+
+    async def _sample(
+        self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
+    ) -> Trajectory:
+        try:
+            async with session.waiting():
+                made = await self._rollout(prompt, session, index=index)
+            if not isinstance(made, Trajectory):
+                raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
+            length, context = len(prompt.prompt_tokens) + len(made.tokens), self._engine.context_tokens
+            if length > context:  # the learner would hold it against this worker
+                raise ValueError(f"prompt and answer have {length} tokens, the model's context {context}")
+            if not made.response_mask.any():
+                raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
+            return made
+        except (EngineError, asyncio.CancelledError):
+            raise
+        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+            if session.is_out_of_time:
+                limit = f"rollout.timeout_seconds = {self._sample_seconds:g}"
+                raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
+            raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}") from error
+        finally:
+            slots.release()
+
+    async def _rewarded(self, prompt: PromptGroup, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        samples = [
+            Sample(
+                prompt=prompt.prompt,
+                completion=self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True),
+                label=prompt.label,
+                metadata=prompt.metadata,
+                trajectory=trajectory,
+                prompt_tokens=prompt.prompt_tokens,
+            )
+            for trajectory in trajectories
+        ]
+        with self._engine.waits.waiting("its reward function", on="reward"):
+            rewards = await self._reward(samples)
+        return [
+            messages.replace(trajectory, reward=float(reward.value), reward_parts=dict(reward.parts))
+            for trajectory, reward in zip(trajectories, rewards, strict=True)
+        ]
+
+    def _explain(self, error: Exception) -> None:
+        """The traceback of a user's function into the log, once a reason."""
+        reason, cause = str(error), error.__cause__
+        if cause is not None and reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
+            self._explained.add(reason)
+            self._log.info("where it was raised:", exc_info=cause)
+
+
+def _first_versions(sessions: Sequence[GenerationSession]) -> list[int]:
+    return [session.first_version for session in sessions if session.first_version is not None]

@@ -1,0 +1,76 @@
+"""Cuts stragglers: before a group gets too old to be trained, its finished samples go without the others.
+
+Only the worker knows how far each sample is, and the learner's progress says how old the group would be. The learner
+takes the batch of version v + 1 the moment the step from v ends, and the group must be in the log by then; so
+samplers.group_action is asked about that next batch. A group whose oldest token is of version v goes, with at least
+``min_group`` samples, once the learner is at v + max_staleness - 1. While fewer are done it waits for them, even beyond
+the bound: a group that will be dropped should not hold an engine for its last sample.
+
+The samples that are cut are the longest. The group carries their number: each is an event, and they add up to
+staleness/cancelled of the step. Tests: tests/actors/rollout/test_stragglers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from asyncrl.policies.staleness.samplers import group_action
+
+
+class Stragglers:
+    """For all groups of one worker."""
+
+    def __init__(self, *, max_staleness: int, min_group: int, are_waited_for: bool = False) -> None:
+        """are_waited_for: the learner waits for groups in progress (staleness.eviction = "wait"). It counts their age
+        from the version at which they were asked for, and so must the worker, or each would wait for the other."""
+        self._max_staleness = max_staleness
+        self._min_group = min_group
+        self._are_waited_for = are_waited_for
+        self._policy_version = 0
+        self._waiting: set[asyncio.Event] = set()
+
+    def learner_is_at(self, policy_version: int) -> None:
+        self._policy_version = policy_version
+        for changed in self._waiting:
+            changed.set()
+
+    async def cut(
+        self, samples: Sequence[asyncio.Task[Any]], versions: Callable[[], Iterable[int]], *, asked_at: int = 0
+    ) -> None:
+        """Cancel the samples that are not done once the others must go; returns when all are done or cancelled.
+
+        versions  gives the policy version that each sample began at, of those that have begun
+        asked_at  oldest version that the learner takes the group to be of
+        consumes: nothing    waits for: samples, the learner    woken by: a sample that ends, ``learner_is_at``
+        """
+        changed = asyncio.Event()
+        self._waiting.add(changed)
+        for sample in samples:
+            sample.add_done_callback(lambda _: changed.set())
+        try:
+            while not all(sample.done() for sample in samples):
+                changed.clear()
+                if self._must_go(samples, self._counted(versions(), asked_at)):
+                    for sample in samples:
+                        sample.cancel()  # nothing happens to those that are done
+                    return
+                await changed.wait()
+        finally:
+            self._waiting.discard(changed)
+
+    def _counted(self, versions: Iterable[int], asked_at: int) -> list[int]:
+        return [min(version, asked_at) if self._are_waited_for else version for version in versions]
+
+    def _must_go(self, samples: Sequence[asyncio.Task[Any]], versions: Sequence[int]) -> bool:
+        last = min(versions, default=0) + self._max_staleness
+        action = group_action(
+            versions,
+            [sample.done() for sample in samples],
+            group_size=len(samples),
+            policy_version=min(self._policy_version + 1, last),
+            max_staleness=self._max_staleness,
+            at_least=self._min_group,
+        )
+        return action == "train"

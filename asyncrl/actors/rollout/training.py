@@ -1,0 +1,107 @@
+"""The training stage, and a rollout worker that has this stage alone: their parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.stage import Stage
+from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.actors.rollout.training_sink import TrainingSink
+from asyncrl.actors.rollout.training_source import TrainingSource
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.protocols import Bus, Engine, RewardFn, RolloutFn, Tokenizer
+
+
+def training_stage(
+    bus: Bus,
+    *,
+    worker: str,
+    engine: SharedEngine,
+    rollout: RolloutFn,
+    reward: RewardFn,
+    tokenizer: Tokenizer,
+    seed: int,
+    max_attempts: int,
+    keep_seconds: float,
+    partial_rollouts: PartialRollouts,
+    sample_seconds: float = 0.0,
+    stragglers: Stragglers | None = None,
+    groups_ahead: Callable[[], int] | None = None,
+) -> Stage:
+    """Prompt groups in, rewarded trajectory groups out. See ``training_worker``."""
+    source = TrainingSource(
+        bus,
+        worker=worker,
+        engine=engine,
+        partial_rollouts=partial_rollouts,
+        max_attempts=max_attempts,
+        keep_seconds=keep_seconds,
+        groups_ahead=groups_ahead,
+    )
+    return Stage(
+        "training",
+        worker=worker,
+        engine=engine,
+        source=source,
+        sink=TrainingSink(bus, worker=worker, waits=engine.waits),
+        rollout=rollout,
+        reward=reward,
+        tokenizer=tokenizer,
+        seed=seed,
+        sample_seconds=sample_seconds,
+        stragglers=stragglers,
+    )
+
+
+def training_worker(
+    name: str,
+    bus: Bus,
+    *,
+    engine: Engine,
+    follower: WeightFollower,
+    rollout: RolloutFn,
+    reward: RewardFn,
+    tokenizer: Tokenizer,
+    seed: int,
+    max_running: int,
+    max_attempts: int,
+    keep_seconds: float,
+    context_tokens: int = 2**31,
+    sample_seconds: float = 0.0,
+    stragglers: Stragglers | None = None,
+    partial_rollouts: PartialRollouts | None = None,
+    groups_ahead: Callable[[], int] | None = None,
+) -> RolloutWorker:
+    """A worker that only trains.
+
+    max_running       samples in progress
+    max_attempts      a group that was begun this often without a result fails
+    keep_seconds      between two renewals of a delivery
+    context_tokens    that fit into the engine's model, the prompt included
+    sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
+    stragglers        None waits for every sample of a group
+    partial_rollouts  None saves and resumes nothing
+    groups_ahead      groups to hold beyond those that there are free slots for; None measures how many
+    """
+    if partial_rollouts is None:
+        partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=max_attempts, max_staleness=0)
+    shared = SharedEngine(engine, follower=follower, max_running=max_running, context_tokens=context_tokens)
+    training = training_stage(
+        bus,
+        worker=name,
+        engine=shared,
+        rollout=rollout,
+        reward=reward,
+        tokenizer=tokenizer,
+        seed=seed,
+        max_attempts=max_attempts,
+        keep_seconds=keep_seconds,
+        partial_rollouts=partial_rollouts,
+        sample_seconds=sample_seconds,
+        stragglers=stragglers,
+        groups_ahead=groups_ahead,
+    )
+    return RolloutWorker(name, bus, engine=shared, stages=[training], partial_rollouts=partial_rollouts)

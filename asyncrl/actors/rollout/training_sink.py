@@ -1,0 +1,45 @@
+"""The training stage's sink: trajectory groups into the log that the learner reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.errors import BusFull, MessageTooLarge
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.rollout import failed_group
+from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
+from asyncrl.protocols import Bus
+
+FULL_LOG_SECONDS = 1.0
+"""Between two tries to publish into a full log: nobody announces that there is space again."""
+
+
+class TrainingSink:
+    """Publishes to ``trajectories``. A Sink (stage_ports.py)."""
+
+    def __init__(self, bus: Bus, *, worker: str, waits: WaitTracker) -> None:
+        self._bus, self._worker, self._waits = bus, worker, waits
+        self._log = logging.getLogger(f"asyncrl.{worker}")
+
+    async def publish(self, group: TrajectoryGroup) -> None:
+        """Returns when the group is in the log. A full log means that the learner is behind: wait, as one wait."""
+        if (left := await self._unpublished(group)) is None:
+            return
+        with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
+            while left is not None:
+                await asyncio.sleep(FULL_LOG_SECONDS)
+                left = await self._unpublished(left)
+
+    async def _unpublished(self, group: TrajectoryGroup) -> TrajectoryGroup | None:
+        """Publish; the group to try again if the log is full. A group too large for a message can only fail."""
+        try:
+            await self._bus.publish(TRAJECTORIES, group, key=str(group.group_id))
+        except BusFull:
+            return group
+        except MessageTooLarge as error:
+            self._log.error("group %d failed: %s", group.group_id, error)
+            return await self._unpublished(failed_group(group.group_id, worker=self._worker, error=str(error)))
+        return None

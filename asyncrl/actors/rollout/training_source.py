@@ -1,0 +1,157 @@
+"""The training stage's source: prompt groups from the topic ``prompts``, redelivered until somebody acks them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout.group_progress import GroupProgress
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.prefetch import Prefetch, Prefetched, PrefetchRate
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.messages import PromptGroup
+from asyncrl.messages.topics import PROMPTS, group_id_of
+from asyncrl.protocols import Bus, Delivery
+
+RETRY_SECONDS: Final = 0.5
+
+
+class TrainingSource:
+    """Prompt groups, prefetched and kept in flight while they are made. A Source (stage_ports.py)."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        worker: str,
+        engine: SharedEngine,
+        partial_rollouts: PartialRollouts,
+        max_attempts: int,
+        keep_seconds: float,
+        groups_ahead: Callable[[], int] | None = None,
+    ) -> None:
+        """
+        max_attempts  a group that was begun this often without a result fails
+        keep_seconds  between two renewals of a delivery
+        groups_ahead  groups to hold beyond those that there are free slots for; None measures how many
+        """
+        self._bus, self._worker = bus, worker
+        self._slots, self._waits = engine.slots, engine.waits
+        self._partial_rollouts = partial_rollouts
+        self._max_attempts = max_attempts
+        self._keep_seconds = keep_seconds
+        self._rate = PrefetchRate()
+        self._groups_ahead = groups_ahead or self._rate.groups_ahead
+        self._attempts = DeliveryAttempts(bus, worker=worker, max_attempts=max_attempts)
+        self._draining = asyncio.Event()
+        self._prefetch: Prefetch | None = None
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        async with self._bus.consume(PROMPTS) as deliveries, asyncio.TaskGroup() as group:
+            prefetch = self._prefetch = Prefetch(
+                deliveries,
+                worker=self._worker,
+                slots=self._slots,
+                attempts=self._attempts,
+                groups_ahead=self._groups_ahead,
+                keep_seconds=self._keep_seconds,
+                owner=group,
+            )
+            with self._slots.watched(prefetch.update):
+                group.create_task(prefetch.fetch(self._waits), name=f"{self._worker}.fetch")
+                group.create_task(self._end(prefetch), name=f"{self._worker}.end")
+                yield
+
+    async def _end(self, prefetch: Prefetch) -> None:
+        """consumes: nothing    waits for: ``drain``    woken by: it"""
+        await self._draining.wait()
+        prefetch.end()
+
+    def drain(self) -> None:
+        self._draining.set()
+
+    async def next(self) -> PromptWork | None:
+        """Raises BusError."""
+        assert self._prefetch is not None, "next() outside open()"
+        while (prefetched := await self._prefetch.next()) is not None:
+            delivery = prefetched.delivery
+            group_id = group_id_of(delivery.key)
+            problem = self._problem(delivery, group_id)
+            if group_id is not None:
+                return self._work(prefetched, group_id=group_id, problem=problem)
+            await delivery.ack()  # no group that anybody waits for
+            prefetched.keeping.cancel()
+            self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
+        return None
+
+    def _problem(self, delivery: Delivery[PromptGroup], group_id: int | None) -> str:
+        """Why the message is not the prompt of this group; empty: it is."""
+        prompt = delivery.message
+        if prompt is not None and prompt.group_id == group_id:
+            return ""
+        problem = f"the prompt does not decode: {delivery.problem}"
+        if prompt is not None:
+            problem = f"the prompt under key {delivery.key!r} is group {prompt.group_id}"
+        self._bus.rejections.note(PROMPTS.name, problem, kind="malformed" if prompt is None else "key")
+        return problem
+
+    def _work(self, prefetched: Prefetched, *, group_id: int, problem: str) -> PromptWork:
+        attempt = prefetched.attempt
+        prompt = None if problem else prefetched.delivery.message
+        if attempt > self._max_attempts and not problem:
+            problem = f"gave up after {self._max_attempts} attempts: the last worker that tried did not come back"
+        return PromptWork(
+            group_id=group_id,
+            prompt=prompt,
+            problem=problem,
+            attempt=attempt,
+            is_last_attempt=attempt >= self._max_attempts,
+            prefetched=prefetched,
+            rate=self._rate,
+            attempts=self._attempts,
+            partial_rollouts=self._partial_rollouts,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptWork:
+    """One prompt group in flight. A WorkItem (stage_ports.py)."""
+
+    group_id: int
+    prompt: PromptGroup | None
+    problem: str
+    attempt: int
+    is_last_attempt: bool
+    prefetched: Prefetched
+    rate: PrefetchRate
+    attempts: DeliveryAttempts
+    partial_rollouts: PartialRollouts
+
+    @property
+    def needs_worker_alone(self) -> bool:
+        """On the last attempt of several: what ended the workers before is to end no other group with it."""
+        return self.is_last_attempt and self.attempt > 1 and not self.problem
+
+    async def begin(self) -> GroupProgress:
+        assert self.prompt is not None, "a group without a prompt cannot begin"
+        delivery = self.prefetched.delivery
+        await self.attempts.begin(delivery)
+        return await self.partial_rollouts.open(self.prompt, attempt=delivery.attempt, begun=self.attempt)
+
+    async def finish(self) -> None:
+        delivery = self.prefetched.delivery
+        await self.rate.ack(delivery)
+        await self.partial_rollouts.forget(delivery.key)
+        await self.attempts.forget(delivery)
+
+    async def retry(self) -> None:
+        await self.prefetched.delivery.retry(delay=RETRY_SECONDS)
+
+    def close(self) -> None:
+        self.prefetched.keeping.cancel()
+        self.partial_rollouts.close(self.prefetched.delivery.key)

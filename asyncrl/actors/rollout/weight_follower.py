@@ -1,0 +1,293 @@
+"""Keeps one engine on the newest weights, without a barrier: no engine waits for another's load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.errors import WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.messages.weight_transfer import TransferOffer
+from asyncrl.policies.health.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
+from asyncrl.policies.staleness.admission import version_to_begin
+from asyncrl.protocols import Bus, Engine, Intake, LoadReport, Receiver
+
+Verify = Callable[[WeightVersion], Path]
+Progress = Callable[[], int]
+ReceiverOf = Callable[[Intake], Receiver | None]
+
+ATTEMPTS = 5
+RETRY_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
+NONCE_BYTES = 16
+STARVED_SECONDS = 10.0
+"""An idle engine whose only groups are of a lost history begins them after this long without a new version."""
+LOADING_SHARE = 1 / 8
+"""Of the engines, rounded up: this many may be paused by a load at once."""
+
+
+class WeightFollower(Actor):
+    """Watches ``weights`` and loads the newest version when the policy of ``load`` allows.
+
+    in_flight  at once, between two tokens; generations in progress go on with the new weights
+    drain      as soon as nothing runs; new generations wait for the load
+    on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
+
+    Versions published during a load are skipped. What the learner sends from memory is preferred to its folder; if
+    sending fails, the folder is loaded as soon as it is there. A folder that cannot be loaded is tried again until a
+    newer one comes; after ATTEMPTS the worker ends, or prompts that ask for the version would wait for ever.
+    In flight, engines take turns by leases of the bus: at most LOADING_SHARE of them are paused at any instant.
+    """
+
+    role = "weight-follower"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        engine: Engine,
+        verify: Verify,
+        load: str,
+        progress: Progress = lambda: 0,
+        receiver_of: ReceiverOf = lambda intake: None,
+        max_staleness: int = 0,
+    ) -> None:
+        """verify, progress, receiver_of: the WeightChannel's.  max_staleness: the run's (admission.version_to_begin)"""
+        super().__init__(name, bus)
+        self._engine = engine
+        self._verify = verify
+        self._progress = progress
+        self._load = load
+        self._receiver_of = receiver_of
+        self._receiver: Receiver | None = None
+        self._max_staleness = max_staleness
+        self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
+        self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
+        self._running = 0
+        self._demanded = 0
+        self._starved_at = (-1, -1)
+        self._failures = 0  # of sending, in a row
+        self._changed = asyncio.Condition()
+        self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
+        self.loads = 0
+
+    async def start(self) -> None:
+        """Meet the learner, if it is there, before anything runs: the first collective of a group takes longer."""
+        if (intake := self._engine.intake) is not None:
+            self._receiver = self._receiver_of(intake)
+        if self._receiver is not None and SENT in await self.bus.states(WEIGHTS):
+            try:
+                await self._receive(self._receiver, turn=contextlib.nullcontext())
+            except WeightsError as error:
+                self.log.warning("%s; it is tried again with the next version", error)
+
+    async def run(self) -> None:
+        """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""
+        async with asyncio.TaskGroup() as group:
+            for key in ("", SENT) if self._receiver else ("",):
+                group.create_task(self._watch(key), name=f"{self.name}.watch-{key or 'folders'}")
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(self._may_load)
+                await self._catch_up()
+                await self._notify()
+
+    @contextlib.asynccontextmanager
+    async def generation(
+        self, min_policy_version: int, *, incarnation: int = 0, waits: WaitTracker | None = None
+    ) -> AsyncIterator[None]:
+        """Entered when the engine's weights are new enough and no load waits for quiet; inside, a generation runs.
+
+        min_policy_version, incarnation  of the prompt group
+        waits                            of the actor that waits here; None: this one's own
+        """
+
+        def is_new_enough() -> bool:
+            return self._engine.version[1] >= self._version_to_begin(min_policy_version, incarnation)
+
+        def may_begin() -> bool:
+            is_of_lost_history = self._engine.version[0] > incarnation
+            return is_new_enough() or (is_of_lost_history and self._starved_at == self._engine.version)
+
+        async with self._changed:
+            if not is_new_enough():
+                self._demanded = max(self._demanded, self._version_to_begin(min_policy_version, incarnation))
+                self._changed.notify_all()
+            note = f"of version {min_policy_version}"
+            with (waits or self.waits).waiting("weights", on=LEARNER, note=note, first=FIRST_SECONDS):
+                while not (may_begin() and not self._wants_quiet()):
+                    await self._wait_for_change()
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:  # only a load waits for the end of generations: hundreds may wait for weights
+                await asyncio.shield(self._notify())
+
+    async def _wait_for_change(self) -> None:
+        """Call with ``_changed`` held. An idle engine whose version stays the same for too long is starved.
+
+        It begins groups of a lost history then: the groups that would bring the learner to the version they ask for may
+        be lost, and too old is better than never.
+        """
+        version = self._engine.version
+        try:
+            async with asyncio.timeout(STARVED_SECONDS):
+                await self._changed.wait()
+        except TimeoutError:
+            if self._engine.version == version and self._running == 0:
+                self._starved_at = version
+                self._changed.notify_all()
+
+    def _version_to_begin(self, min_policy_version: int, incarnation: int) -> int:
+        engine_incarnation, version = self._engine.version
+        return version_to_begin(
+            min_policy_version,
+            incarnation=incarnation,
+            engine_incarnation=engine_incarnation,
+            fork=self._forks.get(engine_incarnation, version),  # of an unknown incarnation: no newer than its weights
+            max_staleness=self._max_staleness,
+        )
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _watch(self, key: str) -> None:
+        async with self.bus.watch(WEIGHTS, key=key) as versions:
+            async for version in versions:
+                async with self._changed:
+                    self._forks[version.incarnation] = version.fork
+                    if key != SENT or self._failures < ATTEMPTS:
+                        self._newest[key] = version
+                    self._changed.notify_all()
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _newest_order(self) -> tuple[int, int]:
+        return max((weights.order for weights in self._newest.values()), default=(-1, -1))
+
+    def _is_newer(self) -> bool:
+        return self._newest_order > self._engine.version
+
+    def _wants_quiet(self) -> bool:
+        """A load is due that must not happen while something runs."""
+        if not self._is_newer() or self._load == "in_flight":
+            return False
+        is_new_history = self._newest_order[0] > self._engine.version[0]  # its numbers do not compare with ours
+        return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
+
+    def _may_load(self) -> bool:
+        return self._is_newer() and (self._load == "in_flight" or (self._wants_quiet() and self._running == 0))
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            newest = self._newest_order
+            try:
+                await self._take()
+                return
+            except WeightsError as error:
+                self.log.warning("version %d, attempt %d: %s", newest[1], attempt, error)
+                self.problem = str(error)
+                if attempt == ATTEMPTS:
+                    raise
+            if await self._superseded(newest):
+                return
+
+    async def _take(self) -> None:
+        """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
+        sent = self._newest.get(SENT)
+        is_newest = sent is not None and sent.order == self._newest_order
+        if self._receiver is not None and sent is not None and is_newest and self._failures < ATTEMPTS:
+            try:
+                await self._receive(self._receiver, turn=self._turn())
+                self._failures = 0
+                return
+            except WeightsError as error:
+                self._failures += 1
+                self.log.warning("%s; version %d is taken from its folder", error, sent.policy_version)
+                if self._newest[SENT] is sent or self._failures == ATTEMPTS:
+                    del self._newest[SENT]
+                if self._failures == ATTEMPTS:
+                    self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
+        stored = self._newest.get("")
+        if stored is None or stored.order <= self._engine.version:
+            return  # the folder is still being written
+        note = f"of version {stored.policy_version}"
+        with self.waiting("the weight folder", on="folder", note=note, progress=self._progress):
+            folder = await asyncio.to_thread(self._verify, stored)
+        async with self._turn():
+            with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
+                report = await self._engine.load(replace(stored, uri=str(folder)))
+            self._note(report)
+
+    async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
+        if not receiver.request.has_joined:
+            offer = await self._offer(receiver)
+            with self.waiting("its engine to meet the learner", on="load", first=FIRST_SECONDS):
+                await receiver.join(offer)
+        async with turn:
+            offer = await self._offer(receiver)
+            note = f"of version {offer.policy_version}"
+            with self.waiting("its engine to receive weights", on="load", note=note, first=FIRST_SECONDS):
+                report = await receiver.receive(offer)
+            self._note(report)
+
+    async def _offer(self, receiver: Receiver) -> TransferOffer:
+        with self.waiting("the learner's offer of weights", on=SENDER):
+            request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
+            offer = await self.bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
+        if offer is None:
+            raise WeightsError("no learner answers that it sends weights")
+        if offer.problem:
+            await receiver.leave()
+            raise WeightsError(f"the learner sends no weights: {offer.problem}")
+        return offer
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """A turn to load. Only engines that generate take turns: a pause of a quiet one holds up nothing."""
+        if self._load != "in_flight":
+            yield
+            return
+        num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)
+        turns = max(1, math.ceil(num_engines * LOADING_SHARE))
+        lease = self.bus.lease(f"load-{zlib.crc32(self.name.encode()) % turns}", holder=self.name)
+        async with contextlib.AsyncExitStack() as stack:
+            with self.waiting("its turn to load weights", on=FOLLOWER):
+                await stack.enter_async_context(lease)
+            yield
+
+    def _note(self, report: LoadReport) -> None:
+        self.last_load = report
+        self.loads += 1
+        self.problem = ""
+        self.log.info(
+            "loaded version %d: paused %.3f s, %.3f s in all",
+            self._engine.version[1],
+            report.pause_seconds,
+            report.load_seconds,
+        )
+
+    async def _superseded(self, order: tuple[int, int]) -> bool:
+        """Whether a newer version is announced within RETRY_SECONDS."""
+        try:
+            async with asyncio.timeout(RETRY_SECONDS), self._changed:
+                await self._changed.wait_for(lambda: self._newest_order > order)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,180 @@
+"""The rollout worker: one engine, the stages that use it, and when it leaves.
+
+Invariants (tests/actors/test_loop.py):
+  W1 publish, then ack: a worker that dies in between repeats the group, and the learner's ledger makes the repeat
+     harmless. It never loses one.
+  W2 every prompt group becomes exactly one trained, dropped, filtered or failed group: what cannot be made is published
+     as failed, so that its place in the window comes free.
+  W3 draining takes no new prompt and finishes what is held; asked twice, it hands that over
+     (tests/actors/rollout/test_handover.py).
+  W4 a group on its last attempt has the worker to itself: what kills workers takes no other group with it.
+The stages keep W1, W2 and W4 (stage.py). Unfinished groups are saved to the bus (partial_rollouts.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+
+from asyncrl import messages
+from asyncrl.actors.base import Actor
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.stage import Stage
+from asyncrl.errors import BusError
+from asyncrl.messages import Event, Heartbeat, Wait
+from asyncrl.messages.topics import EVENTS, PROGRESS, QUARANTINE
+from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.protocols import Bus
+
+
+class RolloutWorker(Actor):
+    """consumes: progress, quarantine    publishes: events    woken by: the learner. Its stages do the work."""
+
+    role = "rollout-worker"
+
+    def __init__(
+        self,
+        name: str,
+        bus: Bus,
+        *,
+        engine: SharedEngine,
+        stages: Sequence[Stage],
+        partial_rollouts: PartialRollouts,
+    ) -> None:
+        """``partial_rollouts``: of those stages that save theirs."""
+        super().__init__(name, bus)
+        self.waits = engine.waits  # one list for the process
+        self._engine = engine
+        self._stages = tuple(stages)
+        self._partial_rollouts = partial_rollouts
+        self._handing_over = asyncio.Event()
+
+    async def start(self) -> None:
+        with self.waiting("its engine to start", on="start", first=FIRST_SECONDS):
+            await self._engine.engine.start()
+
+    async def stop(self) -> None:
+        await self._engine.engine.close()
+        for stage in self._stages:
+            await stage.close()
+
+    def drain(self) -> None:
+        """Take no more prompts and finish those that are held; asked again, hand them over as far as they are."""
+        if self.draining.is_set():
+            self._handing_over.set()
+        super().drain()
+
+    async def run(self) -> None:
+        """Work until drained, or until the learner says that the run is finished: what is held then is not needed."""
+        async with asyncio.TaskGroup() as group:
+            joined = group.create_task(self._say_joined(), name=f"{self.name}.say-joined")
+            work = group.create_task(self._work(), name=f"{self.name}.work")
+            finished = group.create_task(self._until_finished(), name=f"{self.name}.until-finished")
+            saving = group.create_task(self._partial_rollouts.run(), name=f"{self.name}.save-partial-rollouts")
+            quarantined = group.create_task(self._until_quarantined(), name=f"{self.name}.until-quarantined")
+            handed_over = group.create_task(self._until_handed_over(), name=f"{self.name}.until-handed-over")
+            await asyncio.wait((work, finished, quarantined, handed_over), return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()  # what it holds goes back to the bus
+            if quarantined.done() and not finished.done():
+                await self._sit_out(quarantined.result(), finished, owner=group)
+            for task in (joined, handed_over, quarantined, finished, saving):
+                task.cancel()
+
+    async def _work(self) -> None:
+        """All stages, until each has ended."""
+        async with asyncio.TaskGroup() as group:
+            draining = group.create_task(self._drain_stages(), name=f"{self.name}.drain-stages")
+            running = [group.create_task(stage.run(), name=f"{self.name}.{stage.name}") for stage in self._stages]
+            await asyncio.wait(running)
+            draining.cancel()
+
+    async def _drain_stages(self) -> None:
+        """consumes: nothing    waits for: ``drain``    woken by: it"""
+        await self.draining.wait()
+        for stage in self._stages:
+            stage.drain()
+
+    async def _sit_out(self, reason: str, finished: asyncio.Task[None], *, owner: asyncio.TaskGroup) -> None:
+        """Quarantined: stay up without work, so that nobody starts the worker again before the run ends."""
+        self.phase, self.problem = "quarantined", reason
+        drained = owner.create_task(self.draining.wait())
+        with self.waiting(f"the end of the run: quarantined by the learner, {reason}"):
+            await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+
+    async def _say_joined(self) -> None:
+        """The engine is up. The learner says "first_trained" when it has trained a group of this worker."""
+        event = Event(kind="joined", actor=self.name, time=time.time(), data={"host": socket.gethostname()})
+        try:
+            await self.bus.publish(EVENTS, event, key=f"{self.name}-joined-{uuid.uuid4().hex}")
+        except BusError as error:
+            self.log.warning("could not say that it has joined: %s", error)
+
+    async def _until_quarantined(self) -> str:
+        """Until the learner says that it trains nothing of this worker, and why.
+
+        consumes: quarantine    waits for: a verdict on this life of the worker    woken by: the learner
+        """
+        async with self.bus.watch(QUARANTINE, key=self.name) as verdicts:
+            verdict = await anext(verdicts)
+            while verdict.life != self.life:
+                verdict = await anext(verdicts)
+        self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
+        return verdict.reason
+
+    async def _until_handed_over(self) -> None:
+        """Until ``drain`` is called twice and everything held is saved to the bus."""
+        await self._handing_over.wait()
+        await self._partial_rollouts.save()
+
+    async def _until_finished(self) -> None:
+        """consumes: progress    waits for: the end of the run    woken by: the learner"""
+        incarnation = 0
+        async with self.bus.watch(PROGRESS) as states:
+            async for progress in states:
+                if progress.incarnation < incarnation:
+                    problem = f"of incarnation {progress.incarnation}, and {incarnation} was there already"
+                    self.bus.rejections.note(PROGRESS.name, problem, kind="incarnation")
+                    continue
+                incarnation = progress.incarnation
+                for stage in self._stages:
+                    stage.learner_is_at(progress.policy_version)
+                if progress.finished:
+                    self.log.info("the run is finished")
+                    return
+
+    # -- what its heartbeat says -------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._engine.version
+
+    def heartbeat(self) -> Heartbeat:
+        """Its follower's problem too: a process has one heartbeat."""
+        beat = super().heartbeat()
+        said: Heartbeat = messages.replace(beat, problem=beat.problem or self._engine.follower.problem)
+        return said
+
+    def present_waits(self) -> tuple[Wait, ...]:
+        """Also what its follower waits for, and its engine's next token: without either nothing is generated."""
+        loading = tuple(wait for wait in self._engine.follower.present_waits() if wait.on)
+        return (
+            *self._engine.present_waits(is_loading=bool(loading)),
+            *super().present_waits(),
+            *loading,
+        )
+
+    def numbers(self) -> dict[str, float]:
+        follower = self._engine.follower
+        return {
+            **self._engine.numbers(),
+            **self._partial_rollouts.numbers(),
+            "weights/pause_seconds": follower.last_load.pause_seconds,
+            "weights/load_seconds": follower.last_load.load_seconds,
+            "weights/loads": follower.loads,
+            "bus/rejected": self.bus.rejections.total,
+        }

@@ -1,0 +1,55 @@
+"""Whether an actor that starts does anything: a model may take minutes to read, a hang reads nothing.
+
+Looked at with each heartbeat, while the actor starts. A start that neither computes nor reads is a stall after
+PATIENCE_SECONDS; one that does either has FIRST_SECONDS, as before. Where the system does not tell, all have those.
+
+Tests: tests/unit/actors/test_startup_probe.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncrl import os_process
+from asyncrl.messages import Wait, replace
+from asyncrl.os_process import Work
+from asyncrl.policies.health.faults import PATIENCE_SECONDS
+
+_CPU_SECONDS: Final = 0.05
+_READ_BYTES: Final = 2**16
+"""Less between two heartbeats is what a heart does itself."""
+
+
+class StartSigns:
+    """Of one process, its children included. ``work``: see processes.work; None when the system does not tell."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, work: Callable[[], Work | None] = os_process.work
+    ) -> None:
+        self._clock, self._work = clock, work
+        self._seen = Work(cpu_seconds=0.0, read_bytes=0)
+        self._since = clock()
+
+    def look(self) -> float:
+        """Seconds without a sign. Blocks for a moment."""
+        work, now = self._work(), self._clock()
+        if (
+            work is None
+            or abs(work.cpu_seconds - self._seen.cpu_seconds) >= _CPU_SECONDS  # less: a child has ended
+            or abs(work.read_bytes - self._seen.read_bytes) >= _READ_BYTES
+        ):
+            self._since = now
+        self._seen = work or self._seen
+        return now - self._since
+
+
+def judged(waits: Sequence[Wait], *, quiet_seconds: float) -> tuple[Wait, ...]:
+    """A heartbeat's waits, where those for a start say that there was no sign of it for ``quiet_seconds``."""
+    if quiet_seconds <= PATIENCE_SECONDS:
+        return tuple(waits)
+    said = f", which has neither computed nor read for {quiet_seconds:.0f} s"
+    return tuple(
+        replace(wait, what=wait.what + said, limit=PATIENCE_SECONDS) if wait.on == "start" else wait for wait in waits
+    )

@@ -1,0 +1,159 @@
+"""What one actor waits for: for whom, for how long, and how long that usually takes.
+
+Durations are monotonic: no change of a clock begins, hides or ends a wait. How long a wait for a part of the actor's
+own process (its engine, its reward function, a disk) may last before it counts as a stall is learned: faults.limit
+of the median of the same waits before. The median, because one hang that healed must not make the next look usual.
+
+Tests: tests/unit/actors/test_wait_tracker.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from asyncrl.messages import Wait
+from asyncrl.policies.health.faults import FIRST_SECONDS, PARTS, PATIENCE_SECONDS, limit
+from asyncrl.protocols import EngineStats
+
+_REMEMBERED = 32
+
+
+@dataclass(slots=True)
+class OpenWait:
+    """One wait in progress. ``since``: on the clock of Waits; ``longest``: seconds of its longest part so far."""
+
+    what: str
+    on: str
+    note: str
+    usual: float
+    limit: float
+    since: float
+    longest: float = 0.0
+    pauses: int = 0
+    progress: Callable[[], int] | None = None
+    seen: int = 0
+    alive: float = 0.0
+
+    def seconds(self, now: float) -> float:
+        if self.progress is not None and (found := self.progress()) != self.seen:
+            self.seen, self.alive = found, now
+        return 0.0 if self.pauses else now - max(self.since, self.alive)
+
+
+class WaitTracker:
+    """The waits of one actor, in progress and past."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: list[OpenWait] = []
+        self._past: dict[tuple[str, str], deque[float]] = {}
+
+    @contextlib.contextmanager
+    def waiting(
+        self,
+        what: str,
+        *,
+        on: str = "",
+        note: str = "",
+        first: float = PATIENCE_SECONDS,
+        progress: Callable[[], int] | None = None,
+    ) -> Iterator[OpenWait]:
+        """``first``: seconds that the first wait of this kind may take, when none has ended to compare with.
+
+        ``progress``: rises while it gets on: what counts is the time since it last rose.
+        """
+        usual = self.usual_seconds(what, on)
+        if on in PARTS and not PARTS[on].is_learned:
+            usual = 0.0
+        longest = limit(usual, first=first) if on in PARTS else 0.0
+        since = self._clock()
+        wait = OpenWait(what, on, note, usual, longest, since, progress=progress, alive=since)
+        self._open.append(wait)
+        try:
+            yield wait
+            self._past.setdefault((what, on), deque(maxlen=_REMEMBERED)).append(self._longest(wait))
+        finally:
+            self._open = [other for other in self._open if other is not wait]
+
+    @contextlib.contextmanager
+    def paused(self, wait: OpenWait) -> Iterator[None]:
+        """Inside, ``wait`` is no wait: whoever it waits for called us back. It begins anew behind."""
+        if not wait.pauses:
+            wait.longest = self._longest(wait)
+        wait.pauses += 1
+        try:
+            yield
+        finally:
+            wait.pauses -= 1
+            wait.since = self._clock()
+
+    def _longest(self, wait: OpenWait) -> float:
+        return max(wait.longest, self._clock() - wait.since)
+
+    def usual_seconds(self, what: str, on: str) -> float:
+        """Median duration of the last waits of this kind; 0 when none has ended."""
+        return statistics.median(past) if (past := self._past.get((what, on))) else 0.0
+
+    def now(self) -> tuple[Wait, ...]:
+        """One entry a kind, with its longest; the longest first."""
+        now = self._clock()
+        kinds: dict[tuple[str, str], list[OpenWait]] = {}
+        for wait in self._open:
+            if not wait.pauses:
+                kinds.setdefault((wait.what, wait.on), []).append(wait)
+        longest = [(max(waits, key=lambda wait: wait.seconds(now)), len(waits)) for waits in kinds.values()]
+        found = [
+            Wait(
+                what=f"{wait.what} {wait.note}".strip(),
+                on=wait.on,
+                seconds=wait.seconds(now),
+                usual=wait.usual,
+                limit=wait.limit,
+                count=count,
+            )
+            for wait, count in longest
+        ]
+        return tuple(sorted(found, key=lambda wait: -wait.seconds))
+
+
+class EngineLiveness:
+    """An engine's signs of life, looked at with each heartbeat: an answer may take long, the next token may not."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._waits = WaitTracker(clock=clock)
+        self._clock = clock
+        self._expected = 0
+        self._tokens = 0
+        self._alive = clock()
+
+    @contextlib.contextmanager
+    def expected(self) -> Iterator[None]:
+        """Inside, the engine owes an answer."""
+        if not self._expected:
+            self._alive = self._clock()
+        self._expected += 1
+        try:
+            with self._waits.waiting("an answer", on="engine", note="", first=FIRST_SECONDS):
+                yield
+        finally:
+            self._expected -= 1
+            self._alive = self._clock()
+
+    def waits(self, stats: EngineStats, *, is_loading: bool) -> tuple[Wait, ...]:
+        """The wait for the engine's next sign, if it owes any. While it loads weights it owes none."""
+        if stats.tokens_generated != self._tokens or is_loading:
+            self._tokens, self._alive = stats.tokens_generated, self._clock()
+        if not self._expected:
+            return ()
+        usual = self._waits.usual_seconds("an answer", "engine")
+        longest = limit(usual, first=FIRST_SECONDS)
+        if stats.is_live and stats.tokens_generated:
+            usual, longest = min(usual, 1.0), PATIENCE_SECONDS
+        seconds = self._clock() - self._alive
+        what = "the next token of an answer" if self._expected == 1 else f"the next token of {self._expected} answers"
+        return (Wait(what=what, on="engine", seconds=seconds, usual=usual, limit=longest, count=self._expected),)

@@ -1,0 +1,75 @@
+"""Base class of training backends; protocols/backend.py specifies what they must do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.errors import ConfigError
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.protocols import Backend
+from asyncrl.protocols.adapter import Adapter, RunConfig
+from asyncrl.tensors.device import require_gpu, resolve_device
+
+
+class BackendAdapter(Adapter):
+    """Defaults for a single-process backend."""
+
+    section: ClassVar[str] = "learner"
+
+    @classmethod
+    def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
+        """The backend, not started. ``auxiliary``: the models that the algorithm needs beside the policy, by name."""
+        return cast(Any, cls)(**constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary))  # type: ignore[no-any-return]
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        cls.options(run)
+        if run.learner.ranks > 1:
+            raise ConfigError(
+                f'learner.ranks: backend = "{run.learner.backend}" runs in one process; use "megatron" or ranks = 1'
+            )
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        if run.learner.device == "cuda":
+            require_gpu("learner")
+
+    @classmethod
+    def num_gpus(cls, run: RunConfig) -> int:
+        return run.learner.ranks if run.learner.device != "cpu" else 0
+
+    @classmethod
+    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
+        return run.model_paths
+
+
+def constructor_arguments(
+    adapter: type[BackendAdapter], run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]
+) -> dict[str, Any]:
+    """Arguments common to all backends' constructors; ``auxiliary`` is omitted when empty."""
+    arguments: dict[str, Any] = {
+        "model_path": Path(run.model.path),
+        "algorithm": algorithm,
+        "optimizer": optimizer_settings(run),
+        "temperature": run.rollout.temperature,
+        "device": resolve_device(run.learner.device, section="learner"),
+        "dtype": run.model.dtype,
+        "threads": run.learner.threads,
+        "options": adapter.options(run),
+    }
+    return arguments | ({"auxiliary": auxiliary} if auxiliary else {})
+
+
+def optimizer_settings(run: RunConfig) -> OptimizerSettings:
+    """AdamW settings from [learner]."""
+    learner = run.learner
+    return OptimizerSettings(
+        weight_decay=learner.weight_decay,
+        betas=(learner.betas[0], learner.betas[1]),
+        eps=learner.eps,
+        max_grad_norm=learner.max_grad_norm,
+    )

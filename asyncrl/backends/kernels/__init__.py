@@ -1,0 +1,1 @@
+"""Kernels shared by backends: fused layers and the output layer."""

@@ -1,0 +1,182 @@
+"""Operations between matrix products: eager PyTorch on a CPU, one fused kernel each on CUDA.
+
+All of them are memory-bound, so torch.compile makes one kernel of each function and one of its gradient. Computation is
+in float32. ``torch.compiler.set_stance("force_eager")`` disables the compiler.
+Tests: tests/unit/backends/kernels/test_fused.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+log = logging.getLogger("asyncrl.kernels")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fused(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile ``function`` on first use if its first argument is on CUDA, once for any number of rows.
+
+    If compilation fails (torch's compiler has bugs at some shapes), warn once and run it eagerly.
+    """
+
+    @functools.cache
+    def compiled() -> Callable[P, R]:
+        return on_rows(torch.compile(function, fullgraph=True))  # lazily: its imports take two seconds
+
+    is_compiled = True
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        nonlocal is_compiled
+        first: Any = arguments[0]
+        if first.is_cuda and is_compiled:
+            try:
+                return compiled()(*arguments, **options)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                is_compiled = False
+                log.warning(
+                    "%s runs uncompiled, and slower: torch.compile failed: %r",
+                    function.__name__,
+                    error.inner_exception,
+                )
+        return function(*arguments, **options)
+
+    return run
+
+
+def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
+    """Mark dim 0 of the first argument, and of tensors with the same size there, as dynamic for ``compiled``."""
+
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        first: Any = arguments[0]
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.ndim and argument.shape[0] == first.shape[0]:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return compiled(*arguments, **options)
+
+    return run
+
+
+@fused
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., H] x [H] -> [..., H]"""
+    return _normed(x, weight, eps)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@fused
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Gate and up, concatenated [..., 2 F] -> silu(gate) x up [..., F]"""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+@fused
+def heads(
+    mixed: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention's inputs from one projection: split, normalised if there are weights [d], rotated.
+
+    mixed [N, groups x (queries + 2) x d]; a group is its queries, its key, its value
+    -> query [N, groups x queries, d], key and value [N, groups, d]
+    """
+    size = 2 * cosines.shape[-1]
+    grouped = mixed.view(mixed.shape[0], groups, -1, size)
+    query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
+    if query_weight is not None and key_weight is not None:
+        query, key = _normed(query, query_weight, eps), _normed(key, key_weight, eps)
+    return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value.contiguous()
+
+
+def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Pairs are (i, i + d / 2), as in Hugging Face models."""
+    first, second = x.float().chunk(2, dim=-1)
+    cosines, sines = cosines[:, None], sines[:, None]
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
+
+
+@fused
+def row_statistics(logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+    """logits [M, V], columns i64[M] (negative: on another rank) -> f32[4, M], with x = logits / temperature:
+    largest x; sum of e = exp(x - largest); sum of e x; x at the column, or 0.
+    """
+    x = logits.float() / temperature
+    largest = x.amax(dim=-1)
+    exponentials = (x - largest[:, None]).exp()
+    own = x.gather(-1, columns.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([largest, exponentials.sum(-1), (exponentials * x).sum(-1), torch.where(columns >= 0, own, 0.0)])
+
+
+@fused
+def logits_gradient(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    log_total: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Gradient of sum(logprobs x of_logprobs) with respect to logits [M, V]: one-hot - p, p = exp(x - log_total)."""
+    p = (logits.float() / temperature - log_total[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    return ((is_target.float() - p) * (of_logprobs / temperature)[:, None]).to(logits.dtype)
+
+
+@fused
+def logits_gradient_with_entropy(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    log_total: torch.Tensor,
+    of_logprobs: torch.Tensor,
+    temperature: float,
+    mean: torch.Tensor,
+    of_entropy: torch.Tensor,
+) -> torch.Tensor:
+    """``logits_gradient`` plus the gradient of sum(entropy x of_entropy): p (mean - x), where mean = sum p x."""
+    x = logits.float() / temperature
+    p = (x - log_total[:, None]).exp()
+    is_target = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    slope = (is_target.float() - p) * of_logprobs[:, None] + p * (mean[:, None] - x) * of_entropy[:, None]
+    return (slope / temperature).to(logits.dtype)
+
+
+@contextmanager
+def remade(tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Computations inside save ``make`` for their backward pass in place of ``tensor``, which is then recomputed."""
+    address, shape = tensor.data_ptr(), tensor.shape
+
+    def keep(saved: torch.Tensor) -> Any:
+        return make if saved.data_ptr() == address and saved.shape == shape else saved
+
+    def give_back(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        with torch.no_grad():
+            return make()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, give_back):
+        yield

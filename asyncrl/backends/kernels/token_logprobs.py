@@ -1,0 +1,146 @@
+"""The output layer: token logprobs and entropies from hidden states, without materialising all logits.
+
+Logits of a whole micro-batch would be the largest tensor of all (16k rows of 152k: 5 GB in 16 bits, twice that in
+float32). Rows are processed in chunks: a matrix product, then a few float32 numbers per row. The backward pass
+recomputes each chunk's logits (a third more work in this layer) and turns them into gradients immediately.
+Test: test_logprobs_and_entropy_over_a_split_vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.backends.kernels import fused
+
+_CHUNK_NUMBERS = {"cuda": 2**29, "cpu": 2**26}
+"""Logits per chunk: 1 GiB in 16 bits; on a CPU 256 MiB in float32, as its float32 operations are not fused."""
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    vocabulary_size: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [M, H], weight [V / ranks, H], targets i64[M] -> logprobs f32[M], entropy f32[M] (nats), with gradient.
+
+    The distribution is softmax(hidden weight^T / temperature). Rank r of ``group`` holds rows [r V / ranks,
+    (r + 1) V / ranks) of the weight; rows from ``vocabulary_size`` on are padding with zero probability. Every rank
+    has the same hidden states; their gradient is summed over the ranks.
+    """
+    rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+    start = rank * weight.shape[0]
+    num_valid = min(vocabulary_size - start, weight.shape[0])
+    is_here = (targets >= start) & (targets < start + num_valid)
+    columns = torch.where(is_here, targets - start, -1)
+    return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None
+    )
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """With x the scaled logits, Z = log sum exp x, p = exp(x - Z), m = sum p x: logprob = x[t] - Z, entropy = Z - m.
+
+    d logprob / dx = onehot(t) - p;  d entropy / dx = p (m - x).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        columns: torch.Tensor,
+        temperature: float,
+        num_valid: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        valid = weight[:num_valid].t()
+        statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+        for rows in _chunks(hidden, num_valid):
+            statistics[:, rows] = fused.row_statistics(hidden[rows] @ valid, columns[rows], temperature)
+        logprobs, log_total, mean = _normalised(statistics, group)
+        ctx.save_for_backward(hidden, weight, columns, log_total, mean)
+        ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
+        ctx.set_materialize_grads(False)
+        return logprobs, log_total - mean
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None) -> Any:
+        hidden, weight, columns, log_total, mean = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(log_total)
+        valid = weight[: ctx.num_valid]
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows in _chunks(hidden, ctx.num_valid):
+            per_row = (columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
+            if of_entropy is None:
+                of_logits = fused.logits_gradient(hidden[rows] @ valid.t(), *per_row)
+            else:
+                of_logits = fused.logits_gradient_with_entropy(
+                    hidden[rows] @ valid.t(), *per_row, mean[rows], of_entropy[rows]
+                )
+            of_hidden[rows] = of_logits @ valid
+            _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
+            del of_logits  # before the next logits are made
+        if ctx.group is not None:
+            of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
+
+
+def _normalised(
+    statistics: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row statistics f32[4, M] of each rank's columns -> logprob, Z and m over all columns, f32[M] each."""
+    largest, total, weighted, own = statistics
+    if group is not None:
+        local, largest = largest, _reduced(largest.clone(), dist.ReduceOp.MAX, group)
+        scale = (local - largest).exp()
+        total, weighted, own = _reduced(torch.stack([total * scale, weighted * scale, own]), dist.ReduceOp.SUM, group)
+    log_total = largest + total.log()
+    return own - log_total, log_total, weighted / total
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total f32 += left x right, without rounding the product to 16 bits."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif not left.is_cuda:
+        total += left @ right
+    elif _adds_to_float32(left.dtype):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+
+
+@functools.cache
+def _adds_to_float32(dtype: torch.dtype) -> bool:
+    """Whether CUDA's addmm can add a 16-bit product to float32 in place; this differs between torch versions."""
+    total, ones = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17.0).all())
+
+
+def _chunks(hidden: torch.Tensor, width: int) -> Iterator[slice]:
+    """Equal parts of the rows, each small enough for its logits to stay below the limit."""
+    rows = hidden.shape[0]
+    parts = -(-rows * width // _CHUNK_NUMBERS["cuda" if hidden.is_cuda else "cpu"])
+    step = -(-rows // max(1, parts))
+    for start in range(0, rows, max(1, step)):
+        yield slice(start, start + step)
+
+
+def _reduced(values: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(values, op=operation, group=group)
+    return values

@@ -1,0 +1,261 @@
+"""The Megatron-Core backend: rank 0 runs in the learner's process and leads the others.
+
+Cheap to import: Megatron is imported in ``start``. A rank's work is in rank.py, the follower processes in followers.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from asyncrl.backends import flops, huggingface, models
+from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
+from asyncrl.backends.megatron.followers import Followers
+from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.protocols import StepResult
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from asyncrl.backends.megatron.rank import MegatronRank
+
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """[learner.options] of the megatron backend."""
+
+    distributed_optimizer: bool = True
+    """With several ranks, shard the float32 weights and AdamW's moments over them."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation. selective: only cheap ones (norms and gates), saves a fifth of the memory at almost no
+    cost. full: all but one per layer, a third more work.
+    """
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in host memory between steps: 8 bytes a parameter, copied both ways every step."""
+    timeout_seconds: float = 600.0
+    """How long ranks wait for one another, in seconds; if one takes longer, the learner fails."""
+
+
+def require_trainable(folder: Path, *, where: str, tensor_parallel: int) -> huggingface.ModelShape:
+    """The model's shape. Raises ConfigError if the backend cannot train it on ``tensor_parallel`` ranks.
+
+    where: the run file's key for the folder
+    """
+    shape = huggingface.read_shape(folder, where=where)
+    huggingface.require_divisible(shape, tensor_parallel, where=where)
+    return shape
+
+
+class MegatronBackend(BackendAdapter):
+    """Rank 0 runs in the caller's process. At most one instance per process, because Megatron's state is global.
+
+    Every ``tensor_parallel`` neighbouring ranks of ``ranks`` hold one copy of the model; copies train different data.
+    """
+
+    options_type = Options
+
+    @classmethod
+    def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
+        return cls(
+            **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
+            ranks=run.learner.ranks,
+            tensor_parallel=run.learner.tensor_parallel,
+        )
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        super().check_machine(run)
+        if importlib.util.find_spec("megatron") is None:
+            raise ConfigError(
+                'learner.backend: "megatron" needs megatron-core, which is not installed; '
+                'pip install asyncrl[megatron], or use "reference"'
+            )
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        cls.options(run)
+        for key, folder in run.model_paths.items():
+            require_trainable(folder, where=key, tensor_parallel=run.learner.tensor_parallel)
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        algorithm: Algorithm,
+        optimizer: OptimizerSettings,
+        temperature: float,
+        device: str,
+        dtype: str,
+        threads: int,
+        options: Options,
+        ranks: int = 1,
+        tensor_parallel: int = 1,
+        auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+    ) -> None:
+        if ranks % tensor_parallel:
+            raise BackendError(f"{ranks} ranks cannot be split into groups of tensor_parallel = {tensor_parallel}")
+        policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
+        self._job = Job(
+            models=models.with_policy(policy, auxiliary or {}),
+            temperature=temperature,
+            device=device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
+            dtype=dtype,
+            threads=threads,
+            tensor_parallel=tensor_parallel,
+            is_distributed_optimizer=options.distributed_optimizer and ranks > tensor_parallel,
+            recompute=options.recompute,
+            is_offloading=options.offload_optimizer,
+        )
+        self._timeout_seconds = options.timeout_seconds
+        self._ranks = ranks
+        self._shape: huggingface.ModelShape | None = None
+        self._followers: Followers | None = None
+        self._own: MegatronRank | None = None
+
+    def start(self) -> None:
+        if dist.is_initialized():
+            raise BackendError("torch.distributed is already initialised in this process; MegatronBackend must do it")
+        shapes = {
+            name: require_trainable(model.path, where=models.where(name), tensor_parallel=self._job.tensor_parallel)
+            for name, model in self._job.models.items()
+        }
+        self._shape = shapes[POLICY]
+        timeout = timedelta(seconds=self._timeout_seconds)
+        store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        places = [
+            Place(rank=rank, ranks=self._ranks, host=_HOST, port=store.port, timeout_seconds=self._timeout_seconds)
+            for rank in range(self._ranks)
+        ]
+        if self._ranks > 1:
+            self._followers = Followers(self._job, places[1:])
+        from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
+
+        if self._followers:
+            self._followers.wait_until_ready()
+        with self._explaining("start"):
+            self._own = MegatronRank(self._job, places[0], store=store)
+
+    def step(
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
+    ) -> StepResult:
+        trained = {name: held for name, held in self._job.models.items() if held.is_trained}
+        models.find(trained, model, doing="step")
+        began = time.perf_counter()
+        result: StepResult = self._together(self._commands("step", dp_shards, model=model, learning_rate=learning_rate))
+        if model != POLICY:
+            return result
+        return StepResult(metrics={**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)})
+
+    def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> StepResult:
+        result: StepResult = self._together(self._commands("rehearse", dp_shards, model=model))
+        return result
+
+    def _commands(
+        self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
+    ) -> list[Command]:
+        """One command per rank; the tensor-parallel ranks of one model copy get the same shard."""
+        copies = self._ranks // self._job.tensor_parallel
+        if len(dp_shards) != copies:
+            raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
+        return [
+            Command(name=name, model=model, micro_batches=tuple(share), learning_rate=learning_rate)
+            for share in dp_shards
+            for _ in range(self._job.tensor_parallel)
+        ]
+
+    def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
+        """Throughput of one step over all ranks; MFU only on a device whose peak is known."""
+        lengths = np.concatenate(
+            [np.diff(row.boundaries) for shard in dp_shards for row in shard] or [np.zeros(0, int)]
+        )
+        metrics = {"learner/step_tokens_per_second": float(lengths.sum()) / seconds}
+        peak = flops.peak_flops(torch.cuda.get_device_name()) if self._job.device == "cuda" else None
+        if peak and self._shape:
+            work = flops.training_flops(self._shape, lengths.tolist())
+            metrics["learner/mfu"] = work / (seconds * peak * self._ranks)
+        return metrics
+
+    def score(
+        self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY
+    ) -> list[list[NDArray[np.float32]]]:
+        models.find(self._job.models, model, doing="score")
+        own: Scores = self._together(self._commands("score", dp_shards, model=model))
+        others = self._followers.scores(every=self._job.tensor_parallel) if self._followers else []
+        if problem := next((scores.problem for scores in [own, *others] if scores.problem), ""):
+            raise self._failed("score", problem)
+        return [list(scores.rows) for scores in [own, *others]]
+
+    def export(self) -> Snapshot:
+        snapshot: Snapshot = self._together([Command(name="export")] * self._job.tensor_parallel)
+        return snapshot
+
+    def save(self, folder: Path) -> None:
+        self._together([Command(name="save", folder=str(folder))] * self._ranks)
+
+    def restore(self, folder: Path) -> None:
+        models.require_saved(folder, (name for name, model in self._job.models.items() if model.is_trained))
+        self._together([Command(name="restore", folder=str(folder))] * self._ranks)
+
+    def close(self) -> None:
+        if self._followers:
+            self._followers.dismiss()
+        if self._own:
+            self._own.close()
+            self._own = None
+        if self._followers:
+            self._followers.close()
+            self._followers = None
+
+    def _together(self, commands: Sequence[Command]) -> Any:
+        """Run commands[i] on rank i; returns rank 0's result."""
+        if self._followers and self._own:
+            self._followers.send(commands[1:])
+        with self._explaining(commands[0].name):
+            try:
+                return self._started().obey(commands[0])
+            except StepFailed as error:
+                problems = [str(error), *(self._followers.problems() if self._followers else [])]
+                raise self._failed(commands[0].name, next(filter(None, problems), "")) from error
+
+    def _failed(self, doing: str, problem: str) -> BackendError:
+        """All ranks are as they were; unless one of them is gone."""
+        if self._followers and (obituary := self._followers.obituary()):
+            return BackendError(f"{doing} failed on learner rank 0: {obituary}")
+        return StepFailed(problem)
+
+    @contextmanager
+    def _explaining(self, doing: str) -> Iterator[None]:
+        """Turn torch's RuntimeError (lost peer, timeout, out of memory) into a BackendError that names the cause.
+
+        Any other exception leaves the ranks at different places too.
+        """
+        try:
+            yield
+        except AsyncRLError:
+            raise
+        except Exception as error:
+            cause = (self._followers and self._followers.obituary()) or error
+            raise BackendError(f"{doing} failed on learner rank 0: {cause}") from error
+
+    def _started(self) -> MegatronRank:
+        if self._own is None:
+            raise BackendError("the megatron backend is not started")
+        return self._own

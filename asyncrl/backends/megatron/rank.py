@@ -1,0 +1,139 @@
+"""One rank of the Megatron-Core learner: joins the others, holds its part of every model, runs the leader's commands.
+
+Operations on a model are in loaded_model.py (score, export) and trained_model.py (step, restore, a checkpoint's parts).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from asyncrl.backends import models
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.loaded_model import LoadedModel
+from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
+from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.trained_model import TrainedModel
+from asyncrl.errors import CheckpointError
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class MegatronRank:
+    """One process of the learner: its copy or shard of the models, its shard of the batch."""
+
+    @quiet()
+    def __init__(self, job: Job, place: Place, *, store: Store | None = None) -> None:
+        quiet_logs()
+        if job.threads:
+            torch.set_num_threads(job.threads)
+        self._is_leader = place.rank == 0
+        self._device = device = _device(job.device, place)
+        cpu_shim.use_device(device)
+        try:
+            store = _join(place, device, store)
+            self._agreement = Agreement(store, place, tensor_parallel=job.tensor_parallel)
+            megatron_model.join(place, job.tensor_parallel)
+            self._loaded = {
+                name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device, self._agreement)
+                for name, model in job.models.items()
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    @quiet()
+    def obey(self, command: Command) -> Any:
+        """Run a command together with the other ranks; returns this rank's result."""
+        trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
+        if command.name in ("step", "rehearse"):
+            return trained[command.model].step(
+                command.micro_batches,
+                learning_rate=command.learning_rate,
+                is_rehearsal=command.name == "rehearse",
+            )
+        if command.name == "score":
+            return self._score(command)
+        if command.name == "export":
+            return self._loaded[command.model].export()
+        folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
+        if command.name == "save":
+            self._save(trained, folders)
+        else:
+            for name, model in trained.items():
+                model.restore(folders[name])
+        return None
+
+    def _save(self, trained: Mapping[str, TrainedModel], folders: Mapping[str, Path]) -> None:
+        """Write the files of all models, agree that all ranks have; then the leader completes them.
+
+        Raises CheckpointError on the leader when one rank could not write; all can try again together.
+        """
+        problem: CheckpointError | None = None
+        try:
+            for name, model in trained.items():
+                model.write_pieces(folders[name])
+        except CheckpointError as error:
+            problem = error
+        failed = torch.tensor([float(problem is not None)], device=self._device)
+        dist.all_reduce(failed)
+        if failed.item():
+            where = next(iter(folders.values()))
+            problem = problem or CheckpointError(f"{where}: {failed.item():.0f} other ranks could not write their part")
+            if self._is_leader:
+                raise problem
+            log.warning("%s", problem)
+        elif self._is_leader:  # last, and alone: nobody waits for it where this fails
+            for name, model in trained.items():
+                model.write_index(folders[name])
+
+    def _score(self, command: Command) -> Scores | None:
+        """None except on the first of the tensor-parallel ranks, which all compute the same scores.
+
+        Raises when this rank failed and another that holds the same copy of the model did not.
+        """
+        try:
+            scores = Scores(rows=self._loaded[command.model].score(command.micro_batches))
+        except Exception as error:  # perhaps of the data: the leader asks for other scores next
+            if not self._agreement.all_failed():
+                raise
+            scores = Scores(problem=f"{type(error).__name__}: {error}")
+        return scores if megatron_model.tensor_parallel_group().rank() == 0 else None
+
+    def close(self) -> None:
+        """Destroy the process groups; they are global, and a later rank in this process needs new ones."""
+        megatron_model.leave()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(kind: str, place: Place) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", place.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(place: Place, device: torch.device, store: Store | None) -> Store:
+    """Initialise torch.distributed; returns the store by which the ranks found each other."""
+    timeout = timedelta(seconds=place.timeout_seconds)
+    store = store or dist.TCPStore(place.host, place.port, None, False, timeout)  # type: ignore[attr-defined]
+    assert store is not None
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=store,
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timeout,
+    )
+    return store

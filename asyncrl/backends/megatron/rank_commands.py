@@ -1,0 +1,68 @@
+"""Commands from the leader of a Megatron learner to the other ranks, and their replies. Plain data, cheap to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.policies.batching.packing import MicroBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank of ``ranks``; host and port are the leader's torch.distributed.TCPStore."""
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What every rank needs to build the same models and optimizers."""
+
+    models: Mapping[str, AuxiliaryModel]
+    temperature: float
+    device: str
+    dtype: str
+    threads: int
+    tensor_parallel: int
+    is_distributed_optimizer: bool
+    recompute: str
+    is_offloading: bool
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A collective operation: step, rehearse, score, export, save or restore. ``micro_batches`` is the receiver's
+    shard."""
+
+    name: str
+    model: str = POLICY
+    micro_batches: tuple[MicroBatch, ...] = ()
+    learning_rate: float = 0.0
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """A follower's reply to "score": f32[N] per micro-batch of its shard.
+
+
+    problem  why it has none; so it answers to a step that failed too, with "" when that was not here
+    """
+
+    rows: tuple[NDArray[np.float32], ...] = ()
+    problem: str = ""

@@ -1,0 +1,1 @@
+"""The reference backend: plain PyTorch, one process; other backends are tested against it."""

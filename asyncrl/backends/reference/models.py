@@ -1,0 +1,194 @@
+"""Models of the reference backend in plain PyTorch: a frozen one that only scores, and a trained one.
+
+A step: logprobs or values of the response tokens, the objective per micro-batch, gradients summed over micro-batches in
+float32 and clipped by global norm, AdamW on float32 weights, which are then rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends import micro_batches, models, optimizer_state
+from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
+from asyncrl.errors import BackendError, ConfigError
+from asyncrl.policies.algorithms.objective import Objective, ValueInputs
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.corrections import diagnostics
+from asyncrl.policies.losses.loss import LossInputs
+from asyncrl.protocols import StepResult
+from asyncrl.tensors.transformers_lock import LOADING
+
+
+class LoadedModel:
+    """A Hugging Face folder's model, with its output layer or a value head."""
+
+    def __init__(
+        self, name: str, model: AuxiliaryModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._temperature = temperature
+        self._device = device
+        try:
+            self.folder_dtype: torch.dtype = AutoConfig.from_pretrained(model.path).dtype or torch.float32
+            with LOADING:
+                causal: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=dtype).to(device)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{models.where(name)}: transformers cannot load {model.path}: {error}") from None
+        causal.get_input_embeddings().padding_idx = None  # transformers does not train the pad token's embedding
+        causal.eval()  # no dropout: trainer logprobs must be the policy's
+        self._decoder = causal.base_model
+        self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
+        self._value_head: torch.nn.Parameter | None = None
+        self.parameters: dict[str, torch.nn.Parameter] = dict(causal.named_parameters())
+        if model.head == "values":
+            self._value_head = torch.nn.Parameter(torch.zeros(1, causal.config.hidden_size, device=device, dtype=dtype))
+            decoder = self._decoder.named_parameters(prefix=causal.base_model_prefix)
+            self.parameters = {**dict(decoder), models.VALUE_HEAD: self._value_head}
+
+    @torch.no_grad()
+    def score(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
+        """f32[N], see Backend.score."""
+        rows = micro_batches.predicted_rows(micro_batch)
+        row = self._row(micro_batch, rows)
+        if self._value_head is not None:
+            return self._values(row).cpu().numpy()
+        result = np.zeros(micro_batch.num_tokens, np.float32)
+        result[rows] = self._token_logprobs(row)[0].cpu().numpy()
+        return result
+
+    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> PackedRow:
+        return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=True)
+
+    def _inputs(self, row: PackedRow) -> LossInputs | ValueInputs:
+        if self._value_head is not None:
+            return row.value_inputs(self._values(row))
+        return row.loss_inputs(*self._token_logprobs(row))
+
+    def _hidden(self, row: PackedRow) -> torch.Tensor:
+        """The last hidden state of every token, [N, H]."""
+        assert row.layout is not None
+        rectangles = [
+            self._decoder(input_ids=row.tokens[indices], use_cache=False).last_hidden_state.flatten(0, 1)
+            for indices in row.layout.indices
+        ]
+        return torch.cat(rectangles)[row.layout.order]
+
+    def _values(self, row: PackedRow) -> torch.Tensor:
+        """The value after each token, f32[N]."""
+        assert self._value_head is not None
+        return self._hidden(row).float() @ self._value_head[0].float()
+
+    def _token_logprobs(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
+        assert self._output_layer is not None
+        logits = self._output_layer(self._hidden(row)[row.rows - 1]).float() / self._temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        logprobs = distribution.gather(-1, row.tokens[row.rows][:, None])[:, 0]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        return logprobs, entropy
+
+
+class TrainedModel(LoadedModel):
+    """A model that is trained."""
+
+    def __init__(
+        self, name: str, model: AuxiliaryModel, *, temperature: float, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(name, model, temperature=temperature, device=device, dtype=dtype)
+        assert model.objective is not None
+        assert model.optimizer is not None
+        self._name = name
+        self._objective: Objective = model.objective
+        self._settings: OptimizerSettings = model.optimizer
+        # AdamW updates these. For a float32 model they are its parameters; bfloat16 would round small updates away.
+        self._weights: dict[str, torch.Tensor] = {
+            name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
+        }
+        decayed = [w for w in self._weights.values() if w.ndim > 1]
+        spared = [w for w in self._weights.values() if w.ndim <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": self._settings.weight_decay},
+                {"params": spared, "weight_decay": 0.0},
+            ],
+            betas=self._settings.betas,
+            eps=self._settings.eps,
+            fused=device.type == "cuda",
+        )
+
+    def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
+        """``is_rehearsal``: all but the update. What goes wrong does so before that, and leaves gradients alone."""
+        for weight in self._weights.values():
+            weight.grad = torch.zeros_like(weight)
+        totals = self._objective.zero(self._device)
+        for micro_batch in share:
+            totals = totals + self._accumulate(micro_batch)
+        if (scale := self._objective.gradient_scale(totals)) is not None:
+            torch._foreach_mul_([weight.grad for weight in self._weights.values() if weight.grad is not None], scale)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
+        is_skipped = not is_trainable(float(totals.sums[0]), grad_norm)
+        if not is_skipped and not is_rehearsal:
+            learning_rate *= self._objective.learning_rate_share(totals)
+            try:
+                self._update(learning_rate)
+            except RuntimeError as error:  # too little memory for AdamW's moments: some weights may be new by now
+                raise BackendError(f"the optimizer's update failed: {error}") from error
+        metrics = step_metrics(
+            self._objective.metrics(totals),
+            model=self._name,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            is_skipped=is_skipped,
+        )
+        return StepResult(metrics=metrics)
+
+    def _accumulate(self, micro_batch: MicroBatch) -> diagnostics.Sums:
+        """Accumulate a micro-batch's gradients."""
+        rows = micro_batches.response_rows(micro_batch)
+        if not len(rows):
+            return self._objective.zero(self._device)
+        loss, sums = self._objective.objective(self._inputs(self._row(micro_batch, rows)))
+        gradients = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        for weight, gradient in zip(self._weights.values(), gradients, strict=True):
+            if gradient is not None and weight.grad is not None:
+                weight.grad += gradient
+        return sums
+
+    def _update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._round_weights()
+
+    @torch.no_grad()
+    def _round_weights(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter is not self._weights[name]:
+                parameter.copy_(self._weights[name])
+
+    def save(self, folder: Path) -> None:
+        optimizer_state.write_pieces(folder, self._pieces(), self._optimizer.state, rank=0)
+        optimizer_state.write_index(folder, ranks=1)
+
+    @torch.no_grad()
+    def restore(self, folder: Path) -> None:
+        with optimizer_state.open_state(folder) as saved:
+            for piece in self._pieces():
+                shape, size = piece.value.shape, piece.value.numel()
+                piece.value.copy_(saved.value(piece.name, size).view(shape))
+                moments = saved.moments(piece.name, size, slice(0, size))
+                self._optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
+            saved.restore_random_states(0)
+        self._round_weights()
+
+    def _pieces(self) -> list[optimizer_state.Piece]:
+        return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in self._weights.items()]

@@ -1,0 +1,61 @@
+"""Encoding and decoding of messages, shared by both buses so that they behave the same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from asyncrl.errors import MessageError, MessageTooLarge
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.signing import Seen, Signatures
+from asyncrl.messages.topics import Topic
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+class Each(AsyncIterator[T], Generic[T]):
+    """An endless iterator whose ``anext`` may be cancelled and called again, unlike a generator's."""
+
+    def __init__(self, take: Callable[[], Awaitable[T]]) -> None:
+        self._take = take
+
+    async def __anext__(self) -> T:
+        return await self._take()
+
+
+def encoded(message: object, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
+    """The message as bytes, signed. Raises MessageTooLarge."""
+    data = encode(message)
+    if len(data) > limit:
+        raise MessageTooLarge(
+            f"{topic.name} {key}: the message has {len(data):,} bytes, the bus allows {limit:,}; raise "
+            f"bus.max_message_bytes (max_payload of the nats-server) or lower rollout.group_size or "
+            f"rollout.max_new_tokens"
+        )
+    return signatures.seal(topic, key, data)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[M]):
+    """The decoded message, or None and the reason."""
+
+    message: M | None
+    problem: str = ""
+
+
+def opened(data: bytes, topic: Topic[M], *, key: str, signatures: Signatures, seen: Seen | None = None) -> Opened[M]:
+    """``seen``: as in ``Signatures.open``."""
+    content = signatures.open(topic, key, data, seen=seen)
+    if content.problem:
+        return Opened(None, content.problem)
+    try:
+        message = decode(content.data, topic.message_type)
+        if topic.speaker:
+            name = getattr(message, topic.speaker)
+            if problem := signatures.impostor(topic, key, data, name=name):
+                return Opened(None, problem)
+        return Opened(message)
+    except MessageError as error:
+        return Opened(None, str(error))

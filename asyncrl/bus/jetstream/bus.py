@@ -1,0 +1,396 @@
+"""The bus on NATS JetStream.
+
+Names and configurations are in layout.py; connection.py and ordered_consumer.py handle server restarts.
+
+1. A ``publish`` repeated by us or by a restarted worker stores once (test_a_key_is_published_once).
+2. Messages of a consumer that leaves ``consume`` are redelivered at once, those of one that dies after ack_seconds
+   (test_a_lost_consumer_gives_its_messages_back, test_a_silent_consumer_loses_its_messages).
+3. A reader sees every entry of the log once, in order (test_a_restarted_server_is_transparent).
+4. Bytes that do not decode are delivered with a ``problem`` (test_undecodable_bytes_are_delivered_as_a_problem).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from asyncrl.bus.encoding import Each, Opened, encoded, opened
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
+from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
+from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.last_per_subject import last_of_each
+from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
+from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.jetstream.log_reader import log_state, opened_log
+from asyncrl.bus.jetstream.objects import JetStreamObjects
+from asyncrl.bus.jetstream.own_address import address_towards
+from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
+from asyncrl.bus.jetstream.streams import Streams
+from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
+from asyncrl.bus.kept_states import KeptStates
+from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
+from asyncrl.config.addresses import servers
+from asyncrl.errors import BusFull
+from asyncrl.messages.codec import encode
+from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
+from asyncrl.messages.topics import ALL, PROMPTS, Service, Topic
+from asyncrl.protocols import Deliveries, LogMark, LogState, ObjectStore, Record
+from asyncrl.protocols.bus import Veto
+from asyncrl.protocols.rejections import Rejections
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+_STORE_FAILED: Final = 10077
+_FEW: Final = 8
+"""Up to this many states are read one by one."""
+_AT_ONCE: Final = 64
+"""Concurrent requests for one state each."""
+
+
+class JetStreamBus:
+    """See ``protocols.Bus``. One connection; any number of actors of one event loop may share it."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        layout: Layout,
+        *,
+        access: Credentials,
+        objects: JetStreamObjects,
+        signatures: Signatures = UNSIGNED,
+    ) -> None:
+        self._connection, self._layout, self._objects = connection, layout, objects
+        self._role, self._creates_consumers = access.role, access.creates_consumers
+        self._signatures, self._kept = signatures, KeptStates(signatures)
+        streams = Streams(connection, layout, role=access.role)
+        self._stream, self._made = streams.of, streams.made
+        self._workers = SharedConsumer(connection, layout, stream=layout.stream(PROMPTS), role=access.role)
+        self.rejections = Rejections()
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        *,
+        run: str,
+        token: str = "",
+        access: Credentials | None = None,
+        max_prompts: int,
+        max_log_bytes: int,
+        ack_seconds: float,
+        storage: Literal["file", "memory"],
+        replicas: int = 1,
+        connect_seconds: float = 10.0,
+        signatures: Signatures = UNSIGNED,
+    ) -> JetStreamBus:
+        """The bus of one run on a server. Raises ConfigError.
+
+        access: our credentials; ``token`` is shorthand for a token only. The learner's role creates missing streams,
+        workers wait until it has, observers and operators fail if the run does not exist.
+        """
+        access = access or Credentials(token=token)
+        connection = Connection(url)
+        layout = Layout(
+            run=run,
+            max_prompts=max_prompts,
+            max_log_bytes=max_log_bytes,
+            ack_seconds=ack_seconds,
+            storage=storage,
+            replicas=replicas,
+        )
+
+        async def open_it(it: Connection) -> Connection:
+            try:
+                await it.open(
+                    url,
+                    options=access.options(),
+                    inbox=inbox(access.role, run=run),
+                    answers=answers(access.role, run=run),
+                    seconds=connect_seconds,
+                )
+            except BaseException:
+                await it.close()
+                raise
+            return it
+
+        objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)
+        bus = cls(connection, layout, access=access, objects=objects, signatures=signatures)
+        try:
+            await open_it(connection)
+            topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
+            await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # concurrently: one round trip
+            if access.role in ("learner", "rollout-worker"):
+                await bus._workers.start()
+        except BaseException:
+            await connection.close()
+            raise
+        return bus
+
+    # -- work and logs ----------------------------------------------------------------------------------------------
+
+    async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
+        data = self._encoded(topic, message, key)
+        subject, stream = self._layout.subject(topic, key), await self._stream(topic)
+        # The server remembers the id of a message that it lost; a log has room for a key that is not in it.
+        identity = subject if topic.kind == "work" and not again else uuid.uuid4().hex
+        headers = {"Nats-Msg-Id": identity, "Nats-Expected-Stream": stream}
+        answer = await self._connection.store(subject, data, headers=headers)
+        found = answer.found
+        if "error" not in found:
+            # A repeated publish may find its own first attempt already stored.
+            return answer.in_doubt or not found.get("duplicate", False)
+        refused = Refused(f"{topic.name} {key}", found["error"])
+        if refused.code == _STORE_FAILED and "per subject" in refused.description:
+            return answer.in_doubt
+        if refused.code == _STORE_FAILED and refused.description.startswith("maximum"):
+            raise BusFull(f"{topic.name}: full ({refused.description})")
+        raise refused
+
+    @contextlib.asynccontextmanager
+    async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
+        await self._stream(topic)
+        deliveries = JetStreamDeliveries(
+            self._connection, topic, self._layout, consumer=self._workers, signatures=self._signatures
+        )
+        try:
+            await deliveries.start()
+            yield deliveries
+        finally:
+            await deliveries.end()
+
+    @contextlib.asynccontextmanager
+    async def read(
+        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
+    ) -> AsyncIterator[AsyncIterator[Record[M]]]:
+        stream, by_consumer = await self._stream(topic), self._creates_consumers
+        source = await opened_log(self._connection, stream=stream, after=after, by_consumer=by_consumer, mark=mark)
+
+        async def take() -> Record[M]:
+            item = await source.take()
+            key = self._layout.key(topic, item.subject)
+            problem = veto(item.sequence, key) if veto else ""
+            content: Opened[M] = Opened(None, problem)
+            if not problem:
+                content = opened(item.data, topic, key=key, signatures=self._signatures)
+            return Record(
+                sequence=item.sequence,
+                key=key,
+                message=content.message,
+                problem=content.problem,
+                num_bytes=len(item.data),
+                stored=item.stored,
+            )
+
+        try:
+            yield Each(take)
+        finally:
+            await source.stop()
+
+    async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
+        return await log_state(self._connection, await self._stream(topic), mark)
+
+    async def trim(self, topic: Topic[Any], *, through: int) -> None:
+        # Purging beyond the end would also move the end.
+        through = min(through, await self.last_sequence(topic))
+        if through > 0:
+            await self._connection.api(f"STREAM.PURGE.{await self._stream(topic)}", {"seq": through + 1})
+
+    async def depth(self, topic: Topic[Any]) -> int:
+        return int((await self._info(topic))["state"]["messages"])
+
+    async def keys(self, topic: Topic[Any]) -> set[str]:
+        return {self._layout.key(topic, subject) for subject in await self._subjects(topic)}
+
+    async def last_sequence(self, topic: Topic[Any]) -> int:
+        return int((await self._info(topic))["state"]["last_seq"])
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
+        data = self._encoded(topic, message, key)
+        if not is_sure:
+            await self._stream(topic)
+            await self._connection.online()
+            await self._connection.send(self._layout.subject(topic, key), data, reply="")
+            return
+        await self._kept.put(topic, key, data, lambda: self._set(topic, key, data, {}))
+
+    async def restore(self) -> list[str]:
+        async def read(topic: Topic[Any], key: str) -> bytes | None:
+            last = await self._last(topic, self._layout.subject(topic, key))
+            return None if last is None or is_removed(last.headers) else last.data
+
+        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}))
+
+    @contextlib.asynccontextmanager
+    async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
+        watch = Watch(
+            self._connection,
+            stream=await self._stream(topic),
+            subject=self._layout.subject(topic, key),
+            told=self._layout.told(topic, key),
+        )
+        seen = self._signatures.seen()
+
+        async def take() -> M:
+            while True:
+                stored = await watch.take()
+                if (message := self._value(topic, key, stored.data, stored.headers, seen)) is not None:
+                    return message
+
+        try:
+            await watch.start()
+            yield Each(take)
+        finally:
+            await watch.stop()
+
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
+        found: dict[str, M] = {}
+        seen = self._signatures.seen()  # what is heard meanwhile may be newer than the answers to come
+        subjects = await self._subjects(topic, under=under)
+        # In a cluster a consumer may be on a server that lags, which does not matter for states that expire in seconds
+        # (see _last).
+        if len(subjects) > _FEW and topic.seconds_to_live and self._creates_consumers:
+            stream = await self._stream(topic)
+            for item in await last_of_each(self._connection, stream=stream, subjects=self._layout.under(topic, under)):
+                key = self._layout.key(topic, item.subject)
+                if (message := self._value(topic, key, item.data, item.headers, seen)) is not None:
+                    found[key] = message
+            return found
+        for some in _batches(subjects):
+            lasts = await asyncio.gather(*(self._last(topic, subject) for subject in some))
+            for subject, last in zip(some, lasts, strict=True):
+                key = self._layout.key(topic, subject)
+                if last is None:
+                    continue
+                if (message := self._value(topic, key, last.data, last.headers, seen)) is not None:
+                    found[key] = message
+        return found
+
+    async def _last(self, topic: Topic[Any], subject: str) -> StoredMessage | None:
+        """The last message of a subject; None if there is none.
+
+        States without expiry are requested from the leader: a cluster's other servers may lag, and a starting process
+        must not see a finished run or an older incarnation (test_a_server_that_is_behind_...).
+        """
+        stream = await self._stream(topic)
+        if topic.seconds_to_live and self._role in ("learner", "rollout-worker"):
+            answer = await self._connection.request(f"$JS.API.DIRECT.GET.{stream}.{subject}")
+            if answer.headers.get("Status") is not None:
+                return None  # 404: gone
+            return StoredMessage(int(answer.headers["Nats-Sequence"]), answer.data, answer.headers)
+        return await last_stored(self._connection, stream=stream, subject=subject)
+
+    async def forget(self, topic: Topic[Any], *, key: str) -> None:
+        await self._kept.forget(topic, key, lambda: self._remove(topic, key))
+
+    async def _remove(self, topic: Topic[Any], key: str) -> None:
+        # No purge: a role that may purge a part of a stream may purge all of it.
+        keys = [key]
+        if key.endswith("/"):
+            keys = [self._layout.key(topic, subject) for subject in await self._subjects(topic, under=key)]
+        headers = REMOVED | (GONE_SOON if topic.seconds_to_live else {})
+        for some in _batches(keys):
+            await asyncio.gather(*(self._set(topic, one, b"", headers) for one in some))
+
+    def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
+        return encoded(message, topic=topic, key=key, limit=self.max_message_bytes, signatures=self._signatures)
+
+    def _value(self, topic: Topic[M], key: str, data: bytes, headers: Collection[str], seen: Seen) -> M | None:
+        """None if the state was removed or does not decode."""
+        if is_removed(headers):
+            return None
+        content = opened(data, topic, key=key, signatures=self._signatures, seen=seen)
+        if content.message is None:
+            self.rejections.note(topic.name, f"state {key!r}: {content.problem}")
+        return content.message
+
+    async def _set(self, topic: Topic[Any], key: str, data: bytes, headers: Mapping[str, str]) -> None:
+        # An id of its own: a request that the connection repeats is stored once, and not over what came after it.
+        headers = {**headers, "Nats-Expected-Stream": await self._stream(topic), "Nats-Msg-Id": uuid.uuid4().hex}
+        found = (await self._connection.store(self._layout.subject(topic, key), data, headers=headers)).found
+        if "error" in found:
+            raise Refused(f"{topic.name} {key}", found["error"])
+
+    # -- services ----------------------------------------------------------------------------------------------------
+
+    async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
+        asked = encode(question)
+        data = await self._connection.ask(self._layout.service(service), asked, seconds=seconds)
+        if data is None:
+            return None
+        return answer_of(data, service, self.rejections, question=asked, signatures=self._signatures)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
+        line = Line(service, self.rejections, self._signatures)
+
+        async def on_message(message: Any) -> None:
+            async def send(data: bytes) -> None:
+                await self._connection.send(message.reply, data, reply="")
+
+            line.add(message.data, send)
+
+        subscription = await self._connection.subscribe(self._layout.service(service), on_message)
+        await self._connection.api("INFO")  # once it is answered, our subscription is active
+        try:
+            yield Each(line.take)
+        finally:
+            await self._connection.unsubscribe(subscription, drain=False)
+
+    # -- all --------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
+        stream = await self._stream(Lease.TOPIC)
+        lease = Lease(self._connection, self._layout, stream=stream, name=name, holder=holder, role=self._role)
+        await lease.take()
+        try:
+            yield
+        finally:
+            await lease.release()
+
+    def objects(self) -> ObjectStore:
+        return self._objects
+
+    @property
+    def own_address(self) -> str:
+        return address_towards(urlsplit(servers(self._connection.name)[0]).hostname or "127.0.0.1")
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self._connection.max_payload - HEADER_BYTES
+
+    async def close(self) -> None:
+        await self._workers.stop()
+        await asyncio.to_thread(self._objects.close)
+        await self._connection.close()
+
+    async def _info(self, topic: Topic[Any]) -> dict[str, Any]:
+        return await self._connection.api(f"STREAM.INFO.{await self._stream(topic)}")
+
+    async def _subjects(self, topic: Topic[Any], *, under: str = "") -> list[str]:
+        """Subjects that hold a message; the server returns at most 100,000 of them at a time."""
+        verb = f"STREAM.INFO.{await self._stream(topic)}"
+        found: list[str] = []
+        while True:
+            body = {"subjects_filter": self._layout.under(topic, under), "offset": len(found)}
+            page = await self._connection.api(verb, body)
+            subjects = page["state"].get("subjects") or {}
+            found += subjects
+            if not subjects or len(found) >= page.get("total", 0):
+                return found
+
+
+def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))

@@ -1,0 +1,118 @@
+"""Authentication to a nats-server by token, password, NKEY or credentials file, and of the server by TLS.
+
+A secret is in a separate file named in the run file, or in the environment (ASYNCRL_BUS_TOKEN); it appears in no
+message, log or error (tests/integration/security/test_secrets.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.messages.topics import ROLES
+
+_JWT: Final = "-----BEGIN NATS USER JWT-----"
+_SEED: Final = "SU"
+_SEED_CHARACTERS: Final = 58
+
+
+_KEY_LINE: Final = re.compile("(signing-key|learner-key): ([0-9a-f]{64})")
+"""After USER:PASSWORD: the learner's secret half, or for other roles its public one (messages/signing.py)."""
+
+
+def keys(path: str, *, role: str) -> dict[str, str]:
+    """The lines of a credentials file that are keys, by their names; none if it cannot be read."""
+    try:
+        lines = Path(path.replace("{role}", role)).read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}  # whoever connects with it says so
+    return {found[1]: found[2] for line in lines if (found := _KEY_LINE.fullmatch(line))}
+
+
+def inbox(role: str, *, run: str) -> str:
+    """Subject prefix of JetStream's replies; the server's configuration gives each role its own."""
+    return f"_INBOX.{run}.{role}"
+
+
+def answers(role: str, *, run: str) -> str:
+    """Subject prefix of replies from other processes. A role that serves may publish here, but not to ``inbox``."""
+    return f"asyncrl-answer.{run}.{role}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """Paths may contain ``{role}``, replaced by our role.
+
+    credentials      a file with one line USER:PASSWORD, an NKEY seed (SU...), or a .creds file written by `nsc`
+    tls_ca           PEM file of the CA of the server's certificate; empty: the system's CAs, if the url is tls://
+    tls_certificate  our client certificate, for a server that requires one, and its key
+    """
+
+    role: str = "learner"
+    token: str = field(default="", repr=False)
+    credentials: str = ""
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.role in ROLES, self.role
+
+    @property
+    def creates_consumers(self) -> bool:
+        """On a server with roles only the learner may. Workers never do: many consumers slow the server down."""
+        return self.role == "learner" or (self.role != "rollout-worker" and not self.credentials)
+
+    def options(self) -> dict[str, Any]:
+        """Arguments for nats-py's ``connect``. Raises ConfigError, which contains no secrets."""
+        found: dict[str, Any] = {"token": self.token or None}
+        if self.credentials:
+            found = self._credentials(self._path("credentials"))
+        if self.tls_ca or self.tls_certificate:
+            found["tls"] = self._tls()
+        return found
+
+    def _credentials(self, path: Path) -> dict[str, Any]:
+        try:
+            text = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text"
+            raise ConfigError(f"bus.credentials: cannot read {path}: {reason}") from None
+        is_jwt = text.startswith(_JWT)
+        is_seed = text.startswith(_SEED) and len(text) == _SEED_CHARACTERS and ":" not in text
+        if (is_jwt or is_seed) and importlib.util.find_spec("nkeys") is None:
+            raise ConfigError(f"bus.credentials: {path} needs NKEYs; pip install 'asyncrl[nkeys]'")
+        if is_jwt:
+            return {"user_credentials": str(path)}
+        if is_seed:
+            return {"nkeys_seed_str": text}
+        text, *keys = text.split("\n")
+        if not all(_KEY_LINE.fullmatch(line) for line in keys):
+            text = ""
+        user, colon, password = text.partition(":")
+        if not colon or not user or not password:
+            raise ConfigError(
+                f"bus.credentials: {path} must hold one line USER:PASSWORD, an NKEY seed, or credentials from `nsc`"
+            )
+        return {"user": user, "password": password}
+
+    def _tls(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=str(self._path("tls_ca")) if self.tls_ca else None)
+        except OSError as error:  # ssl.SSLError too
+            raise ConfigError(f"bus.tls_ca: cannot read {self._path('tls_ca')}: {error}") from None
+        if self.tls_certificate:
+            certificate, key = self._path("tls_certificate"), self._path("tls_key") if self.tls_key else None
+            try:
+                context.load_cert_chain(certificate, key)
+            except OSError as error:
+                raise ConfigError(f"bus.tls_certificate: cannot read {certificate} or its key: {error}") from None
+        return context
+
+    def _path(self, key: str) -> Path:
+        return Path(getattr(self, key).replace("{role}", self.role))

@@ -1,0 +1,162 @@
+"""Work messages in flight to one connection: delivered, kept, acked, returned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Final, Generic, TypeVar
+
+from asyncrl.bus.encoding import Opened, opened
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import IS_GONE, Refused
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.ordered_consumer import Arrival
+from asyncrl.bus.jetstream.pull_consumer import GIVE_BACK, PullConsumer
+from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
+from asyncrl.errors import Unanswered
+from asyncrl.messages.signing import Signatures
+from asyncrl.messages.topics import Topic
+from asyncrl.protocols import Delivery
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
+
+_WORD_SECONDS: Final = 5.0
+"""Timeout of an ack, nak or keep: after an election the new leader may not know of the delivery."""
+_SURE_SHARE: Final = 0.8
+"""Part of ack_seconds in which a nak is sent: the server counts from when it sends a message, which on a busy machine
+arrives noticeably later, and applies a late nak to the next consumer's delivery."""
+
+
+class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
+    """See ``protocols.Deliveries``."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        topic: Topic[M],
+        layout: Layout,
+        *,
+        consumer: SharedConsumer,
+        signatures: Signatures,
+    ) -> None:
+        self._connection, self._topic, self._layout = connection, topic, layout
+        self._signatures = signatures
+        self._consumer = PullConsumer(connection, stream=layout.stream(topic), name=WORKERS, ready=consumer.ready)
+        self._held: list[JetStreamDelivery[M]] = []
+
+    async def start(self) -> None:
+        await self._consumer.start()
+
+    async def __anext__(self) -> Delivery[M]:
+        item = await self._consumer.take()
+        key = self._layout.key(self._topic, item.subject)
+        content = opened(item.data, self._topic, key=key, signatures=self._signatures)
+        delivery = JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
+        if delivery.attempt > 1:
+            logger.info("%s %s: delivery attempt %d", self._topic.name, delivery.key, delivery.attempt)
+        self._held = [one for one in self._held if one.is_ours()] + [delivery]
+        return delivery
+
+    def want(self, count: int) -> None:
+        self._consumer.want(count)
+
+    async def stop(self) -> None:
+        await self._consumer.stop()
+
+    async def end(self) -> None:
+        """Return all unacknowledged messages."""
+        try:
+            await self._consumer.stop()
+        finally:
+            for delivery in self._held:
+                await delivery.give_back()
+
+
+class JetStreamDelivery(Generic[M]):
+    """A message in flight to one connection.
+
+    No keep is sent after ack_seconds, and no nak from shortly before its end: the message then comes again by itself.
+    A server that was killed may have forgotten the delivery, and a cluster's new leader may never have known it; an ack
+    then gets no reply, so the message is deleted instead.
+    Acks, naks and keeps are serialised: a keep that overtakes a retry would delay redelivery by ack_seconds
+    (test_a_retry_is_not_undone_by_a_keep_in_the_same_moment).
+    """
+
+    def __init__(
+        self, connection: Connection, item: Arrival, topic: Topic[M], layout: Layout, content: Opened[M]
+    ) -> None:
+        self._connection, self._item = connection, item
+        self._stream = layout.stream(topic)
+        self._ack_seconds = layout.ack_seconds
+        self._until = item.time + layout.ack_seconds
+        self._content = content
+        self._speaking = asyncio.Lock()
+        self.key = layout.key(topic, item.subject)
+        self.attempt = item.attempt
+
+    @property
+    def message(self) -> M | None:
+        return self._content.message
+
+    @property
+    def problem(self) -> str:
+        return self._content.problem
+
+    def is_ours(self) -> bool:
+        return time.monotonic() < self._until
+
+    def is_surely_ours(self) -> bool:
+        """The server thinks so, too."""
+        return time.monotonic() < self._until - (1 - _SURE_SHARE) * self._ack_seconds
+
+    async def ack(self) -> None:
+        """Valid even if it has been redelivered meanwhile: the work is done."""
+        async with self._speaking:
+            try:
+                await self._ask(b"+ACK")
+            except Unanswered:
+                await self._delete()
+            self._until = 0.0
+
+    async def retry(self, *, delay: float = 0.0) -> None:
+        async with self._speaking:
+            if self.is_surely_ours():
+                await self._ask_or_tell(GIVE_BACK + b' {"delay": %d}' % int(delay * 1e9))
+                self._until = 0.0
+
+    async def keep(self) -> None:
+        async with self._speaking:
+            if self.is_ours():
+                kept = time.monotonic()
+                await self._ask_or_tell(b"+WPI")
+                self._until = kept + self._ack_seconds
+
+    async def give_back(self) -> None:
+        """Return it without waiting for a reply. If the nak is lost, the message is redelivered after ack_seconds."""
+        if self.is_surely_ours():
+            self._until = 0.0
+            await self._tell(GIVE_BACK)
+
+    async def _ask(self, word: bytes) -> None:
+        await self._connection.request(self._item.reply, word, only_in=self._item.generation, patience=_WORD_SECONDS)
+
+    async def _tell(self, word: bytes) -> None:
+        await self._connection.send(self._item.reply, word, reply="")
+
+    async def _ask_or_tell(self, word: bytes) -> None:
+        try:
+            await self._ask(word)
+        except Unanswered:
+            await self._tell(word)  # in case the server knows the delivery; if not, it redelivers anyway
+
+    async def _delete(self) -> None:
+        body = {"seq": self._item.sequence, "no_erase": True}
+        try:
+            await self._connection.api(f"STREAM.MSG.DELETE.{self._stream}", body)
+        except Refused as refused:
+            if not refused.description.endswith(IS_GONE):
+                raise

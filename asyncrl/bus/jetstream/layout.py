@@ -1,0 +1,194 @@
+"""How topics map to JetStream: names, subjects, and the configuration of every stream and consumer. Pure.
+
+topic       stream                     subject                              kept
+work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; max_prompts of them
+log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
+state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
+state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
+objects     OBJ_asyncrl-RUN-weights    $O.asyncrl-RUN-weights.>             until removed (objects.py)
+
+State streams are key-value buckets for the `nats kv` command. A state's key a/b is a.b in its subject, so everything
+under a/ can be queried and removed together. A work or log topic refuses a key it holds (one message per subject) or
+held in the last ten minutes (Nats-Msg-Id). All workers share the durable consumer ``workers``: a work-queue stream
+allows no second one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from asyncrl.errors import BusError
+from asyncrl.messages.topics import Service, Topic
+from asyncrl.protocols.bus import DUPLICATE_SECONDS
+
+HEADER_BYTES: Final = 1024
+"""Room for headers in the server's max_payload."""
+
+REMOVED: Final = {"KV-Operation": "PURGE"}
+"""Header of a message that says that there is none: of each key the last one is kept."""
+_MARKER: Final = "Nats-Marker-Reason"
+"""Header of what the server itself puts in the place of a message that has expired."""
+GONE_SOON: Final = {"Nats-TTL": "1s"}
+"""It goes by itself, where the stream's messages do (nats-server 2.11; before, with the others of the stream)."""
+WORKERS: Final = "workers"
+
+_MAX_KEY_CHARACTERS: Final = 256
+_NANOSECONDS: Final = 10**9
+_MANY_WAITING: Final = 16_384
+"""Maximum pull requests waiting on the shared consumer: one per rollout worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    run: str
+    max_prompts: int
+    max_log_bytes: int
+    ack_seconds: float
+    storage: Literal["file", "memory"]
+    replicas: int = 1
+
+    def service(self, service: Service[Any, Any]) -> str:
+        """Subject of a service's requests; stored in no stream."""
+        return f"asyncrl-ask.{self.run}.{service.name}" + (f".{token(service.key)}" if service.key else "")
+
+    def freed(self, lease: str, *, role: str) -> str:
+        """Subject that announces a released lease; stored in no stream."""
+        return f"asyncrl-freed.{self.run}.{role}.{token(lease)}"
+
+    def stream(self, topic: Topic[Any]) -> str:
+        return f"KV_{self._bucket(topic)}" if topic.kind == "state" else f"asyncrl-{self.run}-{topic.name}"
+
+    def prefix(self, topic: Topic[Any]) -> str:
+        """The part of a subject before the key."""
+        if topic.kind == "state":
+            return f"$KV.{self._bucket(topic)}.{topic.name}."
+        return f"asyncrl.{self.run}.{topic.name}."
+
+    def subject(self, topic: Topic[Any], key: str) -> str:
+        parts = key.split("/") if topic.kind == "state" else [key]
+        return self.prefix(topic) + ".".join(map(token, parts))
+
+    def told(self, topic: Topic[Any], key: str) -> str:
+        """Subject on which a state's stream republishes what it stored under ``key``; stored in no stream."""
+        return f"asyncrl-told.{self.subject(topic, key).removeprefix('$KV.')}"
+
+    def under(self, topic: Topic[Any], under: str) -> str:
+        """Subjects of all keys that begin with ``under``, which is empty or ends in "/"."""
+        return (self.subject(topic, under.removesuffix("/")) + "." if under else self.prefix(topic)) + ">"
+
+    def key(self, topic: Topic[Any], subject: str) -> str:
+        return "/".join(map(key_of, subject.removeprefix(self.prefix(topic)).split(".")))
+
+    def _bucket(self, topic: Topic[Any]) -> str:
+        return f"asyncrl-{self.run}-{topic.name if topic.seconds_to_live else 'state'}"
+
+    def stream_config(self, topic: Topic[Any]) -> dict[str, Any]:
+        max_age = int(topic.seconds_to_live * _NANOSECONDS)
+        duplicates = int(DUPLICATE_SECONDS * _NANOSECONDS)
+        config = {
+            "name": self.stream(topic),
+            "storage": self.storage,
+            "num_replicas": self.replicas,
+            "max_consumers": -1,
+            "max_msgs": -1,
+            "max_bytes": -1,
+            "max_age": max_age,
+            "max_msgs_per_subject": 1,
+            "duplicate_window": min(duplicates, max_age) if max_age else duplicates,
+            "discard": "new",
+        }
+        if topic.kind == "state":
+            return config | {
+                "subjects": [f"$KV.{self._bucket(topic)}.>"],
+                "republish": {"src": f"$KV.{self._bucket(topic)}.>", "dest": f"asyncrl-told.{self._bucket(topic)}.>"},
+                "retention": "limits",
+                "allow_direct": True,
+                "allow_rollup_hdrs": False,  # one message could remove all others of the stream
+                "allow_msg_ttl": bool(topic.seconds_to_live),
+                "deny_delete": True,
+            }
+        config |= {"subjects": [self.prefix(topic) + "*"], "discard_new_per_subject": True, "allow_direct": True}
+        if topic.kind == "work":
+            return config | {"retention": "workqueue", "max_msgs": self.max_prompts}
+        return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
+
+    @property
+    def objects_bucket(self) -> str:
+        return f"asyncrl-{self.run}-weights"
+
+    @property
+    def objects_stream(self) -> str:
+        return f"OBJ_{self.objects_bucket}"
+
+    def objects_config(self) -> dict[str, Any]:
+        """Same configuration as the NATS object store's buckets."""
+        return {
+            "name": self.objects_stream,
+            "subjects": [f"$O.{self.objects_bucket}.C.>", f"$O.{self.objects_bucket}.M.>"],
+            "storage": self.storage,
+            "num_replicas": self.replicas,
+            "retention": "limits",
+            "discard": "new",
+            "allow_rollup_hdrs": True,
+            "allow_direct": True,
+            "duplicate_window": 120 * _NANOSECONDS,
+        }
+
+    def workers(self) -> dict[str, Any]:
+        """The consumer shared by all workers. No max_deliver: workers fail a group after too many attempts."""
+        return {
+            "name": WORKERS,
+            "durable_name": WORKERS,
+            "deliver_policy": "all",
+            "ack_policy": "explicit",
+            "ack_wait": int(self.ack_seconds * _NANOSECONDS),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": _MANY_WAITING,
+            "replay_policy": "instant",
+        }
+
+
+def reader(name: str, *, after: int) -> dict[str, Any]:
+    """A reader's consumer, from sequence ``after`` + 1 on."""
+    return _ephemeral(name) | {"deliver_policy": "by_start_sequence", "opt_start_seq": after + 1}
+
+
+def everything(name: str, *, subjects: str) -> dict[str, Any]:
+    """A consumer of the last message of each of ``subjects``."""
+    return _ephemeral(name) | {"deliver_policy": "last_per_subject", "filter_subject": subjects}
+
+
+def _ephemeral(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ack_policy": "none",
+        "replay_policy": "instant",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": 60 * _NANOSECONDS,
+    }
+
+
+def is_removed(headers: Collection[str]) -> bool:
+    """Whether a message with these headers says that there is none."""
+    return _MARKER in headers or any(name in headers for name in REMOVED)
+
+
+def token(key: str) -> str:
+    """The key as one token of a subject: letters, digits, - and _ unchanged, other bytes as =XX, "" as =."""
+    text = re.sub(rb"[^A-Za-z0-9_-]", lambda match: b"=%02X" % match[0][0], key.encode())
+    if len(text) > _MAX_KEY_CHARACTERS:
+        raise BusError(f"key {key[:40]!r}...: {len(text)} characters on the bus, at most {_MAX_KEY_CHARACTERS} allowed")
+    return text.decode() or "="
+
+
+def key_of(text: str) -> str:
+    """The inverse of ``token``; a foreign token is its own key."""
+    if text == "=":
+        return ""
+    plain = re.sub(rb"=([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), text.encode())
+    return plain.decode(errors="replace")

@@ -1,0 +1,168 @@
+"""A lease on JetStream: a key with one message, the holder's, which expires unless it is renewed.
+
+acquired  stored if there is none (expected revision 0) or over a release mark (its revision): one round trip when it
+          is free, three if it was released within the last second and nobody told us
+renewed   overwritten every third of its time to live
+released  a mark that expires after a second is stored over our message, then announced to waiters with its revision
+lost      expired after LEASE_SECONDS, possibly held by another process by now
+
+Nothing is purged: a role that may purge a stream may purge all of it. The learner's leases and the workers' have
+different subjects, so a worker cannot take the learner's.
+
+A release is announced to one waiter, which tries to acquire it; otherwise a whole fleet would try at once. Each also
+tries by itself after LEASE_SECONDS, when a dead holder's lease has expired. Waiters keep no state on the server
+(benchmarks/fleet.py counts the messages).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.layout import GONE_SOON, REMOVED, Layout, is_removed, token
+from asyncrl.bus.jetstream.watch import last_stored
+from asyncrl.errors import BusError
+from asyncrl.messages.topics import Topic
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS: Final = 5.0
+
+_WRONG_REVISION: Final = {10071, 10164}
+_LEAVE_SECONDS: Final = 1.0
+"""Timeout of a release; after that the lease is left to expire."""
+_EXPIRY_SECONDS: Final = 0.25
+"""How late the server may remove an expired message."""
+_WAITING: Final = "waiting"
+"""NATS delivers a message to one member of a queue group."""
+
+
+class Lease:
+    """``stream``: that of ``Lease.TOPIC``. Call ``take``, then ``release``, once each."""
+
+    TOPIC: ClassVar[Topic[str]] = Topic("leases", "state", str, seconds_to_live=LEASE_SECONDS)
+    """Its values are the holders' names in plain text: `nats kv watch` shows who is loading."""
+
+    def __init__(
+        self, connection: Connection, layout: Layout, *, stream: str, name: str, holder: str, role: str
+    ) -> None:
+        self._connection, self._stream, self._name = connection, stream, name
+        self._subject = lease_prefix(layout, role=role) + token(name)
+        self._freed = layout.freed(name, role=role)
+        self._holder = holder.encode()
+        self._seconds = self.TOPIC.seconds_to_live
+        self._revision = 0  # of our message; 0 if we do not hold the lease
+        self._released = 0  # revision of the announced release mark; 0 if there is none
+        self._news = asyncio.Event()  # for a waiter: the lease may be free
+        self._releasing = asyncio.Event()
+        self._keeping: asyncio.Future[None] | None = None
+
+    async def take(self) -> None:
+        """waits for: the lease     woken by: its release, a reconnect, the clock"""
+        if not await self._try():
+            await self._wait()
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def release(self) -> None:
+        """Release it if the server answers in time; otherwise it expires."""
+        self._releasing.set()
+        try:
+            if self._keeping is not None:
+                await asyncio.wait((self._keeping,), timeout=_LEAVE_SECONDS)
+                self._keeping.cancel()
+        finally:
+            await self._free()
+
+    async def _wait(self) -> None:
+        unlisten: Callable[[], None] = self._connection.listen(self._news.set)
+        subscription = await self._connection.subscribe(self._freed, self._on_message, queue=_WAITING)
+        try:
+            while not await self._try():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._seconds + _EXPIRY_SECONDS):
+                        await self._news.wait()
+                self._news.clear()
+        except BaseException:  # pass the announcement on to another waiter
+            await self._connection.send(self._freed, b"%d" % self._released, reply="")
+            raise
+        finally:
+            unlisten()
+            await self._connection.unsubscribe(subscription, drain=False)
+
+    async def _on_message(self, message: Any) -> None:
+        self._released = int(message.data) if message.data.isdigit() else 0
+        self._news.set()
+
+    async def _try(self) -> bool:
+        """Try to acquire it. A cancellation waits for the reply, so that an acquired lease is released."""
+        storing = asyncio.ensure_future(self._store_where_free())
+        try:
+            await asyncio.wait((storing,))
+        except asyncio.CancelledError:
+            await asyncio.wait((storing,), timeout=_LEAVE_SECONDS)
+            storing.cancel()
+            await self._free()
+            raise
+        return storing.result()
+
+    async def _store_where_free(self) -> bool:
+        released, self._released = self._released, 0
+        if await self._store(released):
+            return True
+        last = await last_stored(self._connection, stream=self._stream, subject=self._subject)
+        if last is not None and not is_removed(last.headers):
+            return False
+        return await self._store(0 if last is None else last.sequence)
+
+    async def _store(self, revision: int) -> bool:
+        """Acquire or renew it. False if another process holds it, or it expired."""
+        self._revision = await self._stored(self._holder, over=revision)
+        return self._revision > 0
+
+    async def _stored(self, data: bytes, *, over: int, **headers: str) -> int:
+        """Store over the message of revision ``over``: the new revision, or 0 if that is not the last message."""
+        headers |= {
+            "Nats-Expected-Stream": self._stream,
+            "Nats-Expected-Last-Subject-Sequence": str(over),
+            "Nats-Msg-Id": uuid.uuid4().hex,  # stored once even if the connection repeats the request
+        }
+        found = (await self._connection.store(self._subject, data, headers=headers)).found
+        if "error" not in found:
+            return int(found["seq"])
+        if found["error"].get("err_code") not in _WRONG_REVISION:
+            raise Refused(f"lease {self._name}", found["error"])
+        return 0
+
+    async def _keep(self) -> None:
+        """waits for: the time to renew     woken by: release"""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._seconds / 3):
+                        await self._releasing.wait()
+                        return
+                if not await self._store(self._revision):
+                    logger.warning("lease %s: expired while held; another process may hold it now", self._name)
+                    return
+        except BusError as error:
+            logger.warning("lease %s: cannot be renewed: %s", self._name, error)
+
+    async def _free(self) -> None:
+        if not self._revision:
+            return
+        ours, self._revision = self._revision, 0
+        with contextlib.suppress(BusError, TimeoutError):  # then it expires
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                if released := await self._stored(b"", over=ours, **(REMOVED | GONE_SOON)):
+                    await self._connection.send(self._freed, b"%d" % released, reply="")
+
+
+def lease_prefix(layout: Layout, *, role: str) -> str:
+    """What precedes a lease's name in its subject; each role has its own."""
+    return f"{layout.prefix(Lease.TOPIC)}{role}."

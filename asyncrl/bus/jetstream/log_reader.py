@@ -1,0 +1,113 @@
+"""Reads a log: through a consumer, or by requesting its entries, several at a time.
+
+A consumer delivers to any subject its creator names, so on a server with roles only the learner may create one. The
+others read at a third to a half of its speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import deque
+from dataclasses import replace
+from typing import Final
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.layout import reader
+from asyncrl.bus.jetstream.objects import ChunkWindow
+from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, Wire
+from asyncrl.bus.jetstream.watch import StoredMessage, leaders_message
+from asyncrl.errors import LogChanged
+from asyncrl.protocols import LogMark, LogState
+
+_READ_AHEAD_BYTES: Final = 16 * 2**20  # the server drops a connection that is 64 MiB behind
+_READ_AHEAD: Final = 4096
+_LOOK_SECONDS: Final = 0.5
+"""How often a reader at the end of the log looks for new entries."""
+
+
+async def opened_log(
+    connection: Connection, *, stream: str, after: int, by_consumer: bool, mark: LogMark | None = None
+) -> OrderedConsumer | LogReader:
+    """A source of the entries after sequence ``after``, in order, to be stopped. Raises LogChanged, as its ``take``."""
+    if not by_consumer:
+        return LogReader(connection, stream=stream, after=after)
+
+    async def verify(last: int, stored: int) -> None:
+        if mark is None:
+            return
+        now = replace(mark, sequence=last, stored=stored) if last else mark
+        if problem := (await log_state(connection, stream, now)).problem:
+            raise LogChanged(f"the bus lost what it had of {stream}: {problem}")
+
+    consumer = OrderedConsumer(
+        connection,
+        stream=stream,
+        create=lambda last: reader(f"reader-{uuid.uuid4().hex}", after=max(after, last)),
+        batch=_READ_AHEAD,
+        max_bytes=max(_READ_AHEAD_BYTES, 2 * connection.max_payload),
+        verify=verify,
+    )
+    try:
+        await consumer.start()
+    except BaseException:
+        await consumer.stop()
+        raise
+    return consumer
+
+
+async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
+    """The log now. A stream that lost its end counts on from there: the entry of the mark is then another, or none."""
+    info = await wire.api(f"STREAM.INFO.{stream}")
+    identity, first, last = str(info["created"]), int(info["state"]["first_seq"]), int(info["state"]["last_seq"])
+    problem = ""
+    if mark.log and mark.log != identity:
+        problem = f"it was made anew at {identity}"
+    elif last < mark.sequence:
+        problem = f"it ends at entry {last}, and entry {mark.sequence} was read"
+    elif mark.stored and (found := await leaders_message(wire, stream, {"seq": mark.sequence})) is not None:
+        problem = "" if found.stored == mark.stored else f"entry {mark.sequence} is not the one that was read"
+    return LogState(identity=identity, first=first, problem=problem)
+
+
+class LogReader:
+    """Entries after sequence ``after``. Call ``take`` for each, then ``stop``."""
+
+    def __init__(self, wire: Wire, *, stream: str, after: int) -> None:
+        self._wire, self._stream = wire, stream
+        self._next, self._last = after + 1, after
+        self._pace = ChunkWindow()
+        self._asked: deque[asyncio.Task[StoredMessage | None]] = deque()
+
+    async def take(self) -> StoredMessage:
+        """waits for: an entry     woken by: the server, the clock"""
+        while True:
+            if not self._asked and self._next > self._last:
+                await self._look()
+            while self._next <= self._last and len(self._asked) < self._pace.in_flight:
+                self._asked.append(asyncio.create_task(self._ask(self._next)))
+                self._next += 1
+            if not self._asked:
+                await asyncio.sleep(_LOOK_SECONDS)
+                continue
+            await asyncio.wait((self._asked[0],))  # cancelling us must not cancel it
+            if (stored := self._asked.popleft().result()) is not None:
+                return stored
+
+    async def stop(self) -> None:
+        for task in self._asked:
+            task.cancel()
+        if self._asked:
+            await asyncio.wait(self._asked)
+
+    async def _look(self) -> None:
+        state = (await self._wire.api(f"STREAM.INFO.{self._stream}"))["state"]
+        self._next, self._last = max(self._next, int(state["first_seq"])), int(state["last_seq"])
+
+    async def _ask(self, sequence: int) -> StoredMessage | None:
+        """None if it was trimmed meanwhile."""
+        clock = asyncio.get_running_loop().time
+        asked = clock()
+        stored = await leaders_message(self._wire, self._stream, {"seq": sequence})
+        self._pace.note(asked=asked, answered=clock())
+        return stored

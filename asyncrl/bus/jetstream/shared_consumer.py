@@ -1,0 +1,98 @@
+"""The consumer of prompts that all workers share: the learner creates it, and again if it is lost; workers wait for it.
+
+A worker that may create it may also change it: with another filter it delivers nothing, and the run stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.ordered_consumer import make_consumer
+from asyncrl.errors import BusError, ConfigError, Forbidden
+
+logger = logging.getLogger(__name__)
+
+_NOT_THERE: Final = (10014, 10059)  # the consumer; its stream
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LAST_PAUSE_SECONDS: Final = 1.6
+_REMOVAL_SECONDS: Final = 0.5
+"""The server reports a deletion before it removes the files, and would remove those of a consumer created meanwhile."""
+
+
+class SharedConsumer:
+    """``stream``: that of the prompts, which exists."""
+
+    def __init__(self, connection: Connection, layout: Layout, *, stream: str, role: str) -> None:
+        self._connection, self._layout, self._stream, self._role = connection, layout, stream, role
+        self._changed = asyncio.Event()
+        self._unlisten: Callable[[], None] = lambda: None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        """Returns once it exists. Raises ConfigError on a server whose roles are those of an older version.
+
+        waits for: the learner
+        """
+        if self._role != "rollout-worker":
+            await make_consumer(self._connection, self._stream, self._layout.workers())
+            return
+        pause = _FIRST_PAUSE_SECONDS
+        while not await self._is_there():
+            await asyncio.sleep(pause)
+            if pause == _LAST_PAUSE_SECONDS:
+                logger.warning("%s: waiting for the learner to create the workers' consumer", self._stream)
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS + 0.1)
+
+    async def _is_there(self) -> bool:
+        try:
+            await self._connection.api(f"CONSUMER.INFO.{self._stream}.{WORKERS}")
+        except Refused as refused:
+            if refused.code not in _NOT_THERE:
+                raise
+            return False
+        except Forbidden:
+            raise ConfigError(
+                f"bus {self._connection.name}: its roles are of an older asyncrl; write the server's roles anew with "
+                "bin/nats-config, then `nats-server --signal reload`, twice"
+            ) from None
+        return True
+
+    async def start(self) -> None:
+        """As ``ready``; the learner also creates it again whenever it is lost, until ``stop``."""
+        if self._role == "learner":
+            deleted = f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{self._stream}.{WORKERS}"
+            await self._connection.subscribe(deleted, self._on_deleted)
+            self._unlisten = self._connection.listen(self._changed.set)
+        await self.ready()
+        if self._role == "learner":
+            self._keeping = asyncio.create_task(self._keep(), name=f"{self._stream}.{WORKERS}")
+
+    async def stop(self) -> None:
+        self._unlisten()
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+    async def _on_deleted(self, message: Any) -> None:
+        self._changed.set()
+
+    async def _keep(self) -> None:
+        """waits for: its deletion, a reconnect (the server may have lost it)"""
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(_REMOVAL_SECONDS)
+            self._changed.clear()
+            try:
+                await self.ready()
+            except BusError as error:
+                if isinstance(error, Refused) and error.code in _NOT_THERE:
+                    continue  # no stream: publishing there fails and reports it
+                await asyncio.sleep(_LAST_PAUSE_SECONDS)
+                self._changed.set()

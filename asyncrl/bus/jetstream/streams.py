@@ -1,0 +1,134 @@
+"""The streams of one run: which roles create them, wait for them, or require them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any, Final
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import IS_GONE, Refused
+from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.errors import ConfigError, Forbidden, NoSuchRun
+from asyncrl.messages.topics import Topic
+
+logger = logging.getLogger(__name__)
+
+_NAME_IN_USE: Final = 10058
+_NO_STREAM: Final = 10059
+_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
+"""Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
+_FEW_PEERS: Final = 10005  # no suitable peers for placement
+_NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
+_PEERS_SECONDS: Final = 30.0
+_PEERS_PAUSE_SECONDS: Final = 0.5
+_NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
+_LONG_PAUSE: Final = 1.6
+
+
+class Streams:
+    """The learner's role creates them, or updates their sizes; workers wait for that; other roles require them."""
+
+    def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
+        self._connection, self._layout, self._role = connection, layout, role
+        self.made: set[str] = set()
+        """Known to exist."""
+        self._is_waiting = False  # for the run's streams
+
+    async def of(self, topic: Topic[Any]) -> str:
+        """The name of the topic's stream, which is created or resized on first use."""
+        name = self._layout.stream(topic)
+        if name in self.made:
+            return name
+        if self._role != "learner":
+            await (self._until_made(name) if self._role == "rollout-worker" else self._require(name))
+            return name
+        config = self._layout.stream_config(topic)
+        where = f"bus {self._connection.name}: {name}"
+        try:
+            await self._make(name, config)
+        except Refused as refused:
+            if refused.code in _NO_PEERS:
+                raise ConfigError(
+                    f"{where}: bus.replicas {self._layout.replicas} needs as many servers in one cluster, all of them "
+                    f"up and with JetStream ({refused.description}); start them or lower bus.replicas"
+                ) from None
+            if refused.code in _NO_ROOM:
+                raise ConfigError(
+                    f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
+                    f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
+                ) from None
+            if refused.code in _OTHER_SETTINGS:
+                raise ConfigError(
+                    f"{where}: exists with other settings ({refused.description}); use the settings it had "
+                    "(bus.storage, bus.replicas) or choose another run.name"
+                ) from None
+            raise
+        self.made.add(name)
+        return name
+
+    async def _make(self, name: str, config: dict[str, Any]) -> None:
+        """waits for: the servers of a starting cluster"""
+        since = time.monotonic()
+        while True:
+            try:
+                await self._connection.api(f"STREAM.CREATE.{name}", config)
+                return
+            except Refused as refused:
+                if refused.code == _NAME_IN_USE:
+                    await self._connection.api(f"STREAM.UPDATE.{name}", config)
+                    return
+                if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
+                    raise
+            if not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                logger.warning(
+                    "bus %s: fewer servers are up than bus.replicas = %d; waiting for the others for %.0f s",
+                    *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
+                )
+            await asyncio.sleep(_PEERS_PAUSE_SECONDS)
+
+    async def _require(self, name: str) -> None:
+        """Raise ConfigError, listing the existing runs, if this one does not exist."""
+        try:
+            await self._connection.api(f"STREAM.INFO.{name}")
+        except Refused as refused:
+            if not refused.description.endswith(IS_GONE):
+                raise
+            raise NoSuchRun(
+                f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
+                f"{await self._runs()}"
+            ) from None
+        self.made.add(name)
+
+    async def _runs(self) -> str:
+        """The existing runs. Raises Forbidden if the role may not list them."""
+        found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
+        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()}
+        return ", ".join(sorted(runs)) or "(there is none)"
+
+    async def _until_made(self, name: str) -> None:
+        """waits for: the learner, which creates the run's streams"""
+        pause, others = 0.05, ""
+        while True:
+            try:
+                await self._connection.api(f"STREAM.INFO.{name}")
+                break
+            except Refused as refused:
+                if refused.code != _NO_STREAM:
+                    raise
+            if pause == _LONG_PAUSE and not self._is_waiting:
+                self._is_waiting = True  # for all streams: one line
+                with contextlib.suppress(Forbidden):
+                    others = f"; runs there: {await self._runs()}"
+                logger.warning(
+                    "bus %s: no run %r there yet; waiting for its learner%s",
+                    self._connection.name,
+                    self._layout.run,
+                    others,
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONG_PAUSE + 0.1)
+        self.made.add(name)

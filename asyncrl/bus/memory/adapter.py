@@ -1,0 +1,23 @@
+"""bus.kind = "memory": inside the process of `asyncrl run`, which has the learner and the workers as actors."""
+
+from __future__ import annotations
+
+from asyncrl.bus.adapter import BusAdapter
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config import RunConfig
+from asyncrl.messages.signing import Signatures
+
+
+class MemoryBusAdapter(BusAdapter):
+    is_shared = False
+
+    @classmethod
+    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> MemoryBus:
+        """A new bus: whoever wants to be on it must be given this one."""
+        return MemoryBus(
+            max_prompts=run.window,
+            max_log_bytes=run.bus.max_log_bytes,
+            ack_seconds=run.bus.ack_seconds,
+            max_message_bytes=run.bus.max_message_bytes,
+            signatures=signatures,
+        )

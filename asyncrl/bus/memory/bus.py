@@ -1,0 +1,303 @@
+"""The bus inside one process: the promises of the port, no server. For tests, and for runs that fit one process.
+
+Messages are encoded and decoded as on the wire, so that what passes here passes there. One instance may serve any
+number of actors of one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+from asyncrl.bus.encoding import Each, Opened, encoded, opened
+from asyncrl.bus.kept_states import KeptStates
+from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
+from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
+from asyncrl.messages.codec import encode
+from asyncrl.messages.signing import UNSIGNED, Signatures
+from asyncrl.messages.topics import Service, Topic
+from asyncrl.protocols import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record
+from asyncrl.protocols.bus import Veto
+from asyncrl.protocols.rejections import Rejections
+
+M = TypeVar("M")
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class MemoryBus:
+    """See ``protocols.Bus``. ``ack_seconds``: a delivery nobody acks or keeps for so long goes to another consumer."""
+
+    def __init__(
+        self,
+        *,
+        max_prompts: int,
+        max_log_bytes: int,
+        ack_seconds: float,
+        max_message_bytes: int,
+        signatures: Signatures = UNSIGNED,
+    ) -> None:
+        self._max_prompts = max_prompts
+        self._max_log_bytes = max_log_bytes
+        self._ack_seconds = ack_seconds
+        self._max_message_bytes = max_message_bytes
+        self.rejections = Rejections()
+        self._signatures = signatures
+        self._kept = KeptStates(signatures)
+        self._works: dict[str, Work] = {}
+        self._logs: dict[str, Log] = {}
+        self._states: dict[str, States] = {}
+        self._lines: dict[tuple[str, str], Line[Any, Any]] = {}
+        self._leases: dict[str, asyncio.Lock] = {}
+        self._objects = Objects()
+
+    async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
+        await _let_others_run()
+        return self._queue(topic).add(key, self._encoded(topic, message, key), again=again)
+
+    @contextlib.asynccontextmanager
+    async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
+        loans = _Loans(self._work(topic), topic, self._signatures)
+        try:
+            yield loans
+        finally:
+            await loans.end()
+
+    @contextlib.asynccontextmanager
+    async def read(
+        self, topic: Topic[M], *, after: int = 0, veto: Veto | None = None, mark: LogMark | None = None
+    ) -> AsyncIterator[AsyncIterator[Record[M]]]:
+        log = self._log(topic)
+        position = after
+
+        async def take() -> Record[M]:
+            nonlocal position
+            while (entry := log.first_after(position)) is None:
+                await log.changed.wait()
+            position = entry.sequence
+            problem = veto(entry.sequence, entry.key) if veto else ""
+            content: Opened[M] = Opened(None, problem)
+            if not problem:
+                content = opened(entry.data, topic, key=entry.key, signatures=self._signatures)
+            return Record(
+                sequence=entry.sequence,
+                key=entry.key,
+                message=content.message,
+                problem=content.problem,
+                num_bytes=len(entry.data),
+            )
+
+        yield Each(take)
+
+    async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
+        await _let_others_run()
+        log = self._log(topic)
+        is_other = log.last_sequence < mark.sequence if not mark.log else mark.log != log.identity
+        return LogState(identity=log.identity, first=log.first_sequence, problem="it is a new log" if is_other else "")
+
+    async def trim(self, topic: Topic[Any], *, through: int) -> None:
+        await _let_others_run()
+        self._log(topic).trim(through)
+
+    async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
+        await _let_others_run()
+        data = self._encoded(topic, message, key)
+        await self._kept.put(topic, key, data, lambda: self._put(topic, key, data))
+
+    @contextlib.asynccontextmanager
+    async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
+        states = self._state(topic)
+        revision, seen = 0, self._signatures.seen()
+
+        async def take() -> M:
+            nonlocal revision
+            while True:
+                while (value := states.present().get(key)) is None or value.revision <= revision:
+                    await states.changed.wait()
+                revision = value.revision
+                content = opened(value.data, topic, key=key, signatures=self._signatures, seen=seen)
+                if content.message is not None:
+                    return content.message
+                self.rejections.note(topic.name, f"state {key!r}: {content.problem}")
+
+        yield Each(take)
+
+    async def states(self, topic: Topic[M], *, under: str = "") -> dict[str, M]:
+        await _let_others_run()
+        found: dict[str, M] = {}
+        for key, value in self._state(topic).present().items():
+            if not key.startswith(under):
+                continue
+            content = opened(value.data, topic, key=key, signatures=self._signatures)
+            if content.message is not None:
+                found[key] = content.message
+            else:
+                self.rejections.note(topic.name, f"state {key!r}: {content.problem}")
+        return found
+
+    async def forget(self, topic: Topic[Any], *, key: str) -> None:
+        await _let_others_run()
+        await self._kept.forget(topic, key, lambda: self._remove(topic, key))
+
+    async def _remove(self, topic: Topic[Any], key: str) -> None:
+        values = self._state(topic).values
+        for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
+            del values[gone]
+
+    async def restore(self) -> list[str]:
+        async def read(topic: Topic[Any], key: str) -> bytes | None:
+            found = self._state(topic).present().get(key)
+            return None if found is None else found.data
+
+        return await self._kept.restore(read, self._put)
+
+    async def _put(self, topic: Topic[Any], key: str, data: bytes) -> None:
+        self._state(topic).put(key, data)
+
+    async def depth(self, topic: Topic[Any]) -> int:
+        await _let_others_run()
+        return len(self._queue(topic).keys())
+
+    async def keys(self, topic: Topic[Any]) -> set[str]:
+        await _let_others_run()
+        return set(self._queue(topic).keys())
+
+    async def last_sequence(self, topic: Topic[Any]) -> int:
+        await _let_others_run()
+        return self._queue(topic).last_sequence
+
+    async def ask(self, service: Service[Q, A], question: Q, *, seconds: float) -> A | None:
+        await _let_others_run()
+        line = self._lines.get((service.name, service.key))
+        if line is None:
+            return None
+        answered = asyncio.get_running_loop().create_future()
+
+        async def send(data: bytes) -> None:
+            if not answered.done():
+                answered.set_result(data)
+
+        data = encode(question)
+        line.add(data, send)
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await answered
+                return answer_of(answer, service, self.rejections, question=data, signatures=self._signatures)
+        except TimeoutError:
+            return None
+
+    @contextlib.asynccontextmanager
+    async def serve(self, service: Service[Q, A]) -> AsyncIterator[AsyncIterator[PendingRequest[Q, A]]]:
+        line = self._lines[service.name, service.key] = Line(service, self.rejections, self._signatures)
+        try:
+            yield Each(line.take)
+        finally:
+            del self._lines[service.name, service.key]
+
+    @contextlib.asynccontextmanager
+    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
+        """Who holds it dies with this process, so that nobody waits for its time."""
+        async with self._leases.setdefault(name, asyncio.Lock()):
+            yield
+
+    def objects(self) -> ObjectStore:
+        return self._objects
+
+    @property
+    def own_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self._max_message_bytes
+
+    async def close(self) -> None:
+        """Nothing: other actors may still use it."""
+
+    def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
+        limit = self._max_message_bytes
+        return encoded(message, topic=topic, key=key, limit=limit, signatures=self._signatures)
+
+    def _queue(self, topic: Topic[Any]) -> Work | Log:
+        return self._work(topic) if topic.kind == "work" else self._log(topic)
+
+    def _work(self, topic: Topic[Any]) -> Work:
+        assert topic.kind == "work", topic
+        return self._works.setdefault(topic.name, Work(topic.name, self._max_prompts, self._ack_seconds))
+
+    def _log(self, topic: Topic[Any]) -> Log:
+        assert topic.kind == "log", topic
+        max_bytes = self._max_log_bytes if not topic.seconds_to_live else 0
+        return self._logs.setdefault(topic.name, Log(topic.name, max_bytes, topic.seconds_to_live))
+
+    def _state(self, topic: Topic[Any]) -> States:
+        assert topic.kind == "state", topic
+        return self._states.setdefault(topic.name, States(topic.seconds_to_live))
+
+
+async def _let_others_run() -> None:
+    """As a server's answer does: who calls in a loop, a full topic say, must not be alone in the process."""
+    await asyncio.sleep(0)
+
+
+class _Loans(AsyncIterator[Delivery[M]], Generic[M]):
+    """Nothing is far away here: each is delivered when it is asked for."""
+
+    def __init__(self, work: Work, topic: Topic[M], signatures: Signatures) -> None:
+        self._work, self._topic, self._signatures = work, topic, signatures
+        self._held: list[_Delivery[M]] = []
+
+    async def __anext__(self) -> Delivery[M]:
+        while (item := self._work.take()) is None:
+            await self._work.changed.wait()
+        self._held = [one for one in self._held if one.is_ours()] + [self._lent(item)]
+        return self._held[-1]
+
+    def _lent(self, item: Item) -> _Delivery[M]:
+        return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key, signatures=self._signatures))
+
+    def want(self, count: int) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        for delivery in self._held:
+            await delivery.retry()
+
+
+class _Delivery(Generic[M]):
+    def __init__(self, work: Work, item: Item, content: Opened[M]) -> None:
+        self._work, self._item, self._holder = work, item, item.holder
+        self.attempt = item.attempt
+        self._content = content
+
+    @property
+    def key(self) -> str:
+        return self._item.key
+
+    @property
+    def message(self) -> M | None:
+        return self._content.message
+
+    @property
+    def problem(self) -> str:
+        return self._content.problem
+
+    def is_ours(self) -> bool:
+        return self._item.holder == self._holder
+
+    async def ack(self) -> None:
+        """Also when somebody else holds it by now: it was done."""
+        self._work.ack(self._item)
+
+    async def retry(self, *, delay: float = 0.0) -> None:
+        if self.is_ours():
+            self._work.give_back(self._item, delay)
+
+    async def keep(self) -> None:
+        if self.is_ours() and self._item.timer is not None:
+            self._work.keep(self._item)

@@ -1,0 +1,1 @@
+"""Runs and configures nats-server."""

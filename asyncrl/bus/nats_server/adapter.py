@@ -1,0 +1,72 @@
+"""bus.kind = "nats": NATS JetStream, on a server of the run's own or on one at bus.url."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.bus.adapter import BusAdapter
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.signing import Signatures
+
+_SCHEMES = ("nats://", "tls://")
+
+
+class NatsAdapter(BusAdapter):
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        cls.options(run)
+        _check_url(run.bus.url)
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        if not run.bus.url:
+            find_binary()
+
+    @classmethod
+    async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> JetStreamBus:
+        _check_url(url)
+        section = run.bus
+        return await JetStreamBus.connect(
+            url,
+            run=run.run.name,
+            access=Credentials(
+                role=role,
+                token="" if section.credentials else token,
+                credentials=section.credentials,
+                tls_ca=section.tls_ca,
+                tls_certificate=section.tls_certificate,
+                tls_key=section.tls_key,
+            ),
+            max_prompts=run.window,
+            max_log_bytes=section.max_log_bytes,
+            ack_seconds=section.ack_seconds,
+            storage=section.store,
+            replicas=section.replicas,
+            signatures=signatures,
+        )
+
+    @classmethod
+    def server(cls, run: RunConfig, *, directory: Path, host: str) -> EmbeddedServer:
+        return EmbeddedServer(
+            directory / "nats",
+            host=host,
+            port=run.bus.port,
+            max_message_bytes=run.bus.max_message_bytes,
+            sync_seconds=run.bus.sync_seconds,
+        )
+
+    @classmethod
+    def stored(cls, run: RunConfig, *, directory: Path) -> EmbeddedServer | None:
+        store = directory / "nats"
+        if run.bus.store == "memory" or not (store / "jetstream").is_dir():
+            return None
+        return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes)
+
+
+def _check_url(url: str) -> None:
+    if url and not url.startswith(_SCHEMES):
+        raise ConfigError(f"bus: url must start with {' or '.join(_SCHEMES)}, got {url.partition(':')[0]}:...")

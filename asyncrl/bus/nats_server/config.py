@@ -1,0 +1,247 @@
+"""bin/nats-config: configurations of a nats-server, or of each server of a cluster, with accounts of every run's roles.
+
+The servers of a cluster differ in name, addresses and store alone; they know each other by a password of their own.
+Tests: tests/integration/security/test_permissions.py, tests/integration/cluster/test_nats_cluster.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from asyncrl.bus.jetstream.credentials import keys
+from asyncrl.bus.jetstream.layout import HEADER_BYTES
+from asyncrl.bus.nats_server.accounts import account_name, accounts, permissions
+from asyncrl.messages.signing import SigningKey
+from asyncrl.messages.topics import ROLES
+
+CONFIG_FILE: Final = "nats-server.conf"
+_CLUSTER: Final = "asyncrl"
+_PORT, _ROUTE_PORT = 4222, 6222
+SYNC_SECONDS: Final = 1.0
+"""nats-server's own default is two minutes, which a loss of power then takes from the end of every stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One server of a cluster: where clients and where the other servers find it."""
+
+    host: str
+    port: int = _PORT
+    route_port: int = _ROUTE_PORT
+
+    @property
+    def interface(self) -> str:
+        """Where it listens: everywhere, but on loopback if that is where it is found."""
+        return self.host if self.host in ("127.0.0.1", "localhost", "[::1]") else "0.0.0.0"
+
+
+def node(text: str) -> Node:
+    """HOST[:PORT[:ROUTE_PORT]]; an IPv6 address in brackets. Raises ValueError."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no HOST[:PORT[:ROUTE_PORT]]")
+    return Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
+
+
+def server_config(
+    passwords: dict[str, dict[str, str]],
+    *,
+    listen: str,
+    store: Path,
+    max_message_bytes: int,
+    sync_seconds: float = SYNC_SECONDS,
+    tls: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+) -> str:
+    """A nats-server's configuration (which may be JSON).  ``passwords``: run -> role -> password"""
+    parts: dict[str, dict[str, Any]] = {}
+    for run, roles in passwords.items():
+        parts |= accounts(run)
+        for role, password in roles.items():
+            user = {"user": user_name(run, role), "password": password}
+            allowed = permissions(role, run=run)
+            parts[account_name(run, role)]["users"] = [user | ({"permissions": allowed} if allowed else {})]
+    config: dict[str, Any] = {
+        "listen": listen,
+        "max_payload": max_message_bytes + HEADER_BYTES,
+        "max_pending": max(256 * 2**20, 4 * max_message_bytes),
+        "jetstream": {"store_dir": str(store), "sync_interval": sync_interval(sync_seconds)},
+        "accounts": parts,
+    }
+    if tls:
+        config["tls"] = tls
+    if cluster:
+        config |= cluster
+    return json.dumps(config, indent=2) + "\n"
+
+
+def sync_interval(seconds: float) -> str:
+    """As nats-server reads it. 0: every message is synced before it is acknowledged."""
+    return f"{max(1, round(1000 * seconds))}ms" if seconds else "always"
+
+
+def user_name(run: str, role: str) -> str:
+    return f"{run}-{role}"
+
+
+def cluster_part(nodes: Sequence[Node], index: int, *, password: str, tls: dict[str, Any] | None) -> dict[str, Any]:
+    """What server ``index`` has to know of the others.
+
+    Clients hear of no address but those in their ``bus.url``: what servers call themselves may mean nothing to a client
+    behind a tunnel or a load balancer.
+    """
+    own = nodes[index]
+    cluster: dict[str, Any] = {
+        "name": _CLUSTER,
+        "listen": f"{own.interface}:{own.route_port}",
+        "authorization": {"user": _CLUSTER, "password": password},
+        "routes": [f"nats://{_CLUSTER}:{password}@{other.host}:{other.route_port}" for other in nodes if other != own],
+        "no_advertise": True,
+    }
+    if tls:
+        cluster["tls"] = tls
+    return {"server_name": server_name(index), "cluster": cluster}
+
+
+def server_name(index: int) -> str:
+    return f"server-{index + 1}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for run in options.runs:
+        if not re.fullmatch("[A-Za-z0-9_-]+", run):
+            parser.error(f"{run!r} is no run.name: letters, digits, - and _")
+    try:
+        nodes = [node(text) for text in options.cluster or ()]
+    except ValueError as error:
+        parser.error(f"--cluster: {error}")
+    if nodes and (len(nodes) not in (3, 5) or len(set(nodes)) < len(nodes)):
+        parser.error("--cluster takes three servers (or five), no two of them at one address")
+    if nodes and options.listen:
+        parser.error("--listen is for one server; --cluster says where its servers listen")
+    if bool(options.tls_certificate) != bool(options.tls_key):
+        parser.error("--tls-certificate and --tls-key need each other")
+    if not options.sync_seconds >= 0:
+        parser.error(f"--sync-seconds must be 0 or more, got {options.sync_seconds}")
+    try:
+        _write(options, nodes)
+    except OSError as error:
+        parser.error(f"--directory: cannot write {error.filename}: {error.strerror}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake gets one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="bin/nats-config",
+        description="Write a nats-server configuration in which every role of every run has an account of its own, "
+        "a password, and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "
+        "then `nats-server --signal reload`, twice: it connects new accounts at the second.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run.name of each run the server may carry")
+    add("--directory", type=Path, required=True, help="gets nats-server.conf and RUN/ROLE, all 0600")
+    add("--listen", metavar="HOST:PORT", help=f"(default: 0.0.0.0:{_PORT})")
+    add(
+        "--cluster",
+        nargs="+",
+        metavar="HOST[:PORT[:ROUTE_PORT]]",
+        help="write server-1/nats-server.conf, server-2/... of a cluster, one for each of these three (or five) hosts "
+        f"(ports: {_PORT} for clients, {_ROUTE_PORT} for each other)",
+    )
+    add("--rotate-keys", action="store_true", help="give each RUN a new key to sign with; end it first, then --resume")
+    add("--max-message-bytes", type=int, default=8 * 2**20, help="(default: %(default)s)")
+    add(
+        "--sync-seconds",
+        type=float,
+        default=SYNC_SECONDS,
+        help="how often stored messages are synced, which a loss of power may cost; 0: before each is acknowledged "
+        "(default: %(default)s)",
+    )
+    add("--tls-certificate", type=Path, help="PEM of the server; with it only TLS is spoken")
+    add("--tls-key", type=Path)
+    add("--tls-client-ca", type=Path, help="PEM: clients must show a certificate this one signed")
+    add("--tls-cluster-ca", type=Path, help="PEM: who signed the certificates that the servers show each other")
+    return parser
+
+
+def _write(options: argparse.Namespace, nodes: Sequence[Node]) -> None:
+    directory: Path = options.directory.absolute()
+    passwords = {run: {role: _password(directory / run / role, run, role) for role in ROLES} for run in options.runs}
+    for run in options.runs:
+        _write_keys(directory / run, rotate=options.rotate_keys)
+    tls = _tls(options, options.tls_client_ca, verify=bool(options.tls_client_ca))
+    between = _tls(options, options.tls_cluster_ca, verify=False)
+    route_password = _password(directory / "routes.password", _CLUSTER, "routes") if nodes else ""
+    for index in range(len(nodes) or 1):
+        own = directory / server_name(index) if nodes else directory
+        text = server_config(
+            passwords,
+            listen=f"{nodes[index].interface}:{nodes[index].port}" if nodes else options.listen or f"0.0.0.0:{_PORT}",
+            store=own / "jetstream",
+            max_message_bytes=options.max_message_bytes,
+            sync_seconds=options.sync_seconds,
+            tls=tls,
+            cluster=cluster_part(nodes, index, password=route_password, tls=between) if nodes else None,
+        )
+        _write_private(own / CONFIG_FILE, text)
+        print(f"nats-server --config {own / CONFIG_FILE}" + (f"   on {nodes[index].host}" if nodes else ""))
+    if nodes:
+        scheme = "tls" if tls else "nats"
+        url = ",".join(f"{scheme}://{one.host}:{one.port}" for one in nodes)
+        print(f'bus.url = "{url}"; bus.replicas = {len(nodes)}')
+    for run in options.runs:
+        print(f'run {run}: bus.credentials = "{directory / run}/{{role}}"; a worker\'s node needs only rollout-worker')
+
+
+def _tls(options: argparse.Namespace, authority: Path | None, *, verify: bool) -> dict[str, Any] | None:
+    if not options.tls_certificate:
+        return None
+    tls = {"cert_file": str(options.tls_certificate.absolute()), "key_file": str(options.tls_key.absolute())}
+    return tls | ({"ca_file": str(authority.absolute())} if authority else {}) | ({"verify": True} if verify else {})
+
+
+def _password(path: Path, run: str, role: str) -> str:
+    """The one in the file, or a new one written there."""
+    if path.exists():
+        return path.read_text().splitlines()[0].partition(":")[2]
+    password = secrets.token_urlsafe(32)
+    _write_private(path, f"{user_name(run, role)}:{password}\n")
+    return password
+
+
+def _write_keys(folder: Path, *, rotate: bool) -> None:
+    """A run's key pair into its credentials: the secret half into the learner's, the public one into the others."""
+    text = keys(str(folder / "{role}"), role="learner").get("signing-key", "")
+    key = SigningKey.from_text(text) if text and not rotate else SigningKey.generate()
+    for role in ROLES:
+        password, path = (folder / role).read_text().splitlines()[0], folder / role
+        line = f"signing-key: {key.text()}" if role == "learner" else f"learner-key: {key.public}"
+        if path.read_text() != (whole := f"{password}\n{line}\n"):
+            _write_private(path, whole)
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()

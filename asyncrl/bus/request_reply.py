@@ -1,0 +1,73 @@
+"""Request/reply beside the topics: nothing is stored, and a request without a server fails quickly.
+
+Both buses serve through ``Line``, a queue of requests. Requests that do not decode are counted and left unanswered;
+replies that do not decode are counted and treated as missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from asyncrl.errors import MessageError
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.signing import Signatures
+from asyncrl.messages.topics import Service
+from asyncrl.protocols.rejections import Rejections
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+class PendingRequest(Generic[Q, A]):
+    """See ``protocols.Asked``."""
+
+    def __init__(self, question: Q, send: Send) -> None:
+        self.question = question
+        self._send = send
+
+    async def answer(self, answer: A) -> None:
+        await self._send(encode(answer))
+
+
+class Line(Generic[Q, A]):
+    """Pending requests of one server of a service, first in, first out."""
+
+    def __init__(self, service: Service[Q, A], rejections: Rejections, signatures: Signatures) -> None:
+        self._service = service
+        self._signatures = signatures
+        self._rejections = rejections
+        self._waiting: asyncio.Queue[PendingRequest[Q, A]] = asyncio.Queue()
+
+    def add(self, data: bytes, send: Send) -> None:
+        try:
+            question = decode(data, self._service.question_type)
+        except MessageError as error:
+            self._rejections.note(self._service.name, f"invalid request: {error}")
+            return
+
+        async def send_signed(answer: bytes) -> None:
+            await send(self._signatures.seal_answer(self._service, data, answer))
+
+        self._waiting.put_nowait(PendingRequest(question, send_signed))
+
+    async def take(self) -> PendingRequest[Q, A]:
+        return await self._waiting.get()
+
+
+def answer_of(
+    data: bytes, service: Service[Q, A], rejections: Rejections, *, question: bytes, signatures: Signatures
+) -> A | None:
+    """None if the bytes are no answer to this question, as if nobody had answered."""
+    content = signatures.open_answer(service, question, data)
+    if content.problem:
+        rejections.note(service.name, f"the answer {content.problem}", kind="signature")
+        return None
+    try:
+        return decode(content.data, service.answer_type)
+    except MessageError as error:
+        rejections.note(service.name, f"invalid answer: {error}")
+        return None

@@ -1,0 +1,1 @@
+"""The asyncrl command: one file per verb."""

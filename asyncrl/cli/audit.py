@@ -1,0 +1,86 @@
+"""`asyncrl audit RUN_DIR`: accounts for every prompt group of a run that is finished, stopped, killed or up.
+
+What is read, and how each number follows from it, is in policies/audit/accounting.py (``Account`` says what each
+means):
+
+  history.jsonl   a line for each group that was trained, dropped, failed or filtered, and for each start of the learner
+  checkpoints/    the newest: the ledgers of groups and log records, the prompt position, what is outstanding
+  the bus         prompts not done, and the trajectory log with the versions that sampled each token: of the run that
+                  is up, else of its own store (a nats-server is started on it and stopped again), else of bus.url
+  metrics.jsonl   staleness/max of each step
+
+The run may be up meanwhile: sources are read in the order in which a group passes them (prompts, log, checkpoint,
+history), so that a group on its way is seen at least once.
+
+What cannot be read of the folder is said in a line each, and what it hides is not taken for lost: groups that are done
+by the checkpoint and have no line in a damaged history are "unrecorded".
+
+Exit code 0 when lost = duplicated = staleness_violations = unrecorded = 0, else 1; 2 when there is no run to account
+for, or its settings cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from asyncrl.cli import arguments
+from asyncrl.policies.audit.accounting import Account
+from asyncrl.run.account import account_of
+
+SHOWN_PROBLEMS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_folder(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    return audit(options.run_directory, token=arguments.bus_token(), as_json=options.json)
+
+
+def audit(directory: Path, *, token: str = "", as_json: bool = False) -> int:
+    """Print the account of the run in ``directory``; the exit code says whether it is clean.
+
+    ``token``: of a server that the run file names (bus.url). Raises ConfigError for a folder that holds no run.
+    """
+    made = account_of(directory, token=token)
+    print(json.dumps(made.as_json()) if as_json else table(made, directory))
+    return 0 if made.is_clean else 1
+
+
+def table(made: Account, directory: Path) -> str:
+    """For a person."""
+    rows = [
+        ("prompts", made.prompts, "prompt groups published"),
+        ("published", made.published, "of these came back from a worker"),
+        ("trained", made.trained, f"by {made.steps:,} steps"),
+        ("dropped", made.dropped, "too old to train"),
+        ("failed", made.failed, "could not be made"),
+        ("set_aside", made.set_aside, "of the failed: two lives of the learner ended with them"),
+        ("filtered", made.filtered, "nothing to learn from"),
+        ("pending", made.pending, "not done yet"),
+        ("retrained", made.retrained, "trained once more, behind a checkpoint that a learner fell back to"),
+        ("foreign", made.foreign, "records on the log of groups that this run never published"),
+        ("lost", made.lost, ""),
+        ("unrecorded", made.unrecorded, "done, but how is in a damaged part of the record"),
+        ("duplicated", made.duplicated, ""),
+        ("max_staleness", made.max_staleness, f"versions, of {made.bound} allowed"),
+        ("staleness_violations", made.staleness_violations, ""),
+        ("incarnations", made.incarnations, "starts of the learner"),
+    ]
+    lines = [f"{directory}: every prompt group and what became of it"]
+    lines += [f"  {name:22s}{count:>9,}  {meaning}".rstrip() for name, count, meaning in rows]
+    lines.append(f"staleness worked out anew from the log for {made.on_log:,} groups, as recorded for the others")
+    lines.append(f"compared with metrics.jsonl for {made.with_metrics:,} of {made.steps:,} steps")
+    shown = made.problems[:SHOWN_PROBLEMS]
+    lines += [f"  {problem}" for problem in shown]
+    if len(made.problems) > len(shown):
+        lines.append(f"  and {len(made.problems) - len(shown)} more")
+    lines += [f"  {sentence}" for sentence in made.damage]
+    if made.bus_not_asked:
+        lines.append(f"bus: not asked ({made.bus_not_asked})")
+    verdict = "RECORD DAMAGED, and nothing else is wrong" if made.has_no_fault else "NOT CLEAN"
+    lines.append("clean" if made.is_clean else verdict)
+    return "\n".join(lines)

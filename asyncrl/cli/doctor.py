@@ -1,0 +1,118 @@
+"""`asyncrl doctor`: from any machine, what every actor of a run waits for and what is wrong, in ten seconds.
+
+It listens for as long as a live actor needs to be heard a few times, and changes nothing of the run. Exit code 0:
+nothing is wrong; 1: it found something; 2: there is no such run, or its bus refuses us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+from asyncrl.actors.health_monitor import LOOK_SECONDS, HealthMonitor, refusal
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
+from asyncrl.errors import NoAnswer
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, Finding, Observation, Seen, printable
+from asyncrl.protocols import Bus
+from asyncrl.run import run_folder
+from asyncrl.run.registry import bus_address, observe
+
+LISTEN_SECONDS = SILENT_SECONDS + 1.5
+"""Who beats every 2 s and was not heard for SILENT_SECONDS of it is silent. Time in which the bus does not answer, or
+this process is not let run, is not listened."""
+MOST_SECONDS = 60.0
+"""For which it tries to hear so much."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_existing_run(parser)
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    run_config = run_folder.run_at(options.where, options.overrides, verb="doctor")
+    return examine(run_config, token=arguments.bus_token(run_config), as_json=options.json)
+
+
+def examine(run: RunConfig, *, token: str, as_json: bool) -> int:
+    """Print what is wrong with the run; the exit code. Raises ConfigError: which bus, what run, a wrong token."""
+    url, token = bus_address(run, token=token)
+    observation = asyncio.run(_listen(run, token=token))
+    findings = diagnose(observation)
+    where = f"run {run.run.name} on {without_secrets(url)}"
+    print(_json(run, observation, findings) if as_json else _text(where, observation, findings))
+    return 1 if findings else 0
+
+
+async def _listen(run: RunConfig, *, token: str) -> Observation:
+    async def connect() -> Bus:
+        return await observe(run, token=token)
+
+    watcher = HealthMonitor(connect)
+    loop = asyncio.get_running_loop()
+    began, since = loop.time(), 0.0
+    try:
+        while True:
+            observation = await watcher.look()
+            if (refused := refusal(watcher.error)) is not None:
+                raise refused
+            if watcher.error is not None:
+                since = observation.listened  # who could not be heard gets its time again
+            has_heard = observation.listened - since >= LISTEN_SECONDS
+            is_away = max(observation.bus_silent, observation.bus_refuses) > BUS_SECONDS
+            if has_heard or (is_away and loop.time() - began >= LISTEN_SECONDS):
+                return observation
+            if loop.time() - began >= MOST_SECONDS:
+                raise NoAnswer(
+                    f"bus.url: in {MOST_SECONDS:.0f} s its server answered too seldom to hear who is well"
+                    f" ({watcher.error or 'or this machine is too busy'})"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+    finally:
+        await watcher.close()
+
+
+def _text(where: str, observation: Observation, findings: list[Finding]) -> str:
+    lines = [where + (", finished" if observation.is_finished else "")]
+    for name, seen in sorted(observation.actors.items()):
+        waits = "; ".join(f"{wait.what} ({wait.seconds:.0f} s)" for wait in seen.beat.waits)
+        heard = f"not heard for {seen.seconds:.0f} s" if seen.seconds > SILENT_SECONDS else seen.beat.phase
+        version = f"version {seen.beat.policy_version}"
+        lines.append(f"  {name:20s} {seen.beat.role:16s} {heard:12s} {version:12s} waits for: {waits or '-'}")
+    for finding in findings:
+        lines += [f"{finding.fault}: {finding.text}", f"  -> {finding.remedy}"]
+    return "\n".join(map(printable, lines if findings else [*lines, "nothing is wrong"]))
+
+
+def _json(run: RunConfig, observation: Observation, findings: list[Finding]) -> str:
+    return json.dumps(
+        {
+            "run": run.run.name,
+            "is_finished": observation.is_finished,
+            "listened_seconds": observation.listened,
+            "findings": [_finding(finding) for finding in findings],
+            "actors": {name: _actor(seen) for name, seen in sorted(observation.actors.items())},
+        }
+    )
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    return {
+        "fault": finding.fault,
+        "actor": finding.actor,
+        "text": finding.text,
+        "remedy": finding.remedy,
+        "seconds": finding.seconds,
+        "host": finding.host,
+        "pid": finding.pid,
+    }
+
+
+def _actor(seen: Seen) -> dict[str, Any]:
+    return {"silent_seconds": seen.seconds, "process": seen.process} | dataclasses.asdict(seen.beat)

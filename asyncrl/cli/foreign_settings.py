@@ -1,0 +1,148 @@
+"""What a machine that joins takes of the settings on the bus: somebody else wrote them.
+
+1. Keys that no worker needs, and whatever says where this machine keeps its files or who it is, are left out.
+2. Code is imported when asyncrl ships it or `--allow` names it; servers are asked when `--allow` names them.
+3. An adapter refuses options that could do more than set a size or a method (``Adapter.check_joined``).
+
+What this machine's own command says with --set is not foreign. Nothing is imported before 2 is settled.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.run import registry
+
+_EVERY_KEY: Final = ("*",)
+_TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
+    "run": ("seed", "steps", "mode", "restarts", "stall_seconds"),
+    "bus": ("kind", "store", "max_message_bytes", "max_log_bytes", "ack_seconds"),
+    "model": _EVERY_KEY,
+    "data": ("max_prompt_tokens",),
+    "rollout": _EVERY_KEY,
+    "engine": _EVERY_KEY,
+    "reward": _EVERY_KEY,
+    "learner": ("groups_per_batch",),
+    "staleness": _EVERY_KEY,
+    "weights": ("channel", "options", "directory", "keep", "every_steps"),
+    "checkpoint": ("every_steps", "keep_log"),
+}
+_CODE: Final = ("bus.kind", "engine.kind", "reward.kind", "rollout.function", "weights.channel")
+"""Keys of ``_TAKEN`` that plugins.load reads (tests/unit/cli/test_foreign_settings.py has every such key)."""
+_ASKED: Final = ("engine.options.url", "reward.options.url")
+_OWN: Final = "asyncrl"
+_PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What `--allow` names: packages and modules ("my_rewards.math"), and servers ("http://HOST:PORT")."""
+
+    modules: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> Allowed:
+        """Raises ConfigError."""
+        modules = tuple(name for name in names if all(part.isidentifier() for part in name.split(".")))
+        servers = {name: _server(name) for name in names if name not in modules}
+        for name, server in servers.items():
+            if not server:
+                raise ConfigError(
+                    f"--allow {name}: write a package or a module, such as my_rewards or my_rewards.math, or a server, "
+                    "http://HOST:PORT"
+                )
+        return cls(modules, tuple(servers.values()))
+
+    def has_module(self, module: str) -> bool:
+        return any(module == one or module.startswith(f"{one}.") for one in (_OWN, *self.modules))
+
+
+def taken(sections: Mapping[str, Any], *, overrides: Sequence[str]) -> dict[str, Any]:
+    """The part of the settings that this machine takes from the bus: without what its own ``overrides`` say.
+
+    Raises ConfigError for what are no settings.
+    """
+    table: dict[str, Any] = {}
+    for name, keys in _TAKEN.items():
+        if name not in sections:
+            continue
+        section = sections[name]
+        if not isinstance(section, dict):
+            raise ConfigError(f"the run's settings: {name} must be a table, is {_short(repr(section))}")
+        table[name] = {key: value for key, value in section.items() if keys is _EVERY_KEY or key in keys}
+    table = copy.deepcopy(table)
+    for item in overrides:
+        *parents, key = item.partition("=")[0].split(".")
+        node: Any = table
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(key, None)
+    return table
+
+
+def check_code(table: Mapping[str, Any], allowed: Allowed) -> None:
+    """Refuse code and servers that settings name and this machine does not allow. Raises ConfigError."""
+    for key, name in _values(table, _CODE):
+        module, colon, _ = name.partition(":")
+        if colon and not allowed.has_module(module):
+            named = f"--allow {module}" if all(p.isidentifier() for p in module.split(".")) else "the module's name"
+            raise ConfigError(
+                f"{key}: the run's settings name {_short(name)}, code that this machine's command does not allow; "
+                f"if you trust it: {named}"
+            )
+    for key, url in _values(table, _ASKED):
+        server = _server(url)
+        if url and (not server or server not in allowed.servers):
+            named = f": --allow {server}" if server else f": --set {key}=URL"
+            raise ConfigError(
+                f"{key}: the run's settings name {_short(url)}, a server that this machine's command does not allow; "
+                f"if it may be asked{named}"
+            )
+
+
+def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
+    """Refuse options from the bus that an adapter takes from this machine's own command only. Raises ConfigError."""
+    for section, adapter in (("engine", registry.engine_class(run)), ("weights", registry.channel_class(run))):
+        options = table.get(section, {}).get("options", {})
+        adapter.check_joined(options)
+
+
+def is_shared_folder(run: RunConfig) -> bool:
+    """Whether weights.directory is a folder to read what the learner writes, and not one to write to."""
+    return "weights.directory" in registry.channel_class(run).required_paths(run)
+
+
+def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What is not a string the run file's own types refuse."""
+    for dotted in keys:
+        value: Any = table
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, str):
+            yield dotted, value
+
+
+def _server(url: str) -> str:
+    """Scheme, host and port of a plain address; empty for anything that two programs might read differently."""
+    if not _PLAIN_URL.fullmatch(url):
+        return ""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return ""
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{port}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 100 else text[:97] + "...")

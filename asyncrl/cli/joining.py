@@ -1,0 +1,86 @@
+"""How a rollout worker joins a run by its bus and its name alone: the learner leaves the run's settings on the bus.
+
+Keys that may hold a secret are not on the bus (config/record.py), and neither are the model's files: a worker on
+another machine says where its copy is, ``--set model.path=...``. What this machine does for settings that somebody
+else wrote is in foreign_settings.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl import config
+from asyncrl.cli import foreign_settings
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.config.addresses import without_secrets
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+from asyncrl.messages.fleet import RunSettings
+from asyncrl.messages.signing import Signatures
+from asyncrl.messages.topics import SETTINGS
+from asyncrl.run import signing_keys
+from asyncrl.run.registry import connect
+
+log = logging.getLogger("asyncrl.cli.joining")
+
+
+def joined(url: str, name: str, overrides: Sequence[str], *, token: str, allow: Sequence[str] = ()) -> RunConfig:
+    """The settings of run ``name`` on the bus at ``url``, with overrides; waits for the learner to leave them there.
+
+    Raises ConfigError when the bus does not answer, withholds what no override says, or wants what is not in ``allow``.
+    """
+    allowed = foreign_settings.Allowed.of(allow)
+    where = [f"bus.url={toml_text(url)}", f"run.name={toml_text(name)}"]
+    for flag, item in zip(("--join", "--run"), where, strict=True):
+        config.only_overrides([item], where=flag)  # a mistake in it is named as the user wrote it
+    bare = config.only_overrides([*overrides, *where])
+    signatures = signing_keys.signatures(bare, role="rollout-worker", has_joined=True)
+    found = asyncio.run(_read(bare, token=token or bare.bus.token, signatures=signatures))
+    if signatures.learner and not bare.bus.learner_key:
+        where.append(f"bus.learner_key={signatures.learner}")
+    for key in found.withheld:
+        if not any(item.startswith((f"{key}=", f"{key}.")) for item in overrides):
+            raise ConfigError(
+                f"run {name}: its {key} may hold secrets, so they are not on the bus; say them with "
+                f"--set {key}.KEY=VALUE, or --set '{key}={{}}' for none"
+            )
+    foreign = foreign_settings.taken(found.sections, overrides=overrides)
+    foreign_settings.check_code(foreign, allowed)
+    made = _made(foreign, [*overrides, *where], name, url)
+    foreign_settings.check_options(foreign, made)
+    if not foreign_settings.is_shared_folder(made):
+        foreign.get("weights", {}).pop("directory", None)
+        made = _made(foreign, [*overrides, *where], name, url)
+    return made
+
+
+def _made(foreign: Mapping[str, Any], overrides: Sequence[str], name: str, url: str) -> RunConfig:
+    table = copy.deepcopy(dict(foreign))
+    table["data"] = {"path": ""} | table.get("data", {})
+    for item in overrides:
+        config.override(table, item)
+    return config_record.from_table(table, where=f"settings of run {name} on {without_secrets(url)}")
+
+
+async def _read(run: RunConfig, *, token: str, signatures: Signatures) -> RunSettings:
+    is_known = bool(signatures.learner)
+    bus = await connect(run, token=token, role="rollout-worker", signatures=signatures)
+    try:
+        if not await bus.states(SETTINGS):
+            log.warning("run %s: waiting for its learner", run.run.name)
+        async with bus.watch(SETTINGS) as settings:
+            found = await anext(settings)
+        if signatures.learner and not is_known:
+            log.warning(
+                "run %s: its learner is believed as the first one heard; to be sure, --set bus.learner_key=%s",
+                run.run.name,
+                signatures.learner,
+            )
+        return found
+    finally:
+        await bus.close()

@@ -1,0 +1,56 @@
+"""`asyncrl learner RUN.toml`: the learner's process, from the check of the run file to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from asyncrl import logs
+from asyncrl.cli import arguments
+from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
+from asyncrl.config import RunConfig
+from asyncrl.os_process import end_with_parent, exit_within
+from asyncrl.run import resume_checks, resume_settings, same_version, single_learner
+from asyncrl.run.check import check_learner
+from asyncrl.run.registry import channel_class, connect
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_file(parser)
+    parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
+
+
+def run(options: argparse.Namespace) -> int:
+    run_config = arguments.load(options)
+    end_with_parent()
+    run_config = arguments.with_bus_address(run_config)
+    for name, value in channel_class(run_config).learner_environment(run_config).items():
+        os.environ.setdefault(name, value)
+    logs.log_to(run_config.run_directory / "logs" / "learner.log")
+    return run_learner(run_config, resume=options.resume, token=arguments.bus_token(run_config))
+
+
+def run_learner(run_config: RunConfig, *, resume: bool, token: str) -> int:
+    """Train to the end of the run. Raises ConfigError while another learner has this run."""
+    check_learner(run_config)
+    if resume:
+        resume_settings.refuse_others(run_config)
+    with single_learner.in_folder(run_config.run_directory):
+        return in_event_loop(_learn(run_config, resume=resume, token=token))
+
+
+async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
+    from asyncrl.run.training import train  # imports torch: not before a mistake has been told
+
+    bus = await connect(run_config, token=token)
+    try:
+        await single_learner.on_bus(bus, run=run_config.run.name)
+        await single_learner.of_this_key(bus, run_config)
+        await same_version.refuse_others(bus, run=run_config.run.name)
+        if resume:
+            await resume_checks.refuse(run_config, bus=bus)
+        code = await train(run_config, bus, resume=resume, supervised=supervised)
+        exit_within(EXIT_SECONDS, code)
+        return code
+    finally:
+        await bus.close()

@@ -1,0 +1,137 @@
+"""The asyncrl command: finds the verb, runs it, and turns errors into one line and an exit code.
+
+A verb is one file of this folder, with ``add_arguments(parser)`` and ``run(options) -> exit code``, and one row of
+VERBS. Only the file of the verb that was asked for is imported.
+
+Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
+this worker's name, 5 a disk takes nothing now, 70 stuck, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol, cast
+
+from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of
+from asyncrl.version import VERSION
+
+VERBS: Final = {
+    "run": "Start a whole run on this machine and keep it up until it is done.",
+    "learner": "Start the learner of a run; it connects to the run's bus.",
+    "rollout-worker": "Start one rollout worker of a run, on any machine, at any time.",
+    "check": "Print what a run file means, and refuse what cannot work.",
+    "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
+    "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
+    "scale": "Change the number of rollout workers of a run that is up; workers that leave drain first.",
+    "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
+    "replay": "Train a run again from its recorded log, without sampling.",
+    "import-model": "Convert a GGUF file to a Hugging Face model folder.",
+}
+"""Name and summary of each verb; its file has the name, with "_" for "-"."""
+
+EXAMPLES: Final = """examples:
+  asyncrl run examples/demo.toml                       everything on this machine
+  asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
+  asyncrl check my.toml                                what the run file means, and whether it can work
+  asyncrl top runs/demo                                what the run does now, on one screen
+  asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
+  asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
+  asyncrl scale runs/demo --rollout-workers 8          grow or shrink a run that is up
+  asyncrl audit runs/demo                              what became of every prompt group
+  asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
+  asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
+
+`asyncrl VERB --help` explains one verb.
+"""
+
+_VENDORS_ENVIRONMENT: Final = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # a bar per process would bury the step lines
+    "TOKENIZERS_PARALLELISM": "false",  # it warns about every fork otherwise
+}
+
+
+class Verb(Protocol):
+    """What the file of a verb defines."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """The exit code. Raises ConfigError for a mistake of the user."""
+        ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command, as from a shell; ``arguments`` default to the process's own. Returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = next((word for word in words if not word.startswith("-")), "")
+    try:
+        options = parser([name] if name in VERBS else []).parse_args(words)
+    except SystemExit as ended:  # --help, --version or a mistake, which argparse has printed
+        return ended.code if isinstance(ended.code, int) else 0
+    except KeyboardInterrupt:  # while the verb is imported
+        return INTERRUPTED
+    sys.path.insert(0, os.getcwd())  # "my_rewards:score" beside the run file, as with `python -m`
+    for variable, value in _VENDORS_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    try:
+        code = _outside_event_loop(lambda: load(name).run(options))
+    except ConfigError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        code = error.exit_code
+    except AsyncRLError as error:
+        logging.getLogger("asyncrl").debug("traceback", exc_info=True)
+        print(f"asyncrl {name}: {error}", file=sys.stderr)
+        code = exit_code_of(error)
+    except OSError as error:  # the machine's, not ours
+        logging.getLogger("asyncrl").debug("traceback", exc_info=True)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"asyncrl {name}: {where}{error.strerror or error}", file=sys.stderr)
+        code = exit_code_of(error)
+    except Exception as error:
+        logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
+        print(f"asyncrl {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        code = exit_code_of(error)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
+    """The command line. Only ``verbs`` have their arguments, as this imports their files; of the others the summary."""
+    made = argparse.ArgumentParser(
+        prog="asyncrl",
+        description="Fully asynchronous reinforcement learning for language models.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=f"asyncrl {VERSION}")
+    subparsers = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, summary in VERBS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name in verbs:
+            load(name).add_arguments(subparser)
+    return made
+
+
+def load(name: str) -> Verb:
+    """Import the file of a verb."""
+    return cast(Verb, importlib.import_module(f"asyncrl.cli.{name.replace('-', '_')}"))
+
+
+def _outside_event_loop(command: Callable[[], int]) -> int:
+    """Call it here, or in a thread of its own where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return command()
+    with ThreadPoolExecutor(1, thread_name_prefix="asyncrl") as thread:
+        return thread.submit(command).result()

@@ -1,0 +1,60 @@
+"""`asyncrl run RUN.toml`: a whole run on this machine, or on a cluster: bus, learner and rollout workers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+from asyncrl.run import registry
+from asyncrl.run.check import check
+from asyncrl.run.launch import launch
+from asyncrl.run.process_manager import Outcome
+from asyncrl.run.run_folder import RecordedRun, newest_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_file(parser)
+    parser.add_argument(
+        "--launcher",
+        default="",
+        metavar="KIND",
+        help="what starts the processes: local, ray or package.module:Class (launcher.kind of the run file)",
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.launcher:
+        options.overrides.append(f"launcher.kind={toml_text(options.launcher)}")
+    run_config = arguments.load(options)
+    check(run_config)
+    outcome = asyncio.run(
+        launch(
+            run_config,
+            run_file=options.run_file,
+            overrides=options.overrides,
+            resume=options.resume,
+            token=arguments.bus_token(run_config),
+            handles_signals=True,
+        )
+    )
+    if line := _last_line(run_config, options, outcome):
+        print(line, flush=True)
+    return outcome.exit_code
+
+
+def _last_line(run_config: RunConfig, options: argparse.Namespace, outcome: Outcome) -> str:
+    """Where the model is, or how to continue the run; empty when there is nothing to continue."""
+    if outcome.exit_code == 0:
+        model = newest_model(run_config)
+        return f"model in {model}" if model is not None else ""
+    is_kept = registry.bus_class(run_config).is_shared and RecordedRun(run_config.run_directory).history_file.exists()
+    if not is_kept or outcome.exit_code == ConfigError.exit_code:
+        return ""
+    overrides = [word for item in options.overrides for word in ("--set", item)]
+    return f"continue with: {shlex.join(['asyncrl', 'run', str(options.run_file), *overrides, '--resume'])}"

@@ -1,0 +1,125 @@
+"""`asyncrl scale RUN --rollout-workers N`: sets the number of rollout workers of a run that is up, and waits for them.
+
+The number is a state on the bus: `asyncrl run` starts or drains its own rollout workers until it has that many, and
+starts as many again after --resume. Workers that joined by themselves do not count.
+
+Exit code 0: all are up; 1: not yet, and it says what is missing; 2: there is no room for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, NoRoom
+from asyncrl.messages.fleet import MOST_WORKERS, FleetSize, FleetStatus
+from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
+from asyncrl.policies.health.faults import QUARANTINED, in_words
+from asyncrl.protocols import Bus
+from asyncrl.run import run_folder
+from asyncrl.run.registry import observe
+
+ANSWER_SECONDS = 15.0
+"""How long `asyncrl run` may take to answer; it needs some when its bus was away."""
+LOOK_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+"""How much longer than --timeout the command waits for a bus that does not answer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_existing_run(parser)
+    parser.add_argument(
+        "--rollout-workers", type=int, required=True, metavar="N", help="how many workers `asyncrl run` should keep up"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for them (default: 600)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    run_config = run_folder.run_at(options.where, options.overrides, verb="scale")
+    token = arguments.bus_token(run_config)
+    return scale(run_config, rollout_workers=options.rollout_workers, token=token, seconds=options.timeout)
+
+
+def scale(run: RunConfig, *, rollout_workers: int, token: str, seconds: float) -> int:
+    """Ask for the size and wait for it, up to ``seconds``. Raises ConfigError, NoRoom when it is refused."""
+    if not 0 <= rollout_workers <= MOST_WORKERS:
+        raise ConfigError(f"--rollout-workers: must be in 0..{MOST_WORKERS}, got {rollout_workers}")
+    if not seconds > 0:
+        raise ConfigError(f"--timeout: must be > 0 seconds, got {seconds:g}")
+    return asyncio.run(_scale(run, rollout_workers, token=token, seconds=seconds))
+
+
+async def _scale(run: RunConfig, wanted: int, *, token: str, seconds: float) -> int:
+    bus = await observe(run, token=token, role="operator")
+    try:
+        async with asyncio.timeout(seconds + GRACE_SECONDS):  # a bus that is away is waited for without end
+            progress = (await bus.states(PROGRESS)).get("")
+            if progress is not None and progress.finished:
+                raise ConfigError(f"run {run.run.name} is finished; --resume it with more run.steps, then scale it")
+            return await _ask(bus, run.run.name, wanted, seconds=seconds)
+    except TimeoutError:
+        waited = in_words(seconds + GRACE_SECONDS)
+        print(f"run {run.run.name}: not yet {wanted} rollout workers after {waited}; its bus does not answer any more")
+        return 1
+    finally:
+        await bus.close()
+
+
+async def _ask(bus: Bus, name: str, wanted: int, *, seconds: float) -> int:
+    request = uuid.uuid4().hex
+    started, said = time.monotonic(), ""
+    status: FleetStatus | None = None
+    await bus.put(FLEET, FleetSize(rollout_workers=wanted, request=request))
+    async for status in _answers(bus, request, seconds=seconds):
+        if status is not None and status.problem:
+            raise NoRoom(status.problem)
+        missing = await _missing(bus, status) if status is not None else "`asyncrl run` to take notice"
+        if not missing:
+            print(f"run {name}: {wanted} rollout workers after {time.monotonic() - started:.1f} s")
+            return 0
+        if missing != said:
+            print(f"run {name}: waiting for {missing}", flush=True)
+            said = missing
+    waited = in_words(time.monotonic() - started)
+    if status is None:
+        raise ConfigError(
+            f"run {name}: no `asyncrl run` answered in {waited}; the size is kept on the bus and counts "
+            "when the run is resumed"
+        )
+    print(f"run {name}: not yet {wanted} rollout workers after {waited}; still waiting for {said}")
+    return 1
+
+
+async def _answers(bus: Bus, request: str, *, seconds: float) -> AsyncIterator[FleetStatus | None]:
+    """What `asyncrl run` says about our request, every LOOK_SECONDS; None until it has seen it. Ends in time."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    has_answered = False
+    while clock() < start + (seconds if has_answered else min(seconds, ANSWER_SECONDS)):
+        status = (await bus.states(FLEET_STATUS)).get("")
+        if has_answered and status is not None and status.request != request:
+            raise ConfigError("somebody else has asked for another size meanwhile")
+        has_answered = status is not None and status.request == request
+        yield status if has_answered else None
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _missing(bus: Bus, status: FleetStatus) -> str:
+    """What is still missing, for a person; empty when all workers are up."""
+    beats = await bus.states(ACTORS)
+    phases = {name: beats[name].phase if name in beats else "" for name in status.workers}
+    quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
+    starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
+    parts = [f"{', '.join(starting)} to start"] if starting else []
+    parts += [f"{', '.join(quarantined)} to be mended (quarantined; `asyncrl doctor` says why)"] if quarantined else []
+    absent = status.rollout_workers - len(status.workers)
+    parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
+    parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []
+    return " and ".join(parts)

@@ -1,0 +1,308 @@
+"""`asyncrl top RUN`: what a run does now, on one screen, from any machine.
+
+Shows the learner's newest metrics, the histogram of staleness, the last heartbeat of every rollout worker, and what the
+health monitor finds wrong. It changes nothing. With --once, or if stdout is not a terminal, it prints the screen once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.actors.health_monitor import LOOK_SECONDS, HealthMonitor, refusal
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
+from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
+from asyncrl.messages import StepMetrics
+from asyncrl.messages.topics import METRICS
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.policies.health.faults import (
+    BUS_SECONDS,
+    LEARNER,
+    SILENT_SECONDS,
+    WORKER,
+    Finding,
+    Observation,
+    Seen,
+    in_words,
+    printable,
+)
+from asyncrl.protocols import Bus
+from asyncrl.run import run_folder
+from asyncrl.run.registry import bus_address, observe
+
+MOST_ROWS = 32
+"""Of a larger fleet those that are silent are shown, and those that are furthest behind."""
+BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Everything on the screen. metrics: None before the first step."""
+
+    where: str
+    observation: Observation
+    metrics: StepMetrics | None = None
+    findings: Sequence[Finding] = field(default_factory=tuple)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_existing_run(parser)
+    parser.add_argument("--once", action="store_true", help="print the screen once and end, on a terminal too")
+
+
+def run(options: argparse.Namespace) -> int:
+    run_config = run_folder.run_at(options.where, options.overrides, verb="top")
+    return top(run_config, token=arguments.bus_token(run_config), once=options.once)
+
+
+def top(run: RunConfig, *, token: str, once: bool, console: Console | None = None) -> int:
+    """Show the run until Ctrl-C; the exit code. Raises ConfigError when it is not said which bus, or no such run."""
+    console = console or Console()
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(run, token=token, once=once or not console.is_terminal, console=console))
+    return 0
+
+
+async def _show(run: RunConfig, *, token: str, once: bool, console: Console) -> None:
+    looker = Looker(run, token=token)
+    try:
+        view = await looker.look()
+        while once and looker.is_connecting and view.observation.bus_silent < BUS_SECONDS:
+            view = await looker.look()
+        if once:
+            console.print(screen(view))
+            return
+        with Live(screen(view), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(LOOK_SECONDS)
+                live.update(screen(await looker.look()), refresh=True)
+    finally:
+        await looker.close()
+
+
+class Looker:
+    """Looks at a run again and again; a bus that is away is something it sees, and so is one that comes back elsewhere:
+    `asyncrl run` gives its own server another port and password each time. Raises ConfigError: it has no address."""
+
+    def __init__(self, run: RunConfig, *, token: str) -> None:
+        self._run, self._token = run, token
+        self._address = bus_address(run, token=token)
+        self._bus: Bus | None = None
+        self._has_seen = False
+        self._metrics: StepMetrics | None = None
+        self._watcher = HealthMonitor(self._connect)
+
+    async def _connect(self) -> Bus:
+        self._bus = await observe(self._run, token=self._token)
+        return self._bus
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether the last look saw nothing, because the bus has not answered."""
+        return self._watcher.error is not None
+
+    async def look(self) -> View:
+        """Raises NoSuchRun, and ConfigError for what will not mend itself before anything was seen: a wrong token."""
+        if self._watcher.error is not None:
+            await self._follow()
+        observation = await self._watcher.look()
+        refused = refusal(self._watcher.error)
+        if refused is not None and (isinstance(refused, NoSuchRun) or not self._has_seen):
+            raise refused
+        self._has_seen |= not self.is_connecting
+        if self._bus is not None and not observation.bus_silent:
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
+                async with asyncio.timeout(LOOK_SECONDS):
+                    self._metrics = (await self._bus.states(METRICS)).get("", self._metrics)
+        where = f"run {self._run.run.name} on {without_secrets(self._address[0])}"
+        return View(where=where, observation=observation, metrics=self._metrics, findings=diagnose(observation))
+
+    async def _follow(self) -> None:
+        """To where the run's bus is now, if it has moved."""
+        with contextlib.suppress(ConfigError):  # it is not up
+            address = bus_address(self._run, token=self._token)
+            if address != self._address:
+                await self._watcher.close()
+                self._address, self._bus, self._watcher = address, None, HealthMonitor(self._connect)
+
+    async def close(self) -> None:
+        await self._watcher.close()
+
+
+def screen(view: View) -> RenderableType:
+    actors = view.observation.actors
+    parts: list[RenderableType] = [
+        _headline(view),
+        _learner(view.metrics) if view.metrics is not None else Text("no step is trained yet", style="dim"),
+        _staleness(view.metrics.staleness if view.metrics is not None else ()),
+        _workers([seen for seen in actors.values() if seen.beat.role == WORKER], _newest(view)),
+        _waits([seen for seen in actors.values() if seen.beat.role != WORKER and seen.beat.waits]),
+        _findings(view.findings),
+    ]
+    return Group(*parts)
+
+
+def _headline(view: View) -> Text:
+    metrics = view.metrics
+    text = Text(view.where, style="bold")
+    if metrics is not None:
+        numbers = metrics.numbers
+        incarnation = f"{numbers.get('learner/incarnation', 0):.0f}"
+        text.append(f"   step {metrics.step}   version {_newest(view)}   incarnation {incarnation}")
+    return text.append("   finished" if view.observation.is_finished else "")
+
+
+def _newest(view: View) -> int:
+    """The newest policy version that anybody speaks of."""
+    versions = [seen.beat.policy_version for seen in view.observation.actors.values()]
+    trained = view.metrics.numbers.get("weights/version", 0.0) if view.metrics is not None else 0.0
+    return max([int(trained), *versions])
+
+
+_ROWS = (
+    ("reward", (("mean", "reward/mean", ".3f"), ("std", "reward/std", ".3f"), ("same", "reward/same_in_group", ".0%"))),
+    (
+        "loss",
+        (("", "loss", "+.4f"), ("grad norm", "grad_norm", ".3g"), ("entropy", "entropy", ".3g"), ("kl", "kl", ".3g")),
+    ),
+    (
+        "learner",
+        (
+            ("tok/s", "learner/tokens_per_second", ",.0f"),
+            ("step s", "learner/step_seconds", ".2f"),
+            ("wait s", "learner/wait_seconds", ".2f"),
+            ("idle", "learner/idle_ratio", ".1%"),
+            ("mfu", "learner/mfu", ".2f"),
+        ),
+    ),
+    (
+        "off-policy",
+        (
+            ("ess", "offpolicy/ess", ".3f"),
+            ("k3", "offpolicy/k3", ".2g"),
+            ("ratio max", "offpolicy/ratio_max", ".2f"),
+            ("fresh mismatch", "mismatch/fresh_mean", ".2g"),
+        ),
+    ),
+    (
+        "groups",
+        (
+            ("buffer", "buffer/groups", ",.0f"),
+            ("on the bus", "bus/prompts", ",.0f"),
+            ("log lag", "bus/lag", ",.0f"),
+            ("dropped", "staleness/dropped_groups", ",.0f"),
+            ("failed", "staleness/failed_groups", ",.0f"),
+            ("filtered", "staleness/filtered_groups", ",.0f"),
+        ),
+    ),
+    (
+        "rollout",
+        (
+            ("tok/s", "rollout/tokens_per_second", ",.0f"),
+            ("idle", "rollout/idle_ratio", ".1%"),
+            ("workers", "rollout/workers", ",.0f"),
+            ("pause s", "weights/pause_seconds", ".3f"),
+            ("lag", "weights/lag_versions", ".0f"),
+        ),
+    ),
+)
+"""What a line shows: of each metric its word, its name (metrics/schema.py) and its format."""
+
+
+def _learner(metrics: StepMetrics) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for title, columns in _ROWS:
+        cells = [
+            f"[dim]{word}[/] {metrics.numbers[name]:{form}}".strip()
+            for word, name, form in columns
+            if name in metrics.numbers
+        ]
+        if cells:
+            table.add_row(f"[bold]{title}[/]", "   ".join(cells))
+    return table
+
+
+def _staleness(counts: Sequence[int]) -> RenderableType:
+    """A bar for each age that a trained token had."""
+    if not sum(counts):
+        return Text()
+    table = Table.grid(padding=(0, 1))
+    largest = max(counts)
+    for age, count in enumerate(counts):
+        title = "[bold]staleness[/]" if age == 0 else ""
+        table.add_row(title, f"{age:2d}", "█" * -(-count * BAR // largest), f"[dim]{count / sum(counts):.1%}[/]")
+    return table
+
+
+def _workers(workers: Sequence[Seen], newest: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), header_style="dim", expand=True)
+    table.add_column("worker", no_wrap=True)
+    for name in ("tok/s", "running", "queued", "idle", "version", "lag", "pause s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("waits for", no_wrap=True, ratio=1)
+    shown = sorted(workers, key=_is_looked_for)[:MOST_ROWS]
+    for seen in sorted(shown, key=lambda seen: seen.beat.actor):
+        numbers, beat = seen.beat.numbers, seen.beat
+        table.add_row(
+            escape(printable(beat.actor)),
+            f"{numbers.get('rollout/tokens_per_second', 0):,.0f}",
+            f"{numbers.get('rollout/running', 0):,.0f}",
+            f"{numbers.get('rollout/queued', 0):,.0f}",
+            f"{numbers.get('rollout/idle_ratio', 0):.0%}",
+            str(beat.policy_version),
+            str(max(0, newest - beat.policy_version)),
+            f"{numbers.get('weights/pause_seconds', 0):.3f}",
+            escape(printable(_state(seen))),
+            style="red" if seen.seconds > SILENT_SECONDS else "",
+        )
+    if not workers:
+        return Text("no rollout worker", style="dim")
+    left_out = len(workers) - len(shown)
+    return Group(table, Text(f"and {left_out:,} more, no further behind", style="dim")) if left_out else table
+
+
+def _is_looked_for(seen: Seen) -> tuple[bool, int, str]:
+    """Who is silent first, then who is furthest behind."""
+    return (seen.seconds <= SILENT_SECONDS, seen.beat.policy_version, seen.beat.actor)
+
+
+def _state(seen: Seen) -> str:
+    if seen.seconds > SILENT_SECONDS:
+        return f"not heard for {in_words(seen.seconds)}"
+    phase = "" if seen.beat.phase == "running" else seen.beat.phase
+    waits = f"{seen.beat.waits_for} ({in_words(seen.beat.waiting_seconds)})" if seen.beat.waits else ""
+    return ", ".join(part for part in (phase, waits) if part) or "-"
+
+
+def _waits(others: Sequence[Seen]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for seen in sorted(others, key=lambda seen: (seen.beat.role != LEARNER, seen.beat.actor)):
+        is_at_work = seen.seconds <= SILENT_SECONDS and seen.beat.phase == "running"
+        table.add_row(
+            escape(printable(seen.beat.actor)),
+            ("[dim]waits for[/] " if is_at_work else "") + escape(printable(_state(seen))),
+        )
+    return table
+
+
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    if not findings:
+        return Text("nothing is wrong", style="green")
+    return Group(
+        *(
+            Text(f"{printable(f'{finding.fault}: {finding.text}')}\n  -> {printable(finding.remedy)}", style="red")
+            for finding in findings
+        )
+    )

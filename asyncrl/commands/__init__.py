@@ -1,1 +1,0 @@
-"""What the asyncrl command does: a verb of cli.py a file."""

@@ -1,0 +1,74 @@
+"""[bus]: the server that a run's processes talk through, and what it keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.config.checks import positive, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusSection:
+    kind: str = "nats"
+    """nats (JetStream), memory (the whole run in the process of `asyncrl run`), or "package.module:Class"."""
+    url: str = field(default="", repr=False)  # may hold a password
+    """nats://HOST:PORT of a running server; empty starts one for this run. For a cluster, its servers' URLs separated
+    by commas (nats://A:4222,nats://B:4222,nats://C:4222): a client that loses its server connects to another one."""
+    replicas: int = 1
+    """Copies of each message that the cluster at url keeps: 1, 3 or 5. With 3, the bus survives the loss of one
+    server."""
+    address: str = field(default="", repr=False)
+    """Address of the server that `asyncrl run` started, set for its processes (ASYNCRL_BUS_URL); leave it empty."""
+    token: str = field(default="", repr=False)
+    """Token of the server. Prefer ASYNCRL_BUS_TOKEN in the environment, which is not in a file."""
+    credentials: str = ""
+    """File with USER:PASSWORD, an NKEY seed, or a .creds file. {role} in the path becomes learner, rollout-worker,
+    operator or observer. `bin/nats-config` writes such files."""
+    learner_key: str = ""
+    """Public key of the run's learner, whose messages are signed: keys/learner.pub of the run's folder. Empty takes
+    that file; without it, and with --join, the key of the first learner heard."""
+    tls_ca: str = ""
+    """PEM file of the CA that signed the server's certificate. With it, or with tls:// in the url, the connection uses
+    TLS."""
+    tls_certificate: str = ""
+    """PEM file of our own certificate, for a server that requires one; {role} as above."""
+    tls_key: str = ""
+    """PEM file with the key of tls_certificate."""
+    port: int = 0
+    """Port of the server started for this run; 0 picks a free one."""
+    store: Literal["file", "memory"] = "file"
+    """Where JetStream keeps messages: file survives a restart of the server, memory does not."""
+    sync_seconds: float = 1.0
+    """How often the server started for this run syncs its files, which is what a loss of power may cost of acknowledged
+    messages (a killed server loses nothing). 0 syncs each message before it is acknowledged."""
+    max_message_bytes: int = 8 * 2**20
+    """Largest message (max_payload) of the server started for this run."""
+    max_log_bytes: int = 4 * 2**30
+    """Largest size of the trajectory log, which is trimmed behind the second newest checkpoint. Workers wait while it
+    is full."""
+    ack_seconds: float = 30.0
+    """A prompt goes to another worker when its worker was silent for this long."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a bus of your own; nats and memory take none."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
+        positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
+        require(self.sync_seconds >= 0, f"sync_seconds must be 0 or more, got {self.sync_seconds}")
+        require(
+            not self.url or "://" in self.url,
+            f"url must start with nats:// or tls://, got {self.url.partition(':')[0]}:...",
+        )
+        require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
+        require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
+        require(
+            bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
+        )
+        require(
+            bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
+            f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",
+        )
+        require(not (self.token and self.credentials), "token and credentials are two ways to say who we are: set one")

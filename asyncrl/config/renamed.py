@@ -1,0 +1,61 @@
+"""Keys of the run file that have other names now. Pure.
+
+A user's run file with an old key is refused in one line that says the new one. Settings that an older version of
+asyncrl recorded (history.jsonl, the bus) are translated without a word.
+
+To rename a key: add a row. Tests: tests/unit/config/test_renamed.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+
+RENAMED: Final[Mapping[str, str]] = {
+    "rollout.salvage_seconds": "rollout.partial_save_seconds",
+    "weights.bucket_megabytes": "weights.options.bucket_megabytes",
+    "weights.delta_share": "weights.options.delta_share",
+    "weights.full_every": "weights.options.full_every",
+    "weights.host": "weights.options.host",
+}
+"""Old section.key -> new section.key, which may be deeper: "weights.host" -> "weights.options.host"."""
+
+_CHANNEL: Final[Mapping[str, str]] = {
+    "weights.bucket_megabytes": "nccl",
+    "weights.delta_share": "objects",
+    "weights.full_every": "objects",
+    "weights.host": "nccl",
+}
+"""Old key -> the weights.channel it is an option of now. For other channels it meant nothing and is left out."""
+
+
+def refuse(table: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a key of a user's run file that has another name now."""
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if isinstance(found := table.get(section), Mapping) and key in found:
+            channel = f', for weights.channel = "{_CHANNEL[old]}"' if old in _CHANNEL else ""
+            raise ConfigError(f"{where}: {old} is now {new}{channel}")
+
+
+def translated(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Recorded settings with their old keys moved to where they are now; a value that is there already wins."""
+    table = copy.deepcopy(dict(sections))
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if isinstance(found := table.get(section), dict) and key in found:
+            value = found.pop(key)
+            if _CHANNEL.get(old) in (None, found.get("channel")):
+                _set_default(table, new.split("."), value)
+    return table
+
+
+def _set_default(table: Any, path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return
+    table.setdefault(path[-1], value)

@@ -1,0 +1,97 @@
+"""Reads a run file, with what the command line overrides in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.config import renamed
+from asyncrl.config.run import RunConfig
+from asyncrl.config.tables import build
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+
+_PART: Final = re.compile(r"""[^.="']+|"[^"\\]+"|'[^']+'""")
+_ITEM: Final = re.compile(rf"((?:{_PART.pattern})(?:\.(?:{_PART.pattern}))+)=(.*)", re.DOTALL)
+"""section.key=value"""
+
+
+def only_overrides(overrides: Iterable[str], *, where: str = "--set") -> RunConfig:
+    """For who needs the bus and the run's name alone: without a run file, and with neither model nor data.
+
+    ``where``: what the user wrote them after.
+    """
+    table: dict[str, Any] = {"model": {"path": ""}, "data": {"path": ""}}
+    for item in overrides:
+        override(table, item)
+    return from_table(table, where=where)
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The run file at ``path`` with ``section.key=value`` overrides applied. Raises ConfigError."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file; `asyncrl run examples/demo.toml` is one to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name the run file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for item in overrides:
+        override(table, item)
+    return from_table(table, where=str(path))
+
+
+def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:
+    """A run file's table, sections left out with their defaults. Raises ConfigError naming ``where`` and the key."""
+    renamed.refuse(table, where)
+    return build(RunConfig, table, where)
+
+
+def override(table: dict[str, Any], item: str) -> None:
+    """Set one ``section.key=value`` in a run file's table; a key in quotes may have dots. Raises ConfigError."""
+    found = _ITEM.fullmatch(item)
+    if found is None:
+        raise ConfigError(f"--set {item}: write section.key=value, such as run.steps=10")
+    dotted, text = found.groups()
+    *parents, key = (part[1:-1] if part[0] in "\"'" else part for part in _PART.findall(dotted))
+    node = table
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {item}: {parent} is a value, not a section")
+    try:
+        node[key] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if text.lstrip()[:1] in ("'", '"', "[", "{"):  # somebody meant TOML; it may be a secret, so it is not shown
+            raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None
+        node[key] = text  # a bare word is a string: --set engine.kind=sglang
+
+
+def override_items(overrides: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
+    """{"run.steps": 10}, or ["run.steps=10"], as the latter. Raises ConfigError for what is neither."""
+    if isinstance(overrides, Mapping):
+        return tuple(f"{key}={toml_text(_plain(value, str(key)))}" for key, value in overrides.items())
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str | bytes)
+    items: tuple[Any, ...] = tuple(overrides) if is_list else (None,)
+    if not all(isinstance(item, str) for item in items):
+        raise ConfigError('overrides: give a table, {"run.steps": 10}, or a list of texts, ["run.steps=10"]')
+    return items
+
+
+def _plain(value: Any, key: str) -> Any:
+    """``value`` made of what TOML has. Raises ConfigError."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one, f"{key}.{name}") for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, key) for one in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or not isinstance(value, str | bool | int | float):
+        hint = "; leave the key out for its default" if value is None else ""
+        raise ConfigError(f"overrides: {key} is a {type(value).__name__}, which a run file cannot hold{hint}")
+    return value

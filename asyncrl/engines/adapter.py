@@ -1,0 +1,49 @@
+"""Base class of engines; protocols/engine.py specifies what they must do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from asyncrl.protocols import Engine, Intake
+from asyncrl.protocols.adapter import Adapter, RunConfig
+from asyncrl.tensors.device import require_gpu, resolve_device
+
+FIRST_VERSION = (0, 0)
+"""(incarnation, policy version) of the weights in model.path."""
+
+
+class EngineAdapter(Adapter):
+    """Defaults for an engine that reads model.path and takes one GPU."""
+
+    section: ClassVar[str] = "engine"
+
+    @classmethod
+    def build(cls, run: RunConfig, *, name: str) -> Engine:
+        """The engine of rollout worker ``name``, not started."""
+        return cast(Any, cls)(  # type: ignore[no-any-return]
+            Path(run.model.path),
+            device=resolve_device(run.engine.device, section="engine"),
+            dtype=run.model.dtype,
+            version=FIRST_VERSION,
+            options=cls.options(run),
+        )
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        if run.engine.device == "cuda":
+            require_gpu("engine")
+
+    @classmethod
+    def num_gpus(cls, run: RunConfig) -> int:
+        return int(run.engine.device != "cpu")
+
+    @classmethod
+    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
+        return {"model.path": Path(run.model.path)}
+
+    @property
+    def intake(self) -> Intake | None:
+        """See Engine: it loads folders only."""
+        return None

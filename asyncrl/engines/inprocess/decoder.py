@@ -1,0 +1,212 @@
+"""Continuous batching on a Hugging Face model, one token at a time, without threads or an event loop.
+
+``admit`` prefills new sequences into free rows and ``step`` decodes one token for every row. Between any two calls rows
+may be removed or the weights changed; the KV cache of sequences in progress stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
+from asyncrl.engines.validation import Shapes
+from asyncrl.engines.version_spans import SpanRecorder, Version
+from asyncrl.errors import ConfigError
+from asyncrl.messages import SamplingParams
+from asyncrl.tensors.transformers_lock import LOADING
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningSequence:
+    """A sequence being generated.
+
+    uniforms  one number in [0, 1) per token, drawn ahead so that it does not depend on the rest of the batch
+    """
+
+    prompt: NDArray[np.int32]
+    sampling: SamplingParams
+    uniforms: list[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    finish_reason: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def is_finite(self) -> bool:
+        """False if the model returned NaN: the weights are broken."""
+        return bool(np.isfinite(self.logprobs).all())
+
+
+class Decoder:
+    """A model, its KV cache, and the sequences in its rows (row r belongs to ``answers[r]``)."""
+
+    def __init__(self, model_path: Path, *, device: str, dtype: str, version: Version) -> None:
+        """Loads the model. Raises ConfigError if it is not supported."""
+        transformers.AttentionInterface.register(ATTENTION, attention)
+        self.device = torch.device(device)
+        self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
+        # Tied tensors are one parameter under several names; a checkpoint holds at least one of them.
+        self._parameters: dict[str, torch.Tensor] = dict(self._model.state_dict(keep_vars=True))
+        self.end_tokens = _end_tokens(self._model)
+        self.vocabulary_size = int(self._model.get_input_embeddings().weight.shape[0])
+        self.context_tokens = int(getattr(self._model.config, "max_position_embeddings", None) or 2**31)
+        self.version = version
+        self.answers: list[RunningSequence] = []
+        self._cache = KVCache()
+        self._rows_changed = True
+        self._lengths = self._temperatures = torch.empty(0)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> Shapes:
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """Names of tied tensors: a checkpoint may leave them out."""
+        first: dict[int, str] = {}
+        return frozenset(
+            name for name, parameter in self._parameters.items() if first.setdefault(id(parameter), name) != name
+        )
+
+    @torch.inference_mode()
+    def load(self, tensors: Mapping[str, torch.Tensor], version: Version) -> None:
+        """Set new weights, already checked against ``shapes``. Sequences in progress continue with them."""
+        for name, tensor in tensors.items():
+            self._parameters[name].copy_(tensor)
+        self.version = version
+        for answer in self.answers:
+            answer.spans.mark(len(answer.tokens), version)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def admit(self, answers: Sequence[RunningSequence]) -> None:
+        """Prefill new sequences and sample the first token of each. Equal prompts are computed once."""
+        prompts: dict[bytes, int] = {}
+        chosen = [prompts.setdefault(answer.prompt.tobytes(), len(prompts)) for answer in answers]
+        lengths = [len(prompt) // 4 for prompt in prompts]
+        longest = max(lengths)
+        ids = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : lengths[row]] = np.frombuffer(prompt, dtype=np.int32)
+        first_row = len(self.answers)
+        columns = max(len(answer.prompt) + answer.sampling.max_new_tokens for answer in answers)
+        self._cache.reserve(rows=first_row + len(answers), columns=columns)
+        self._cache.expect_prompts(torch.tensor(chosen, device=self.device), first_row=first_row)
+        causal = torch.ones(longest, longest, dtype=torch.bool, device=self.device).tril()[None, None]
+        last, where = torch.unique(torch.tensor(lengths, device=self.device) - 1, return_inverse=True)
+        logits = self._forward(torch.from_numpy(ids).to(self.device), torch.arange(longest)[None], causal, keep=last)
+        self.answers.extend(answers)
+        for answer in answers:
+            answer.spans.mark(0, self.version)
+        self._rows_changed = True
+        rows = torch.tensor(chosen, device=self.device)
+        self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature for a in answers]))
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Sample the next token of every sequence."""
+        if self._rows_changed:
+            self._lengths = torch.tensor([answer.num_tokens - 1 for answer in self.answers], device=self.device)
+            self._temperatures = self._column([answer.sampling.temperature for answer in self.answers])
+            self._rows_changed = False
+        longest = max(answer.num_tokens for answer in self.answers) - 1
+        self._cache.expect_tokens(self._lengths, longest=longest)
+        ids = torch.tensor([answer.tokens[-1] for answer in self.answers], device=self.device)[:, None]
+        positions = self._lengths[:, None]
+        visible = torch.arange(longest + 1, device=self.device) <= positions
+        logits = self._forward(ids, positions, visible[:, None, None], keep=1)
+        self._lengths = self._lengths + 1
+        self._sample(self.answers, logits[:, 0], self._temperatures)
+
+    @torch.inference_mode()
+    def remove(self, leaving: Collection[RunningSequence]) -> None:
+        """Free the rows of these sequences; the last rows move into the gaps."""
+        if not leaving:
+            return
+        rows = [row for row, answer in enumerate(self.answers) if answer in leaving]
+        for row in reversed(rows):
+            if not self.answers[row].is_finite:
+                self._cache.scrub(row)
+            last = self.answers.pop()
+            if row < len(self.answers):
+                self._cache.move(source=len(self.answers), target=row, length=last.num_tokens - 1)
+                self.answers[row] = last
+        self._rows_changed = True
+
+    # -- one pass ------------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, *, keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        result: torch.Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions.to(self.device),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+        return result
+
+    def _sample(self, answers: Sequence[RunningSequence], logits: torch.Tensor, temperatures: torch.Tensor) -> None:
+        """Append to each sequence a token drawn from softmax(logits / temperature) by inverting the cumulative sum."""
+        logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
+        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
+        chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+        chosen.clamp_(max=logits.shape[-1] - 1)
+        tokens, values = chosen[:, 0].tolist(), logprobs.gather(1, chosen)[:, 0].tolist()
+        for answer, token, logprob in zip(answers, tokens, values, strict=True):
+            answer.tokens.append(token)
+            answer.logprobs.append(logprob)
+            if token in self.end_tokens and not answer.sampling.ignore_eos:
+                answer.finish_reason = "stop"
+            elif len(answer.tokens) >= answer.sampling.max_new_tokens:
+                answer.finish_reason = "length"
+
+    def _column(self, values: list[float], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)[:, None]
+
+
+def _read_model(path: Path, *, dtype: str) -> Any:
+    """Raises ConfigError."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        with LOADING:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={path}: {error}") from error
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")
+    if kinds != {"full_attention"} or windowed:
+        raise ConfigError(
+            f"model.path={path}: the in-process engine supports full attention only; this {config.model_type} has "
+            f"{', '.join(sorted(kinds - {'full_attention'})) or 'a sliding window'}; use engine.kind = 'sglang'"
+        )
+    return model
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    """Ids that end a sequence, from the config and the generation config."""
+    found: set[int] = set()
+    for config in (model.config, getattr(model, "generation_config", None)):
+        ids = getattr(config, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)

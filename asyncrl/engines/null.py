@@ -1,0 +1,70 @@
+"""engine.kind = "none": an engine without a model, for rollout functions that generate nothing, as in fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.errors import ConfigError, PromptError
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
+from asyncrl.protocols.adapter import RunConfig
+
+
+class NullEngine(EngineAdapter):
+    """See Engine in protocols/engine.py. Always reports the newest version, because it reads no weights."""
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        cls.options(run)
+        if run.rollout.function != "given":
+            raise ConfigError(
+                f'engine.kind: "none" generates nothing, but rollout.function = "{run.rollout.function}" '
+                'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
+            )
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        """No requirements."""
+
+    @classmethod
+    def num_gpus(cls, run: RunConfig) -> int:
+        return 0
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: None = None
+    ) -> None:
+        self._version = version
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self._version
+
+    async def start(self) -> None:
+        pass
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        raise PromptError(
+            'engine.kind = "none" generates nothing, but the rollout function calls generate; set engine.kind = '
+            '"sglang" or "inprocess", or rollout.function = "given"'
+        )
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        self._version = weights.order
+        return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""SGLang servers as engines."""

@@ -1,0 +1,109 @@
+"""Options of the installed SGLang server, parsed from its source without importing it.
+
+SGLang declares an option as a field of ServerArgs or of a class under arg_groups/ (0.5.23), or in an add_argument call.
+All such names are accepted, so no valid option is refused; the few that are not options are refused by the server.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+
+_SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
+"""Options of every version. If they are missing, SGLang declares its options in a way we do not know."""
+
+
+def check_arguments(server_arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that the installed SGLang does not know; nothing if none is installed."""
+    known = known_arguments()
+    if not known >= _SURE:
+        return
+    for key in server_arguments:
+        name = option_name(key)
+        if any(option.startswith(name) for option in known):  # the server accepts abbreviations
+            continue
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; `python -m sglang.launch_server --help` names them"
+        raise ConfigError(f"engine.options: server_arguments: the installed SGLang has no option {name!r}{hint}")
+
+
+_FOR_ALL: Final = frozenset(
+    (
+        # how much
+        *("mem-fraction-static", "max-running-requests", "max-queued-requests", "max-total-tokens", "context-length"),
+        *("max-prefill-tokens", "prefill-max-requests", "chunked-prefill-size", "page-size", "swa-full-tokens-ratio"),
+        *("cuda-graph-bs", "cuda-graph-bs-decode", "cuda-graph-bs-prefill", "cuda-graph-max-bs"),
+        *("cuda-graph-max-bs-decode", "cuda-graph-max-bs-prefill", "torch-compile-max-bs", "cpu-offload-gb"),
+        *("num-continuous-decode-steps", "stream-interval", "watchdog-timeout", "decode-log-interval", "random-seed"),
+        *("tp-size", "tensor-parallel-size", "dp-size", "data-parallel-size", "ep-size", "expert-parallel-size"),
+        # how
+        *("dtype", "kv-cache-dtype", "quantization", "device", "schedule-policy", "schedule-conservativeness"),
+        *("attention-backend", "prefill-attention-backend", "decode-attention-backend", "sampling-backend"),
+        *("moe-runner-backend", "moe-a2a-backend", "enable-dp-attention", "enable-dp-lm-head", "enable-mixed-chunk"),
+        *("enable-torch-compile", "enable-deterministic-inference", "enable-memory-saver", "enable-p2p-check"),
+        *("enable-nan-detection", "disable-cuda-graph", "disable-cuda-graph-padding", "disable-custom-all-reduce"),
+        *("disable-overlap-schedule", "disable-radix-cache", "sleep-on-idle", "skip-server-warmup", "log-level"),
+    )
+)
+"""Options that set a size or a method. Others open files, addresses or ports, or load code: loaders, plugins, hooks,
+tool servers, remote code, configuration files."""
+_WORD: Final = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def check_joined_arguments(server_arguments: object) -> None:
+    """Refuse, on a machine that joins, what settings from the bus may not choose there. Raises ConfigError."""
+    where = "engine.options.server_arguments"
+    if not isinstance(server_arguments, Mapping):
+        return  # the options' own types refuse it
+    for key, value in server_arguments.items():
+        if option_name(key) not in _FOR_ALL or not _is_plain(value):
+            shown = repr(key if len(key) <= 60 else key[:57] + "...")
+            raise ConfigError(
+                f"{where}: the run's settings set {shown}, by which SGLang may load code or open files here; if this "
+                f"machine wants it, its command says so: --set {where}.KEY=VALUE"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    """A number, true or false, a word, or a list of these: no path, no table, nothing that is an option itself."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
+
+
+def option_name(key: str) -> str:
+    """``mem_fraction_static`` and ``--mem-fraction-static`` as ``mem-fraction-static``."""
+    return key.replace("_", "-").lstrip("-")
+
+
+@functools.cache
+def known_arguments() -> frozenset[str]:
+    """Option names of the installed SGLang, without the dashes in front; empty if none is installed."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        return frozenset()
+    folder = Path(found.submodule_search_locations[0]) / "srt"
+    files = [folder / "server_args.py", *sorted((folder / "arg_groups").rglob("*.py"))]
+    return frozenset(name for file in files if file.is_file() for name in _declared(file))
+
+
+def _declared(file: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    yield option_name(part.target.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+            yield option_name(node.value)

@@ -1,0 +1,99 @@
+"""HTTP requests to one SGLang server.
+
+Generations take a new connection each: a kept-alive one that the server is closing looks like a dead server. Orders,
+the control requests of a load, share connections to a server that we launched: a busy server is slow to accept new
+ones, and during a load everything waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from asyncrl.errors import EngineDied, EngineError
+
+_READ_BYTES = 16 * 2**20
+"""Longest line of a streamed reply."""
+_KEPT_SECONDS = 2.0
+"""Keep-alive of orders' connections; below the five seconds after which the server closes idle ones."""
+
+
+class ServerClient:
+    """Requests raise EngineError on an error status or a timeout, EngineDied when the server is gone."""
+
+    def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
+        """``url``: empty until the server is launched. ``log_tail``: the end of its log, for an error message."""
+        self.url = url
+        self._request_seconds = request_seconds
+        self._log_tail = log_tail
+        self._http: aiohttp.ClientSession | None = None
+        self._orders: aiohttp.ClientSession | None = None
+        self._kept_from = 0.0  # monotonic; until then kept-alive connections may be closing
+
+    def open(self, *, is_ours: bool) -> None:
+        """``is_ours``: launched by us. A proxy in front of another server may have any keep-alive timeout."""
+        timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=60.0)
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout, read_bufsize=_READ_BYTES
+        )
+        kept = {"keepalive_timeout": _KEPT_SECONDS} if is_ours else {"force_close": True}
+        self._orders = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, **kept), timeout=timeout)
+
+    async def close(self) -> None:
+        for session in filter(None, (self._http, self._orders)):
+            await session.close()
+
+    def check_open(self) -> None:
+        """Raise EngineDied before ``open`` and after ``close``."""
+        self._session()
+
+    async def get(self, path: str) -> Any:
+        async with self._ask("GET", path, None) as response:
+            return await _content(response)
+
+    async def knows(self, path: str) -> bool:
+        """Whether the server has this POST endpoint: a GET then gives "not allowed" rather than "not found"."""
+        async with self._session().get(self.url + path) as response:
+            return response.status != 404
+
+    def post(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._ask("POST", path, body)
+
+    async def order(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POST a control request; returns the response."""
+        async with self._ask("POST", path, body, is_order=True) as response:
+            return await _content(response)
+
+    def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
+        session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http
+        if session is None or session.closed:
+            raise EngineDied("the SGLang engine is not running: not started, or closed")
+        return session
+
+    @asynccontextmanager
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, is_order: bool = False
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session(of_orders=is_order).request(method, self.url + path, json=body) as response:
+                if is_order and response.status >= 500:  # SGLang closes the connection after an unexpected error
+                    self._kept_from = time.monotonic() + _KEPT_SECONDS
+                if response.status >= 400:
+                    raise EngineError(f"{self.url}{path}: {response.status} {(await response.text())[:500]}")
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self.url}{path}: no response within {self._request_seconds:g} s") from error
+        except (aiohttp.ContentTypeError, json.JSONDecodeError) as error:  # such as a proxy's error page
+            raise EngineError(f"{self.url}{path}: the response is not JSON: {error}") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {self._log_tail()}") from error
+
+
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    text = await response.text()
+    return json.loads(text) if text else {}

@@ -1,0 +1,395 @@
+"""An SGLang server as an engine: launched by us, or already running.
+
+A load is pause -> update (from a folder or from the learner) -> continue; generations in progress keep their slots and
+their KV cache. New requests are held back meanwhile, so a request's prefix is computed with the weights it was sent
+under. The prefix cache's key changes with every load, so a new request never reuses keys of older weights.
+Only one engine may load weights into a server; others attached to it may only sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
+from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
+from asyncrl.engines.sglang.client import ServerClient
+from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.server import (
+    ServerProcess,
+    check_dtype,
+    check_installed,
+    free_port,
+    ranks_with_loader,
+    server_command,
+    server_environment,
+)
+from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
+from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes
+from asyncrl.engines.version_spans import Version, format_version, parse_version
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors.device import resolve_device
+
+log = logging.getLogger(__name__)
+
+_ABORT_SECONDS = 5.0
+_FIRST_SAFE_RETRACT = (0, 5, 23)
+"""Older servers crash when their cache is flushed while requests are retracted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    url: str = ""
+    """http://HOST:PORT of a running server; empty launches one on a free port."""
+    tensor_parallel: int = 1
+    """GPUs of the launched server."""
+    server_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.85}; true sets a flag."""
+    start_seconds: float = 600.0
+    """Timeout for the server to become healthy."""
+    request_seconds: float = 3600.0
+    """Timeout of one generation or one load."""
+    pause: Literal["in_place", "retract"] = "in_place"
+    """Generations in progress during a load: keep their KV cache, or recompute it with the new weights."""
+    version_source: Literal["auto", "spans", "stream"] = "auto"
+    """Source of each token's version: the server's version spans (0.5.23) or streamed chunks."""
+    stream_interval: int = 16
+    """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks cost throughput."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url must start with http:// or https://, got {self.url!r}")
+
+
+class SGLangEngine(EngineAdapter):
+    """See Engine in protocols/engine.py."""
+
+    options_type = Options
+
+    @classmethod
+    def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:
+        return cls(
+            Path(run.model.path),
+            device=resolve_device(run.engine.device, section="engine"),
+            dtype=run.model.dtype,
+            version=FIRST_VERSION,
+            options=cls.options(run),
+            log_path=run.run_directory / "logs" / f"{name}.engine.log",
+        )
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        options: Options = cls.options(run)
+        if not options.url:
+            check_arguments(options.server_arguments)
+
+    @classmethod
+    def check_joined(cls, options: Mapping[str, Any]) -> None:
+        check_joined_arguments(options.get("server_arguments", {}))
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        options: Options = cls.options(run)
+        if options.url:
+            return
+        super().check_machine(run)
+        check_installed()
+        device = resolve_device(run.engine.device, section="engine")
+        check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
+
+    @classmethod
+    def num_gpus(cls, run: RunConfig) -> int:
+        options: Options = cls.options(run)
+        return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
+    ) -> None:
+        """``log_path``: where the output of a launched server goes."""
+        self._model_path = model_path
+        self._device = device
+        self._dtype = dtype
+        self._first_version = version
+        self._options = options
+        self._log_path = log_path
+        self._server: ServerProcess | None = None
+        self._client = ServerClient(
+            options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
+        )
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
+        self._shapes: Shapes = {}
+        self._optional_names: frozenset[str] = frozenset()
+        self._vocabulary_size = self._context_tokens = self._max_running = 2**31
+        self._has_spans = False
+        self._late_tokens = 1
+        self._cache_owner = uuid.uuid4().hex
+        self._is_open = asyncio.Event()
+        self._is_open.set()
+        self._loader = WeightLoader(
+            self._client.order, pause=options.pause, first_version=version, is_open=self._is_open
+        )
+        self._intake: SGLangIntake | None = None
+        self._sent = self._held = self._tokens_generated = 0
+
+    async def start(self) -> None:
+        """Start or attach. Raises ConfigError, or EngineDied with the end of the server's log."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._reader, self._read_model_folder)
+        is_ours = not self.url
+        self._client.open(is_ours=is_ours)
+        if is_ours:
+            await self._launch()
+        await self._wait_until_healthy()
+        await self._ask_server()
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        """``seed`` is ignored: SGLang's samples depend on the rest of the batch."""
+        self._client.check_open()
+        check_sampling(sampling)
+        is_seen, partial = partial is not None, PartialGeneration() if partial is None else partial
+        prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
+        check_prompt(
+            prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            vocabulary_size=self._vocabulary_size,
+            context_tokens=self._context_tokens,
+        )
+        async with self._place():
+            reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
+            partial.follow(reply)
+            await self._sample(reply, self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans))
+        return partial.prefix.then(reply.generation())
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        self._client.check_open()
+        folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
+        return await self._loader.load(weights, folder)
+
+    @property
+    def url(self) -> str:
+        """The server's; empty until it is launched."""
+        return self._client.url
+
+    @property
+    def version(self) -> Version:
+        return self._loader.version
+
+    @property
+    def intake(self) -> SGLangIntake | None:
+        return self._intake
+
+    def stats(self) -> EngineStats:
+        running = min(self._sent, self._max_running)
+        return EngineStats(
+            running=running,
+            queued=self._held + self._sent - running,
+            tokens_generated=self._tokens_generated,
+            is_live=not self._has_spans,  # without spans, replies are streamed
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+        if self._server:
+            await self._server.close()
+        self._reader.shutdown(wait=False)
+
+    def _log_tail(self) -> str:
+        return self._server.log_tail() if self._server else ""
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _read_model_folder(self) -> None:
+        try:
+            config = json.loads((self._model_path / "config.json").read_text())
+            self._shapes = read_shapes(self._model_path)
+        except (OSError, ValueError, WeightsError) as error:
+            raise ConfigError(f"model.path={self._model_path}: {error}") from error
+        self._vocabulary_size = int(config.get("vocab_size", self._vocabulary_size))
+        self._context_tokens = int(config.get("max_position_embeddings", self._context_tokens))
+        if config.get("tie_word_embeddings"):
+            self._optional_names = frozenset({"lm_head.weight"})
+
+    async def _launch(self) -> None:
+        check_installed()
+        check_arguments(self._options.server_arguments)
+        check_dtype(self._dtype, device=self._device, server_arguments=self._options.server_arguments)
+        port = free_port()
+        command = server_command(
+            self._model_path,
+            device=self._device,
+            dtype=self._dtype,
+            port=port,
+            weight_version=format_version(self._first_version),
+            tensor_parallel=self._options.tensor_parallel,
+            stream_interval=self._options.stream_interval,
+            server_arguments=self._options.server_arguments,
+        )
+        log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
+        environment = server_environment(os.environ, device=self._device, tensor_parallel=self._options.tensor_parallel)
+        self._server = ServerProcess(command, environment=environment, log_path=self._log_path)
+        self._client.url = f"http://127.0.0.1:{port}"
+        await self._server.start()
+
+    async def _wait_until_healthy(self) -> None:
+        """Poll twice a second (SGLang sends no notification); returns at once when a launched server dies."""
+        began = reported = time.monotonic()
+        try:
+            async with asyncio.timeout(self._options.start_seconds):
+                while not await self._is_healthy():
+                    if time.monotonic() - reported > 15:
+                        reported = time.monotonic()
+                        log.info("waiting for SGLang at %s for %.0f s", self.url, reported - began)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.5):
+                            await (self._server.wait() if self._server else asyncio.Event().wait())
+        except TimeoutError as error:
+            where = self._server.log_tail() if self._server else "is it running?"
+            raise EngineDied(
+                f"SGLang at {self.url} did not respond within {self._options.start_seconds:g} s; {where}"
+            ) from error
+        log.info("SGLang at %s is up after %.0f s", self.url, time.monotonic() - began)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            await self._client.get("/health")
+        except EngineError as error:
+            if self._server and not self._server.is_alive:
+                raise EngineDied(f"SGLang exited during startup; {self._server.log_tail()}") from error
+            return False
+        return True
+
+    async def _ask_server(self) -> None:
+        """Query the server's version, its scheduler, and how it reports weight versions."""
+        info = await self._client.get("/server_info")
+        model = await self._client.get("/model_info")
+        self._late_tokens = 0 if info.get("disable_overlap_schedule") else 1
+        self._max_running = int(info.get("max_running_requests") or self._max_running)
+        self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
+        self._loader.has_sessions = await self._client.knows("/begin_weight_update")
+        self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0
+        self._intake = SGLangIntake(
+            self._client.order,
+            self._loader,
+            num_ranks=int(info.get("tp_size") or 1),
+            shapes=self._shapes,
+            optional=self._optional_names,
+        )
+        number = tuple(int(part) for part in str(info.get("version", "0")).split(".")[:3] if part.isdecimal())
+        if self._options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
+            raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
+        # Two tokens each of prompt and answer; this also warms the server up.
+        probe = self._request(
+            np.zeros(2, dtype=np.int32), SamplingParams(max_new_tokens=2, ignore_eos=True), stream=False
+        )
+        try:
+            async with asyncio.timeout(self._options.start_seconds), self._client.post("/generate", probe) as response:
+                has_spans = "weight_versions" in (await response.json())["meta_info"]
+        except TimeoutError:
+            raise EngineDied(
+                f"SGLang at {self.url} generates no tokens: is it paused? A process that died while loading weights "
+                "leaves it paused, perhaps with partly loaded weights; restart it"
+            ) from None
+        if self._options.version_source == "spans" and not has_spans:
+            raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
+        self._has_spans = has_spans and self._options.version_source != "stream"
+        async with self._client.post("/freeze_gc", {}):
+            pass  # freezes the server's garbage: a full collection would stall all generations
+
+    # -- generate ------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait while weights are being loaded, then count the request as sent."""
+        self._held += 1
+        try:
+            await self._is_open.wait()
+        finally:
+            self._held -= 1
+        self._sent += 1
+        try:
+            yield
+        finally:
+            self._sent -= 1
+
+    def _request(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool) -> dict[str, Any]:
+        return {
+            "rid": uuid.uuid4().hex,
+            "input_ids": prompt_tokens.tolist(),
+            "sampling_params": {
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "ignore_eos": sampling.ignore_eos,
+                **({"stream_interval": self._options.stream_interval} if stream and self._has_spans else {}),
+            },
+            "return_logprob": True,
+            "stream": stream,
+            # Key of the prefix cache: unique to us, and new after every load.
+            "extra_key": f"{self._cache_owner}:{self._loader.num_loads}",
+        }
+
+    async def _sample(self, reply: Reply, request: Mapping[str, Any]) -> None:
+        late_tokens = self._late_tokens if self._has_spans else None
+        try:
+            async with self._client.post("/generate", request) as response:
+                if not request["stream"]:
+                    reply.take_whole(await response.json(), late_tokens=self._late_tokens)
+                    self._tokens_generated += len(reply)
+                    return
+                async for line in response.content:
+                    data = line.removeprefix(b"data:").strip()
+                    if data and data != b"[DONE]":
+                        before = len(reply)
+                        reply.take_chunk(json.loads(data), late_tokens=late_tokens)
+                        self._tokens_generated += len(reply) - before
+        except asyncio.CancelledError:
+            # Abort explicitly: the server notices a closed connection only seconds later.
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with (
+                    asyncio.timeout(_ABORT_SECONDS),
+                    self._client.post("/abort_request", {"rid": request["rid"]}),
+                ):
+                    pass
+            raise
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    def _check_weights(self, weights: WeightVersion) -> Path:
+        return check_weights(weights, expected=self._shapes, optional=self._optional_names)

@@ -1,0 +1,163 @@
+"""Weight loader that runs inside an SGLang server launched by us: from a file by many threads, or from a channel.
+
+SGLang's own loader reads a memory map tensor by tensor, on one thread and through unpinned memory: 5 GB/s from
+``/dev/shm``, during which the engine generates nothing. Here several threads read pieces of the file into pinned memory
+and copy them to the GPU, each on its own stream, while the model loads the tensors read before
+(docs/results/performance.md).
+
+The server finds ``load`` through --custom-weight-loader. A request to /update_weights_from_tensor carries
+``serialized``: the file's name, or the channel's function and its payload, where SGLang expects tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from asyncrl import plugins
+from asyncrl.engines.validation import Shapes, check_layout
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Source
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Bucket, grouped
+
+_SOURCE: Final = "source:"
+_THREADS: Final = 8
+_PIECE_BYTES: Final = 32 * 2**20
+"""One thread's unit of reading and copying; each thread keeps a pinned buffer of this size."""
+_BUCKET_BYTES: Final = 512 * 2**20
+"""Up to three buckets (or larger tensors) are on the GPU beside the weights: one being read, one being loaded, and the
+one before, whose last tensor the model's loop still holds. A model that first collects all tensors holds all of them.
+"""
+
+
+def serialized(*names: Path) -> str:
+    """``names`` of one file, encoded like SGLang's (name, tensor) pairs; the server uses the first it can read.
+
+    A file open in another process is not always readable: file capabilities and security modules may forbid it.
+    """
+    return _encoded(*map(str, names))
+
+
+def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
+    """The order to load what ``source`` yields of ``payload``: the tensors ``expected``, of which it may lack some.
+
+    Raises ConfigError for a function that the server cannot find by its address: that would end it.
+    """
+    if "." in source.__qualname__:
+        raise ConfigError(f"weights.channel: {source.__module__}.{source.__qualname__} is not at the top of its module")
+    address = f"{source.__module__}:{source.__qualname__}"
+    layout = {"shapes": {name: list(shape) for name, shape in expected.items()}, "optional": sorted(optional)}
+    return _encoded(_SOURCE + address, base64.b64encode(payload).decode(), json.dumps(layout))
+
+
+def _encoded(*names: str) -> str:
+    return base64.b64encode(pickle.dumps([(name, torch.empty(0)) for name in names])).decode()
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Called by SGLang in every rank. An error here kills the server, because its weights may be partly loaded."""
+    names = [name for name, _ in named_tensors]
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a paused server's last step may still run on another stream
+    model.load_weights(  # type: ignore[operator]
+        _from_source(names, device)
+        if names[0].startswith(_SOURCE)
+        else tensors(Path(next((name for name in names if os.access(name, os.R_OK)), names[-1])), device)
+    )
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as the source yields them. Raises WeightsError at the end unless they were the model's."""
+    address, payload, layout = order
+    source: Source = plugins.load(address.removeprefix(_SOURCE), where="weights.channel")
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in source(base64.b64decode(payload), device):
+        found[name] = tuple(tensor.shape)
+        yield name, tensor
+    told = json.loads(layout)
+    expected = {name: tuple(shape) for name, shape in told["shapes"].items()}
+    check_layout(found, expected=expected, optional=frozenset(told["optional"]), where=address)
+
+
+def tensors(file: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on ``device``) in the file's order."""
+    with file.open("rb") as stream:
+        entries, offset = safetensors_file.entries_of(stream)
+        reading: _Reading | None = None
+        for group in grouped(entries, _BUCKET_BYTES):
+            following = _Reading(stream.fileno(), offset, Bucket.empty(group, device))
+            offset += following.bucket.data.numel()
+            if reading is not None:
+                yield from reading.tensors()
+            reading = following
+        if reading is not None:
+            yield from reading.tensors()
+
+
+class _Reading:
+    """A bucket being read."""
+
+    def __init__(self, descriptor: int, offset: int, bucket: Bucket) -> None:
+        self.bucket = bucket
+        data = bucket.data
+        is_free = None
+        if data.is_cuda:  # wait for queued copies from whatever used this memory before
+            is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            is_free.record()
+        self._pieces: list[Future[None]] = [
+            _threads.submit(_read, descriptor, offset + start, data[start : start + _PIECE_BYTES], is_free)
+            for start in range(0, data.numel(), _PIECE_BYTES)
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in self._pieces:
+            piece.result()
+        yield from self.bucket.tensors()
+
+
+_threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-read")
+_own = threading.local()
+"""Each thread's pinned buffer and stream."""
+
+
+@torch.inference_mode()  # like the server's own thread, if SGLANG_ENABLE_TORCH_INFERENCE_MODE is set
+def _read(descriptor: int, offset: int, target: torch.Tensor, is_free: torch.cuda.Event | None) -> None:
+    """Copy the file's bytes from ``offset`` on into ``target``; complete on return.
+
+    ``is_free``: recorded when no queued GPU work uses ``target`` any more; None on the CPU.
+    """
+    if is_free is None:
+        _fill(descriptor, offset, target)
+        return
+    if not hasattr(_own, "pinned"):
+        torch.cuda.set_device(target.device)  # otherwise pinning uses GPU 0, which may belong to another rank
+        _own.pinned = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        _own.stream = torch.cuda.Stream(target.device)  # type: ignore[no-untyped-call]
+    pinned = _own.pinned[: target.numel()]
+    _fill(descriptor, offset, pinned)
+    with torch.cuda.stream(_own.stream):
+        _own.stream.wait_event(is_free)
+        target.copy_(pinned, non_blocking=True)
+    _own.stream.synchronize()
+
+
+def _fill(descriptor: int, offset: int, target: torch.Tensor) -> None:
+    left = memoryview(target.numpy())  # type: ignore[arg-type]
+    while left:
+        num_bytes = os.preadv(descriptor, [left], offset)
+        if not num_bytes:
+            raise EOFError(f"the weight file ends at byte {offset}, {len(left)} bytes early")
+        left, offset = left[num_bytes:], offset + num_bytes

@@ -1,0 +1,104 @@
+"""Parses an SGLang server's replies into tokens, logprobs and version spans. Pure: does no I/O.
+
+A reply comes whole, or as chunks that either repeat everything so far or carry only what is new.
+
+The version of the weights that sampled a token comes from one of two sources:
+spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler one token is
+        sampled but not yet counted when the weights change, so every span but the first starts one token late here.
+stream  each chunk carries the version at its time; it is labelled with that of the chunk before, the older one.
+Neither label is ever newer than the weights that sampled the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asyncrl.engines.version_spans import SpanRecorder, Version, parse_version
+from asyncrl.errors import EngineError
+from asyncrl.protocols import Generation
+
+
+class Reply:
+    """One reply as it arrives.
+
+    sent_version   version of the weights when the request was sent; no token is older
+    first_version  used for version strings that are not ours
+    """
+
+    def __init__(self, *, sent_version: Version, first_version: Version) -> None:
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans = SpanRecorder()
+        self._spans.mark(0, sent_version)
+        self._sent_version = self._stamp = sent_version
+        self._first_version = first_version
+        self._finish: Mapping[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def take_whole(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
+        """A whole reply with spans; ``late_tokens`` is 1 under the overlap scheduler, else 0."""
+        self._take_tokens(body)
+        self._take_spans(body, late_tokens=late_tokens)
+
+    def _take_spans(self, body: Mapping[str, Any], *, late_tokens: int) -> None:
+        for span in body["meta_info"]["weight_versions"]:
+            version = self._version(span["version"])
+            if (span["start"], version) != (0, self._stamp):
+                self._spans.mark(span["start"] + late_tokens, version)
+
+    def take_chunk(self, body: Mapping[str, Any], *, late_tokens: int | None = None) -> None:
+        """A streamed chunk, labelled with the version of the chunk before it.
+
+        late_tokens  as in ``take_whole``, for a server whose last chunk has spans; those are exact
+        """
+        before = len(self._tokens)
+        self._take_tokens(body)
+        if len(self._tokens) > before:
+            self._spans.mark(before, self._stamp)
+            self._stamp = self._version(str(body["meta_info"].get("weight_version", "")))
+        if late_tokens is not None and "weight_versions" in body["meta_info"]:
+            self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
+            self._take_spans(body, late_tokens=late_tokens)
+
+    def so_far(self, begin: int = 0) -> Generation:
+        return Generation(
+            tokens=np.array(self._tokens[begin:], dtype=np.int32),
+            logprobs=np.array(self._logprobs[begin:], dtype=np.float32),
+            version_spans=self._spans.spans(len(self._tokens), begin=begin),
+            finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
+        )
+
+    def generation(self) -> Generation:
+        """The complete answer. Raises EngineError if it is incomplete, failed, or has no logprobs."""
+        if self._finish is None:
+            raise EngineError("the server's reply ended before the generation finished")
+        reason = str(self._finish.get("type"))
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError(f"the server finished a generation with {self._finish}")
+        if not self._tokens or int(self._finish.get("status_code") or 0) >= 400:
+            raise EngineError(f"the server failed the request: {self._finish.get('message') or reason}")
+        generation = self.so_far()
+        if not np.isfinite(generation.logprobs).all():
+            raise EngineError("the server returned NaN logprobs: its weights are broken")
+        return generation
+
+    def _take_tokens(self, body: Mapping[str, Any]) -> None:
+        if "error" in body:
+            raise EngineError(f"the server reports: {body['error']}")
+        meta = body["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        # Whether it repeats tokens or not, a chunk ends at the number of tokens so far.
+        begin = int(meta["completion_tokens"]) - len(entries)
+        if not 0 <= begin <= len(self._tokens):
+            raise EngineError(f"the server skipped tokens: got {len(self._tokens)}, the next chunk starts at {begin}")
+        self._tokens[begin:] = [int(entry[1]) for entry in entries]
+        self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
+        self._finish = meta.get("finish_reason")
+
+    def _version(self, text: str) -> Version:
+        return parse_version(text, default=self._first_version)

@@ -1,0 +1,206 @@
+"""An SGLang server as a child process: command line, environment, log, and shutdown.
+
+The server runs under ``reaper.py``: no process of its tree outlives us, even if we are killed by SIGKILL
+(tests/unit/engines/sglang/test_server.py: test_the_server_goes_with_its_owner).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.engines.sglang.arguments import option_name
+from asyncrl.errors import ConfigError
+
+_HERE = Path(__file__).parent
+_LOG_TAIL_BYTES = 3000
+
+LOADER = "asyncrl.engines.sglang.loader.load"
+"""Loader of weight files in servers launched by us."""
+_MOST_RANKS_OF_LOADER = 2
+"""LOADER reads the whole file in each rank, SGLang's own loader only the rank's part, so from four ranks on that should
+be as fast."""
+
+INSTALL_HINT = (
+    "engine.kind = 'sglang' needs SGLang, which is not installed: `pip install 'sglang>=0.5.16'` beside a CUDA build "
+    "of torch, or without a GPU `pip install -r requirements/sglang-cpu.txt && pip install --no-deps sglang`; "
+    "engine.kind = 'inprocess' needs neither"
+)
+
+_CPU_ARGUMENTS: Mapping[str, Any] = {
+    "attention-backend": "torch_native",  # the default needs AMX kernels
+    "sampling-backend": "pytorch",
+    "mem-fraction-static": 0.1,
+    "max-total-tokens": 65_536,
+    "max-running-requests": 64,
+    "sleep-on-idle": True,  # otherwise it spins on a core that the learner could use
+}
+
+_CPU_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def check_installed() -> None:
+    """Raise ConfigError, with instructions, if SGLang is not installed. Does not import it."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ConfigError(INSTALL_HINT)
+
+
+def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dtype with which the server would crash during startup, minutes later."""
+    said = {option_name(key): value for key, value in server_arguments.items()}
+    if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
+        raise ConfigError(
+            'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
+            'engine.kind = "inprocess"'
+        )
+
+
+def server_command(
+    model_path: Path,
+    *,
+    device: str,
+    dtype: str,
+    port: int,
+    weight_version: str,
+    tensor_parallel: int,
+    stream_interval: int,
+    server_arguments: Mapping[str, Any],
+) -> list[str]:
+    """The server's command line. ``server_arguments`` override every default.
+
+    The dtype is always set: by default SGLang gives a float32 model a float16 KV cache, and logprobs are off by 0.01.
+    """
+    arguments: dict[str, Any] = {
+        "model-path": str(model_path),
+        "device": device,
+        "dtype": dtype,
+        "host": "127.0.0.1",
+        "port": port,
+        "weight-version": weight_version,
+        "tensor-parallel-size": tensor_parallel,
+        "stream-interval": stream_interval,
+        "incremental-streaming-output": True,
+        "skip-server-warmup": True,  # its prompt crashes a server on a GPU if the tokenizer knows none of its words
+        "custom-weight-loader": [LOADER],
+        **(_CPU_ARGUMENTS if device == "cpu" else {}),
+        **{option_name(key): value for key, value in server_arguments.items()},
+    }
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for key, value in arguments.items():
+        command += _argument(key, value)
+    return command
+
+
+def _argument(key: str, value: Any) -> list[str]:
+    """One option: True is a flag, False is omitted, a list becomes several words, a table JSON."""
+    if isinstance(value, bool):
+        return [f"--{key}"] if value else []
+    if isinstance(value, list | tuple):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+
+
+def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel: int = 1) -> dict[str, str]:
+    """``base`` plus the server's variables. Only the server may see the stubs on PYTHONPATH."""
+    environment = {
+        **base,
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would hang while generation is paused
+    }
+    if device == "cpu":
+        environment.update(_CPU_ENVIRONMENT)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if tensor_parallel > 1:
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(tensor_parallel))
+        if importlib.util.find_spec("sgl_kernel") is None:
+            paths = [str(_HERE / "cpu_stubs"), base.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
+def _shares_of_cores(ranks: int) -> str:
+    """Cores of each rank, which SGLang needs if there are fewer NUMA nodes than ranks: "0,1|2,3"."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) // ranks)
+    starts = [rank * count % len(cores) for rank in range(ranks)]
+    return "|".join(",".join(map(str, cores[start : start + count])) for start in starts)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def ranks_with_loader(info: Mapping[str, Any]) -> int:
+    """Number of ranks that can use LOADER, from a launched server's /server_info; 0 if SGLang's loader must be used."""
+    ranks = int(info.get("tp_size") or 1)
+    is_plain = (
+        LOADER in (info.get("custom_weight_loader") or ())
+        and int(info.get("dp_size") or 1) == 1  # SGLang cannot update replicas from tensors
+        and int(info.get("nnodes") or 1) == 1  # other hosts cannot see the file we hold open
+        and not info.get("quantization")  # SGLang quantizes in its own loader
+        and not info.get("speculative_algorithm")  # the draft model is also read from the folder
+    )
+    return ranks if is_plain and ranks <= _MOST_RANKS_OF_LOADER else 0
+
+
+class ServerProcess:
+    """A command run under reaper.py, with its output in a log file."""
+
+    def __init__(self, command: list[str], *, environment: Mapping[str, str], log_path: Path) -> None:
+        self._command = command
+        self._environment = environment
+        self.log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                str(_HERE / "reaper.py"),
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=dict(self._environment),
+                start_new_session=True,  # Ctrl-C must not reach the server: the worker needs it to drain
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Wait until the server and all its children have exited; the exit code."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def close(self) -> None:
+        """Kill the server and all its children. The next start removes what they leave in /dev/shm (16 KiB)."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+    def log_tail(self) -> str:
+        """The end of the log, for an error message."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                text = log.read(_LOG_TAIL_BYTES).decode(errors="replace")
+        except OSError as error:
+            return f"(no log: {error})"
+        return f"end of {self.log_path}:\n{text}"

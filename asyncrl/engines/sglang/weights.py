@@ -1,0 +1,219 @@
+"""Loads weights into an SGLang server: pause, update from a folder or from the learner's memory, continue.
+
+The server continues only with complete weights: a partial update leaves it paused until another one succeeds
+(test_a_torn_update_keeps_the_server_paused).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.engines.sglang import loader
+from asyncrl.engines.sglang.server import LOADER
+from asyncrl.engines.validation import WEIGHTS_FILE, Shapes, check_layout
+from asyncrl.engines.version_spans import Version, format_version
+from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.weight_transfer import BucketLayout
+from asyncrl.protocols import LoadReport, Source
+
+Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+"""POSTs a body to a path of the server; returns the response. Raises EngineError, EngineDied."""
+Order = tuple[str, dict[str, Any]]
+"""Path and body."""
+
+_FROM_FOLDER: Final = "/update_weights_from_disk"
+_BY_LOADER: Final = "/update_weights_from_tensor"
+_FROM_LEARNER: Final = "/update_weights_from_distributed"
+_NO_VERSION: Final = (-1, -1)
+"""Version of a server with partly updated weights: any offered version is newer."""
+_STUCK_SECONDS: Final = 90.0
+"""Timeout of a collective: if the learner leaves, it never returns and blocks the server."""
+_SLOWEST_WEIGHTS_PER_SECOND: Final = 2e7
+"""Additional time for a large model; the learner gives up earlier."""
+
+
+class WeightLoader:
+    """Loads weights into one server, one version at a time."""
+
+    def __init__(self, post: Post, *, pause: str, first_version: Version, is_open: asyncio.Event) -> None:
+        """``is_open`` is cleared while the server is paused; new requests wait for it."""
+        self._post = post
+        self._pause = pause
+        self._is_open = is_open
+        self._lock = asyncio.Lock()
+        self.version = first_version
+        self.num_loads = 0
+        self.has_sessions = False
+        """Whether the server needs tensor updates between a begin and an end request (0.5.23 does)."""
+        self.ranks_with_loader = 0
+        """Ranks of the server if they have our loader (loader.py); 0 if SGLang's own loader is used."""
+        self._is_torn = False
+
+    async def load(self, weights: WeightVersion, folder: Path) -> LoadReport:
+        """Load a folder whose tensors have been checked.
+
+        Raises WeightsError (the old weights stay, or the server stays paused), or EngineDied if our loader cannot read
+        the file, since an error in it kills the server.
+        """
+        if not self.ranks_with_loader:
+            updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
+            return await self._switch(weights.order, updates, what=str(folder))
+        try:
+            stream = await asyncio.to_thread((folder / WEIGHTS_FILE).open, "rb")
+        except OSError as error:
+            raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
+        # Held open, so the server can read it even if the folder is removed meanwhile. (A load is cancelled only when
+        # the worker exits, and its server with it.)
+        with stream:
+            names = Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}"), folder / WEIGHTS_FILE
+            return await self.take(weights.order, loader.serialized(*names), what=str(folder))
+
+    async def take(self, version: Version, order: str, *, what: str) -> LoadReport:
+        """What our loader in the server is to do. Raises WeightsError where it has none, EngineDied when that fails."""
+        if not self.ranks_with_loader:
+            raise WeightsError(
+                f"weights {format_version(version)} from {what}: this SGLang server lacks asyncrl's loader, which has "
+                "only a server that asyncrl launches, with one or two GPUs and without quantization"
+            )
+        body = self._body(version)
+        body["load_format"] = LOADER
+        body["serialized_named_tensors"] = [order] * self.ranks_with_loader
+        return await self._switch(version, self._in_session([(_BY_LOADER, body)]), what=what)
+
+    async def receive(self, version: Version, buckets: Sequence[BucketLayout], group: str) -> LoadReport:
+        """Receive from the learner, which has begun to send. Raises WeightsError."""
+        updates = [
+            (_FROM_LEARNER, _described(bucket) | {"group_name": group} | self._body(version)) for bucket in buckets
+        ]
+        for _, body in updates[:-1]:
+            del body["weight_version"]  # set with the last bucket only
+        return await self._switch(version, self._in_session(updates), what=f"group {group}")
+
+    def _in_session(self, updates: list[Order]) -> list[Order]:
+        if not self.has_sessions:
+            return updates
+        return [("/begin_weight_update", {}), *updates, ("/end_weight_update", {})]
+
+    def _body(self, version: Version) -> dict[str, Any]:
+        # The KV cache of requests kept in place cannot be flushed; that of retracted ones must be.
+        return {"weight_version": format_version(version), "flush_cache": self._pause == "retract"}
+
+    async def _switch(self, version: Version, updates: list[Order], *, what: str) -> LoadReport:
+        asked = time.monotonic()
+        async with self._lock:
+            began = time.monotonic()
+            self.num_loads += 1  # before the update: if it succeeds but its response is lost, no old key may be reused
+            self._is_open.clear()
+            try:
+                await self._post("/pause_generation", {"mode": self._pause})
+                if self._is_torn and self.has_sessions:
+                    with contextlib.suppress(EngineError):  # the failed session may still be open
+                        await self._post("/end_weight_update", {})
+                for path, body in updates:
+                    self._is_torn |= path != _FROM_FOLDER  # the server rolls back a failed load from a folder
+                    answer = await self._post(path, body)
+                    if not answer.get("success"):
+                        raise EngineError(str(answer.get("message")))
+                self._is_torn = False
+                self.version = version
+            except EngineDied:
+                raise
+            except EngineError as error:
+                if self._is_torn:
+                    self.version = _NO_VERSION
+                raise WeightsError(f"weights {format_version(version)} from {what}: {error}") from error
+            finally:
+                if not self._is_torn:
+                    await self._continue()
+            now = time.monotonic()
+        return LoadReport(pause_seconds=now - began, load_seconds=now - asked)
+
+    async def _continue(self) -> None:
+        try:
+            await self._post("/continue_generation", {})
+        except EngineDied:
+            raise
+        except EngineError as error:
+            raise EngineDied(f"the server stays paused: {error}") from error
+        self._is_open.set()
+
+
+class SGLangIntake:
+    """See Intake and Collectives in protocols/engine.py."""
+
+    def __init__(
+        self, post: Post, loader: WeightLoader, *, num_ranks: int, shapes: Shapes, optional: frozenset[str]
+    ) -> None:
+        """``shapes``, ``optional``: tensors of the model and those it may lack."""
+        self._post = post
+        self._loader = loader
+        self._shapes, self._optional = shapes, optional
+        self.num_ranks = num_ranks
+
+    @property
+    def collectives(self) -> SGLangIntake:
+        return self
+
+    async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
+        order = loader.serialized_source(source, payload, expected=self._shapes, optional=self._optional)
+        return await self._in_time(self._loader.take(version, order, what=source.__module__), self._shapes)
+
+    async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + self.num_ranks,
+            "group_name": group,
+            "backend": kind,
+        }
+        hint = f"; can it reach the learner at {host}:{port} (weights.options.host)?"
+        answer = await self._answer("/init_weights_update_group", body, hint=hint)
+        if not answer.get("success"):
+            raise WeightsError(f"cannot meet the learner at {host}:{port}: {answer.get('message')}")
+
+    async def receive(self, group: str, version: Version, buckets: Sequence[BucketLayout]) -> LoadReport:
+        shapes = {
+            name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+        }
+        check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {group}")
+        return await self._in_time(self._loader.receive(version, buckets, group), shapes)
+
+    async def leave(self, group: str) -> None:
+        await self._answer("/destroy_weights_update_group", {"group_name": group})
+
+    async def _in_time(self, switch: Awaitable[LoadReport], shapes: Shapes) -> LoadReport:
+        seconds = _STUCK_SECONDS + sum(map(math.prod, shapes.values())) / _SLOWEST_WEIGHTS_PER_SECOND
+        try:
+            async with asyncio.timeout(seconds):
+                return await switch
+        except TimeoutError:
+            raise EngineDied(f"the learner did not send its weights within {seconds:g} s") from None
+
+    async def _answer(self, path: str, body: Mapping[str, Any], *, hint: str = "") -> Any:
+        try:
+            async with asyncio.timeout(_STUCK_SECONDS):
+                return await self._post(path, body)
+        except TimeoutError:
+            raise EngineDied(f"{path}: no response within {_STUCK_SECONDS:g} s{hint}") from None
+        except EngineDied:
+            raise
+        except EngineError as error:
+            return {"success": False, "message": str(error)}
+
+
+def _described(bucket: BucketLayout) -> dict[str, Any]:
+    return {
+        "names": list(bucket.names),
+        "dtypes": list(bucket.dtypes),
+        "shapes": [list(shape) for shape in bucket.shapes],
+        "load_format": "flattened_bucket",
+    }

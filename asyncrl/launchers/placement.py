@@ -1,0 +1,126 @@
+"""Which GPUs of one machine each process of a run gets. Pure: numbers in, numbers out.
+
+GPUs are numbered from 0, as this machine's processes see them. The learner's ranks take the first ones, workers the
+next. When these run out, workers share: they start again at the first worker GPU, or at GPU 0 if the learner has taken
+all. `learner.gpus` and `rollout.gpus` override this. Processes on the CPU get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError, NoRoom
+
+Gpus = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """learner: the GPU of each rank.  workers: the GPUs of each worker."""
+
+    learner: Gpus
+    workers: tuple[Gpus, ...]
+
+    @property
+    def processes(self) -> dict[str, Gpus]:
+        """By the names that `asyncrl run` gives them: learner, w0, w1, …"""
+        return {"learner": self.learner} | {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
+
+    def __str__(self) -> str:
+        shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]
+        return "; ".join(shown) or "none, all on the CPU"
+
+
+def place(
+    num_gpus: int,
+    *,
+    ranks: int,
+    workers: int,
+    gpus_per_worker: int,
+    learner_gpus: Sequence[int] = (),
+    rollout_gpus: Sequence[int] = (),
+) -> Placement:
+    """Deal the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
+
+    Raises ConfigError for a GPU that does not exist and for ranks that would share one.
+    """
+    _check_exist(learner_gpus, num_gpus, "learner.gpus")
+    _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
+    if num_gpus == 0:
+        return Placement(learner=(), workers=((),) * workers)
+    learner = _learner(num_gpus, ranks, learner_gpus)
+    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus) if workers and gpus_per_worker else ()
+    return Placement(
+        learner=learner,
+        workers=tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(workers)),
+    )
+
+
+def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
+    if not given:
+        if ranks > num_gpus:
+            raise ConfigError(
+                f"learner.ranks: {ranks} ranks need {ranks} GPUs, this machine has {num_gpus}; NCCL lets no two ranks "
+                "share one"
+            )
+        return tuple(range(ranks))
+    if len(given) != ranks and ranks:
+        raise ConfigError(f"learner.gpus: names {len(given)} GPUs for {ranks} ranks; name one for each rank")
+    if len(set(given)) < len(given):
+        raise ConfigError(f"learner.gpus: names a GPU twice: {list(given)}; NCCL lets no two ranks share one")
+    return tuple(given[:ranks])
+
+
+def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int]) -> Gpus:
+    """The GPUs that workers share: at least enough for one of them."""
+    if given:
+        if len(set(given)) < len(given):
+            raise ConfigError(f"rollout.gpus: names a GPU twice: {list(given)}; workers share by themselves")
+        if len(given) < needed:
+            raise ConfigError(f"rollout.gpus: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
+        return tuple(given)
+    if num_gpus < needed:
+        raise ConfigError(f"engine.options.tensor_parallel: a worker needs {needed} GPUs, this machine has {num_gpus}")
+    free = tuple(gpu for gpu in range(num_gpus) if gpu not in learner)
+    return free if len(free) >= needed else tuple(range(num_gpus))
+
+
+def _deal(pool: Gpus, start: int, count: int) -> Gpus:
+    """``count`` different GPUs from position ``start``, wrapping around at the end."""
+    return tuple(pool[(start + index) % len(pool)] for index in range(count))
+
+
+def _check_exist(given: Sequence[int], num_gpus: int, where: str) -> None:
+    for gpu in given:
+        if not 0 <= gpu < num_gpus:
+            seen = f"{num_gpus}, numbered from 0" if num_gpus else "none that torch sees"
+            raise ConfigError(f"{where}: there is no GPU {gpu}; this machine has {seen}")
+
+
+def free(num_gpus: int, *, taken: Collection[int], needed: int, given: Sequence[int] = ()) -> Gpus:
+    """GPUs for one more process, shared with nobody. ``given``: choose from these only.
+
+    Returns () if the machine has no GPU or the process needs none. Raises NoRoom when too few are free.
+    """
+    if not num_gpus or not needed:
+        return ()
+    pool = tuple(given) or tuple(range(num_gpus))
+    found = tuple(gpu for gpu in pool if gpu not in taken)[:needed]
+    if len(found) < needed:
+        raise NoRoom(
+            f"another worker needs {needed} GPU{'s' * (needed > 1)}, and of {numbers(pool)} "
+            f"{f'only {numbers(found)} is' if found else 'none is'} free"
+        )
+    return found
+
+
+def visible_devices(gpus: Gpus, *, inherited: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a process that gets ``gpus``, named as in its parent's own list."""
+    names = None if inherited is None else [name.strip() for name in inherited.split(",")]
+    return ",".join(str(gpu) if names is None else names[gpu] for gpu in dict.fromkeys(gpus))
+
+
+def numbers(gpus: Gpus) -> str:
+    """For a person: ``0, 1``."""
+    return ", ".join(str(gpu) for gpu in gpus)

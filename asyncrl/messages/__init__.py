@@ -1,0 +1,51 @@
+"""Everything that crosses the bus: message types, topics, and their encoding.
+
+rollout          prompts, trajectories, partial rollouts
+control          weight versions, progress, heartbeats, events, metrics, quarantine
+weight_transfer  how weights go from the learner's memory to an engine's
+fleet            how many workers there are, and the settings that a joining worker needs
+topics           what flows where, and who may publish and read it
+codec, upgrade   messages to bytes and back, also those of older schemas
+"""
+
+from asyncrl.messages.control import (
+    Event,
+    Heartbeat,
+    Progress,
+    Quarantine,
+    StepMetrics,
+    Wait,
+    WeightVersion,
+)
+from asyncrl.messages.rollout import (
+    ANY_INCARNATION,
+    CallSegment,
+    GroupSegment,
+    PromptGroup,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from asyncrl.messages.upgrade import SCHEMA
+from asyncrl.messages.validation import replace
+
+__all__ = [
+    "ANY_INCARNATION",
+    "CallSegment",
+    "Event",
+    "GroupSegment",
+    "Heartbeat",
+    "Progress",
+    "PromptGroup",
+    "Quarantine",
+    "SCHEMA",
+    "SamplingParams",
+    "StepMetrics",
+    "Trajectory",
+    "TrajectoryGroup",
+    "VersionSpan",
+    "Wait",
+    "WeightVersion",
+    "replace",
+]

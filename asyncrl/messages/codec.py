@@ -1,0 +1,152 @@
+"""Frozen dataclasses to bytes and back: msgpack, arrays as raw little-endian bytes, nothing executable.
+
+The only file that imports msgpack. Refused with MessageError: another type, another schema, unknown or missing fields,
+values of the wrong type, arrays of objects, bytes left over, and whatever the message's own checks refuse. Recorded
+messages of an older schema are upgraded on reading (upgrade.py).
+
+Not shared with config/tables.py, which also makes dataclasses: they would have the walk over fields and tuples in
+common, some fifteen lines, and differ in every rule (arrays, None, old schemas here; choices, near names, secrets
+there). Each rule as a hook would be a call more for every field of every message, on the hot path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, TypeVar, cast
+
+import msgpack
+import numpy as np
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import upgrade
+from asyncrl.messages.upgrade import SCHEMA
+
+M = TypeVar("M")
+
+_ARRAY = 1  # msgpack extension code
+_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"}
+
+
+def encode(message: object) -> bytes:
+    """The message with its type's name and schema in front. Raises MessageError for values that cannot be sent."""
+    head = (type(message).__name__, SCHEMA, _plain(message))
+    try:
+        return cast(bytes, msgpack.packb(head, default=_pack_array))
+    except (ValueError, OverflowError) as error:  # half a surrogate pair, nested too deep, too long
+        raise error if isinstance(error, MessageError) else MessageError(f"cannot send this: {error}") from error
+
+
+def decode(data: bytes | memoryview, message_type: type[M]) -> M:
+    """The message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``."""
+    name = message_type.__name__
+    try:
+        head = msgpack.unpackb(data, ext_hook=_unpack_array, strict_map_key=False)
+        kind, schema, fields = head
+    except Exception as error:  # msgpack raises half a dozen types on hostile bytes
+        raise MessageError(f"not a {name}: {error}") from error
+    if kind != name:
+        raise MessageError(f"not a {name} but a {kind!r}")
+    is_old = schema != SCHEMA
+    if is_old and not upgrade.is_read(name, schema=schema):
+        raise MessageError(
+            f"{name} has schema {schema!r} and this process reads schema {SCHEMA}; run the same version of asyncrl "
+            "everywhere"
+        )
+    return cast(M, _build(fields, message_type, name, is_old=is_old))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _pack_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        little = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+        if little.dtype.str not in _DTYPES:
+            raise MessageError(f"cannot send an array of {value.dtype}")
+        head = msgpack.packb((little.dtype.str, list(little.shape)))
+        return msgpack.ExtType(_ARRAY, head + little.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise MessageError(f"cannot send a {type(value).__name__}")
+
+
+def _unpack_array(code: int, data: bytes) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    head = msgpack.Unpacker()
+    head.feed(data)
+    dtype, shape = head.unpack()
+    if dtype not in _DTYPES:
+        raise ValueError(f"arrays of {dtype!r} are not accepted")
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"arrays of shape {shape!r} are not accepted")
+    return np.frombuffer(data, dtype, offset=head.tell()).reshape(shape)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+@functools.cache
+def _required(kind: Any) -> frozenset[str]:
+    missing = dataclasses.MISSING
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing)
+
+
+def _build(raw: Any, kind: Any, where: str, *, is_old: bool) -> Any:
+    """``raw`` as a value of type ``kind``; ``is_old``: its messages have the fields of schema 1."""
+    if dataclasses.is_dataclass(kind):
+        return _build_message(raw, cast(type, kind), where, is_old=is_old)
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        _check(isinstance(raw, list), where, "a list", raw)
+        item = typing.get_args(kind)[0]
+        return tuple(_build(value, item, f"{where}[{index}]", is_old=is_old) for index, value in enumerate(raw))
+    if origin is dict:
+        _check(isinstance(raw, dict) and all(isinstance(key, str) for key in raw), where, "a table", raw)
+        item = typing.get_args(kind)[1]
+        return {key: _build(value, item, f"{where}.{key}", is_old=is_old) for key, value in raw.items()}
+    if origin in (typing.Union, types.UnionType):
+        options = typing.get_args(kind)
+        if raw is None and type(None) in options:
+            return None
+        kind = next(option for option in options if option is not type(None))
+        return _build(raw, kind, where, is_old=is_old)
+    if origin is np.ndarray or kind is np.ndarray:
+        _check(isinstance(raw, np.ndarray), where, "an array", raw)
+        return raw
+    if kind is float:
+        _check(isinstance(raw, int | float) and not isinstance(raw, bool), where, "a number", raw)
+        return float(raw)
+    if kind in (int, str, bool, bytes):
+        _check(type(raw) is kind, where, kind.__name__, raw)
+    return raw
+
+
+def _build_message(raw: Any, kind: type, where: str, *, is_old: bool) -> Any:
+    fields = _fields(kind)
+    _check(isinstance(raw, dict), where, "a table of fields", raw)
+    try:
+        if is_old:
+            raw = upgrade.fields(kind.__name__, raw)
+        unknown, missing = raw.keys() - fields.keys(), _required(kind) - raw.keys()
+        if unknown or missing:
+            raise MessageError(f"unknown fields {sorted(map(str, unknown))}, missing fields {sorted(missing)}")
+        values = {name: _build(raw[name], fields[name], f"{where}.{name}", is_old=is_old) for name in raw}
+        return kind(**values)
+    except MessageError as error:
+        raise error if str(error).startswith(where) else MessageError(f"{where}: {error}") from error
+
+
+def _check(condition: bool, where: str, expected: str, raw: Any) -> None:
+    if not condition:
+        raise MessageError(f"{where} must be {expected}, is {type(raw).__name__}")

@@ -1,0 +1,171 @@
+"""What the learner, workers and observers tell each other besides rollouts: weights, progress, heartbeats, metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages.upgrade import SCHEMA
+from asyncrl.messages.validation import counts, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
+
+    uri          folder with config.json and model.safetensors, at the path that workers see; empty under the key
+                 ``sent``, where the learner keeps the weights in memory and sends them on request (service
+                 ``transfers``)
+    sha256       of model.safetensors
+    num_engines  engines that the learner knows of; an eighth of them may load at once
+    fork         policy version that this incarnation started from
+    schema       message schema of the learner
+    """
+
+    incarnation: int
+    policy_version: int
+    uri: str = ""
+    sha256: str = ""
+    num_bytes: int = 0
+    num_engines: int = 0
+    fork: int = 0
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        counts(self, "incarnation", "policy_version", "num_bytes", "num_engines", "fork")
+        require("\0" not in self.uri, "uri is not a path")
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newer weights compare greater: a new incarnation supersedes everything an older one published."""
+        return (self.incarnation, self.policy_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the learner is.  Topic ``progress``: learner -> prompt source, workers, observers.
+
+    step           optimizer steps done
+    batches_taken  optimizer steps begun
+    bound          how many versions of staleness admission allows now; None: the run file's max_staleness
+    groups_lost    groups that left the window untrained: dropped (too stale), failed or filtered
+    finished       no more prompts will come, so workers drain
+    """
+
+    incarnation: int
+    step: int
+    policy_version: int
+    batches_taken: int = 0
+    groups_trained: int = 0
+    groups_dropped: int = 0
+    groups_failed: int = 0
+    groups_filtered: int = 0
+    bound: int | None = None
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        counts(self, "incarnation", "step", "policy_version", "batches_taken", "groups_trained")
+        counts(self, "groups_dropped", "groups_failed", "groups_filtered")
+
+    @property
+    def groups_lost(self) -> int:
+        return self.groups_dropped + self.groups_failed + self.groups_filtered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something an actor waits for.
+
+    what     in words: "trajectories"
+    on       what can end the wait: a role ("rollout-worker") or a part of the actor's process (faults.PARTS: "engine");
+             empty for the actor itself
+    seconds  length so far on the actor's monotonic clock; for a part that shows signs of life, since its last sign
+    usual    median length of such waits for a part in the past, in seconds; 0 before the first one has ended
+    limit    a longer wait for a part is a stall, in seconds; 0 for no limit
+    count    number of such waits; ``seconds`` is the longest
+    """
+
+    what: str
+    on: str = ""
+    seconds: float = 0.0
+    usual: float = 0.0
+    limit: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """What one actor does and waits for.  Topic ``actors``, one key per actor, which expires when the actor stops.
+
+    beat         counts up, so that a reader who looks twice can tell whether the actor is alive without using clocks
+    life         names one start of the process; a restarted process of the same name has another one
+    phase        starting, running, draining or quarantined
+    waits        longest first
+    problem      the last error that has not been resolved, in one line
+    clock_shift  seconds that this machine's wall clock moved against its monotonic clock in the last minute
+    numbers      gauges and counters by metric name, such as ``rollout/running``
+    schema       message schema of this process; all processes of a run must have the same
+    """
+
+    actor: str
+    role: str
+    incarnation: int = 0
+    policy_version: int = 0
+    beat: int = 0
+    phase: str = "running"
+    waits: tuple[Wait, ...] = ()
+    problem: str = ""
+    clock_shift: float = 0.0
+    host: str = ""
+    pid: int = 0
+    life: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def waits_for(self) -> str:
+        """The longest wait in words; empty without waits."""
+        return self.waits[0].what if self.waits else ""
+
+    @property
+    def waiting_seconds(self) -> float:
+        return self.waits[0].seconds if self.waits else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that may matter later: a dropped group, an error, a worker that joined.  Topic ``events``.
+
+    time  Unix seconds
+    """
+
+    kind: str
+    actor: str
+    time: float
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """Metrics of the newest step.  Topic ``metrics``: learner -> observers.
+
+    numbers    by metric name (metrics/schema.py), finite values only
+    staleness  number of trained tokens that were 0, 1, 2, ... policy versions old
+    """
+
+    step: int
+    numbers: dict[str, float] = field(default_factory=dict)
+    staleness: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """The learner no longer trains groups of this worker.  Topic ``quarantine``, key WORKER: learner -> worker.
+
+    life  as in its heartbeat, so that the next worker of this name is not meant; empty if the worker had ended
+    """
+
+    worker: str
+    incarnation: int
+    reason: str
+    life: str = ""

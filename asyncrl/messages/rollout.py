@@ -1,0 +1,233 @@
+"""Prompts, trajectories, and the partial rollouts that workers save for each other.
+
+Messages are frozen: nobody writes to a message it received. Each one checks itself on construction, so a message that
+decodes is valid. Arrays are numpy, little-endian on the wire.
+
+A group with one trajectory, for the prompt "7+5=" and the answer "12<eos>":
+
+    TrajectoryGroup(group_id=3, prompt_tokens=[9, 2, 7, 4], trajectories=(
+        Trajectory(tokens=[3, 4, 1], response_mask=[T, T, T], behavior_logprobs=[-.1, -.3, -.0],
+                   version_spans=(VersionSpan(incarnation=0, policy_version=6, start=0),
+                                  VersionSpan(incarnation=0, policy_version=7, start=2)),
+                   reward=1.0, finish_reason="stop"),))
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages.validation import array, counts, require
+
+FINISH_REASONS: Final = ("stop", "length", "abort")
+
+ANY_INCARNATION: Final = 2**31 - 1
+"""Incarnation of tokens that no policy sampled. They belong to every history."""
+
+_POSITIVE_LOGPROB: Final = 1e-3
+"""Largest logprob above 0 that an engine's rounding (softmax in bfloat16) can explain; a larger one is wrong."""
+
+LONGEST_ERROR: Final = 2000
+"""Characters of a failed group's error; the rest is cut off."""
+
+_MAX_GROUP: Final = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How an engine samples each trajectory of a group.
+
+    temperature   divides the logits, in the behavior logprobs too
+    top_p, top_k  engines refuse them unless their logprobs are those of the truncated distribution
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        require(0 < self.temperature < math.inf, f"temperature must be > 0, got {self.temperature}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroup:
+    """One prompt to be answered ``group_size`` times.  Topic ``prompts``: prompt source -> rollout workers.
+
+    group_id            number of the group in the run, dense from 0; the message's key
+    min_policy_version  the group is not sampled with older weights (admission.version_to_begin)
+    incarnation         of the learner that published it
+    label, metadata     for the reward function; any values that msgpack can carry
+    response_tokens     i32[R], an answer to imitate, <eos> included; empty if the data has none
+    policy_version      of the learner at publication: the age of a given answer counts from it
+    epoch               pass over the data
+    """
+
+    group_id: int
+    prompt_tokens: NDArray[np.int32]
+    group_size: int
+    sampling: SamplingParams
+    prompt: str = ""
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+    min_policy_version: int = 0
+    response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    policy_version: int = 0
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        array(self, "prompt_tokens", np.int32)
+        array(self, "response_tokens", np.int32)
+        require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
+        require(
+            1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
+        )
+        counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class VersionSpan:
+    """Which policy sampled the tokens from ``start`` to the next span.
+
+    incarnation  ANY_INCARNATION for tokens that no policy sampled: those do not get older when a learner falls back
+    """
+
+    start: int
+    incarnation: int
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        counts(self, "start", "incarnation", "policy_version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sampled answer: everything after the prompt, with what sampled each token.
+
+    tokens             i32[T]
+    response_mask      bool[T]; True for tokens that the policy sampled, False for those an environment wrote
+    behavior_logprobs  f32[T]; log-probability under the distribution that was sampled from; 0 where the mask is False
+    version_spans      sorted by start, the first at 0
+    reward             NaN until rewarded
+    """
+
+    tokens: NDArray[np.int32]
+    response_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    reward: float = math.nan
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        array(self, "tokens", np.int32)
+        array(self, "response_mask", np.bool_)
+        array(self, "behavior_logprobs", np.float32)
+        length = len(self.tokens)
+        require(length > 0, "a trajectory has no tokens")
+        require(len(self.response_mask) == length, f"response_mask has {len(self.response_mask)} of {length} tokens")
+        require(
+            len(self.behavior_logprobs) == length,
+            f"behavior_logprobs has {len(self.behavior_logprobs)} of {length} tokens",
+        )
+        require(bool(np.isfinite(self.behavior_logprobs).all()), "behavior_logprobs holds NaN or infinity")
+        require(float(self.behavior_logprobs.max()) <= _POSITIVE_LOGPROB, "behavior_logprobs holds a value above 0")
+        starts = [span.start for span in self.version_spans]
+        require(
+            bool(starts) and starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] < length,
+            f"version_spans must start at 0 and rise below {length}, got {starts}",
+        )
+        require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """All answers to one prompt, with rewards.  Topic ``trajectories``: rollout workers -> learner.
+
+    error      why the group failed; it has no trajectories then, is counted, and frees its place in the window
+    seconds    from the start of generation to the reward
+    cancelled  answers that were cut off so that the others could be trained (actors/rollout/stragglers.py)
+    """
+
+    group_id: int
+    prompt_tokens: NDArray[np.int32]
+    trajectories: tuple[Trajectory, ...]
+    epoch: int = 0
+    worker: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    cancelled: int = 0
+
+    def __post_init__(self) -> None:
+        array(self, "prompt_tokens", np.int32)
+        counts(self, "group_id", "epoch", "cancelled")
+        require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
+
+
+def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:
+    """What stands for a group that could not be made, or cannot be trained. ``error`` is cut to LONGEST_ERROR."""
+    return TrajectoryGroup(
+        group_id=group_id,
+        prompt_tokens=prompt.prompt_tokens if prompt is not None else np.zeros(0, np.int32),
+        trajectories=(),
+        epoch=prompt.epoch if prompt is not None else 0,
+        worker=worker,
+        error=error[:LONGEST_ERROR],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSegment:
+    """Consecutive tokens of one call of ``generate``.
+
+    index, call        call number ``call``, from 0, of the rollout function for sample ``index``
+    prompt_digest      hash of the tokens that the call continues
+    start              number of the call's tokens before these
+    tokens             i32[T]
+    behavior_logprobs  f32[T]
+    version_spans      as of a trajectory, counted from ``start``
+    finish_reason      empty unless these are the call's last tokens
+    """
+
+    index: int
+    call: int
+    prompt_digest: bytes
+    start: int
+    tokens: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str = ""
+
+    def __post_init__(self) -> None:
+        array(self, "tokens", np.int32)
+        array(self, "behavior_logprobs", np.float32)
+        for name in ("index", "call", "start"):
+            require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require(self.finish_reason in ("", *FINISH_REASONS), f"finish_reason {self.finish_reason!r} is unknown")
+        Trajectory(  # the checks are the same
+            tokens=self.tokens,
+            response_mask=np.ones(len(self.tokens), np.bool_),
+            behavior_logprobs=self.behavior_logprobs,
+            version_spans=self.version_spans,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSegment:
+    """What was sampled for an unfinished prompt group since its last segment.
+
+    Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
+    """
+
+    group_id: int
+    worker: str
+    calls: tuple[CallSegment, ...]

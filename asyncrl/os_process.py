@@ -1,0 +1,124 @@
+"""This process: it ends with its parent, even after SIGKILL; its age, and the work that it has done. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PARENT = "ASYNCRL_PARENT_PID"
+"""Environment variable of a child that should end with its parent: the parent's process id."""
+
+PYTHON_PATH = "PYTHONPATH"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def import_path() -> list[str]:
+    """Folders that this process imports from and another Python would not: the script's own, and what it put in front.
+
+    What stands in PYTHONPATH is left out, as it is inherited.
+    """
+    own = itertools.takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
+    inherited = os.environ.get(PYTHON_PATH, "").split(os.pathsep)
+    return [os.path.abspath(folder) for folder in own if os.path.isdir(folder or ".") and folder not in inherited]
+
+
+def environment_of_child(added: Mapping[str, str]) -> dict[str, str]:
+    """Ours and ``added``, whose PYTHONPATH comes in front of ours."""
+    paths = [added.get(PYTHON_PATH, ""), os.environ.get(PYTHON_PATH, "")]
+    path = os.pathsep.join(filter(None, paths))
+    return os.environ | dict(added) | ({PYTHON_PATH: path} if path else {})
+
+
+def end_with_parent() -> None:
+    """End at once when our parent is gone, if it asked for that in the environment.
+
+    By SIGKILL: a drain could wait for ever for a bus that went with the same parent, and being killed loses nothing.
+    """
+    parent = os.environ.pop(PARENT, "")
+    if not parent or not sys.platform.startswith("linux"):
+        return
+    signal_on_parent_death(signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_on_parent_death(number: int) -> None:
+    """Have the kernel send us the signal ``number`` when the thread that started us ends."""
+    if (ask := asks_for_signal_on_parent_death(number)) is not None:
+        ask()
+
+
+def asks_for_signal_on_parent_death(number: int) -> Callable[[], object] | None:
+    """The same as a ``preexec_fn`` of subprocess.Popen; None off Linux.
+
+    The function is looked up here: the child of a fork should do as little as it can.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def exit_within(seconds: float, code: int) -> None:
+    """End with ``code`` if this process is still there then: a thread in a call that never returns would keep it."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def age_seconds() -> float:
+    """Seconds since this process was started, its imports included; off Linux, since it began to count CPU time."""
+    if not sys.platform.startswith("linux"):
+        return time.process_time()
+    started = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What processes have done since they began. read_bytes: from files, caches of the system included."""
+
+    cpu_seconds: float
+    read_bytes: int
+
+
+def work() -> Work | None:
+    """Of this process and all below it that live; None where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return None
+    cpu_seconds, read_bytes = 0.0, 0
+    for pid in _with_descendants(os.getpid()):
+        try:
+            fields = _stat(pid)
+            counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        except OSError:  # it has just ended, or is not ours to look at
+            continue
+        cpu_seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        read_bytes += max(int(counts["rchar"]), int(counts["read_bytes"]))
+    return Work(cpu_seconds=cpu_seconds, read_bytes=read_bytes)
+
+
+def _with_descendants(pid: int) -> Iterator[int]:
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = path.read_text().split()
+        except OSError:  # the thread has just ended
+            continue
+        for child in children:
+            yield from _with_descendants(int(child))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may hold blanks: the state is the first."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,168 @@
+"""Token rewards to token advantages: returns-to-go, REINFORCE++ and GAE.
+
+M response tokens of S answers lie end to end, ``sequence`` i64[M] non-decreasing. Observation tokens are left out, so a
+running value is *carried* over them (verl, AReaL, NeMo-RL). ``observations`` "reset" ends it at each observation
+(SkyRL's REINFORCE++): a gap in ``positions`` i64[M], the place of each token in its answer, is an observation.
+Frameworks that take observations for steps (slime, OpenRLHF) learn the values of tokens that nobody chose; not offered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.policies.advantages.advantage import Advantage, Floats
+from asyncrl.policies.parts import Positive, Share
+
+Observations = Literal["carry", "reset"]
+Std = Literal["unbiased", "biased"]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returns(Advantage):
+    """Discounted sum of a token's reward and those after it, of its own answer. As OpenRLHF and verl."""
+
+    name = "reinforce"
+    paper = "Williams 1992"
+    has_group_baseline = False
+
+    gamma: Share = 1.0
+    observations: Observations = "carry"
+
+    def formula(self, token_rewards: Floats, sequence: Ints, positions: Ints | None) -> Floats:
+        ends = _ends(sequence, observations=self.observations, positions=positions)
+        return _running_sums(token_rewards, ends, decay=self.gamma)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePP(Advantage):
+    """Returns-to-go, whitened over the trained tokens of the whole batch.
+
+    ``std`` "unbiased" and eps as verl; OpenRLHF divides by the biased deviation.
+    """
+
+    name = "reinforce_pp"
+    paper = "REINFORCE++, arXiv:2501.03262"
+    has_group_baseline = False
+
+    gamma: Share = 1.0
+    observations: Observations = "carry"
+    eps: Positive = 1e-8
+    std: Std = "unbiased"
+
+    def formula(
+        self, token_rewards: Floats, sequence: Ints, positions: Ints | None, is_trained: Bools | None
+    ) -> Floats:
+        returns = Returns(gamma=self.gamma, observations=self.observations)
+        return whiten(returns.formula(token_rewards, sequence, positions), is_trained, std=self.std, eps=self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePPBaseline(Advantage):
+    """Reward minus its group's mean on every token, whitened over the trained tokens of the whole batch.
+
+    No standard deviation per group. The group's mean is over all its members, also those of which no token is trained.
+    """
+
+    name = "reinforce_pp_baseline"
+    paper = "REINFORCE++, arXiv:2501.03262, the variant with a baseline; as verl"
+
+    eps: Positive = 1e-8
+    std: Std = "unbiased"
+
+    def formula(self, rewards: Floats, group: Ints, sequence: Ints, is_trained: Bools | None) -> Floats:
+        _, member = np.unique(group, return_inverse=True)
+        means = np.bincount(member, weights=rewards) / np.bincount(member)
+        return whiten((rewards - means[member])[sequence], is_trained, std=self.std, eps=self.eps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GAE(Advantage):
+    """Generalised advantage estimates, whitened over the trained tokens, and the returns that a critic learns.
+
+    The returns are advantage + value before whitening. The value of what comes after an answer's last token is 0, as
+    the episode is over; with ``truncated`` "bootstrap" a cut answer takes the critic's value there. ``whitening``
+    "none" leaves the estimates as they are. With ``observations`` "reset" each stretch between observations is an
+    episode of its own.
+
+    gamma = lam = 1 as in slime, AReaL, OpenRLHF and verl; verl and OpenRLHF always whiten.
+    """
+
+    name = "gae"
+    paper = "arXiv:1506.02438 eq. 16"
+    has_group_baseline = False
+    learns_values = True
+
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    truncated: Literal["end", "bootstrap"] = "end"
+    observations: Observations = "carry"
+    whitening: Literal["unbiased", "biased", "none"] = "unbiased"
+    eps: Positive = 1e-8
+
+    def formula(
+        self,
+        token_rewards: Floats,
+        values: Floats,
+        sequence: Ints,
+        is_truncated: Bools,
+        final_values: Floats,
+        positions: Ints | None,
+        is_trained: Bools | None,
+    ) -> tuple[Floats, Floats]:
+        ends = _ends(sequence, observations=self.observations, positions=positions)
+        following = np.where(ends, 0.0, np.append(values[1:], 0.0))
+        if self.truncated == "bootstrap":
+            last = _ends(sequence)
+            following[last] = np.where(is_truncated, final_values, 0.0)[sequence[last]]
+        errors = token_rewards + self.gamma * following - values
+        estimates = _running_sums(errors, ends, decay=self.gamma * self.lam)
+        returns = estimates + values
+        if self.whitening == "none":
+            return estimates, returns
+        return whiten(estimates, is_trained, std=self.whitening, eps=self.eps), returns
+
+
+def whiten(values: Floats, is_trained: Bools | None = None, *, std: Std = "unbiased", eps: float = 1e-8) -> Floats:
+    """(values - mean) / sqrt(variance + eps) over the trained tokens of the batch.  [M] -> f64[M]
+
+    ``is_trained`` bool[M] says which tokens make mean and variance, all of them by default; the others are moved and
+    scaled alike. A batch of one token or of equal ones gives zeros.
+    """
+    counted = values if is_trained is None else values[is_trained]
+    if not len(counted):
+        return values
+    mean = counted.sum() / len(counted)
+    variance = np.square(counted - mean).sum() / max(len(counted) - 1 if std == "unbiased" else len(counted), 1)
+    whitened: Floats = (values - mean) / np.sqrt(variance + eps)
+    return whitened
+
+
+def _ends(sequence: Ints, *, observations: Observations = "carry", positions: Ints | None = None) -> Bools:
+    """bool[M]: nothing after this token counts for it. Raises ValueError for "reset" without positions."""
+    ends = np.append(sequence[1:] != sequence[:-1], True)[: len(sequence)]
+    if observations == "carry":
+        return ends
+    if positions is None:
+        raise ValueError('observations="reset" needs the positions of the tokens: a gap in them is an observation')
+    gaps: Bools = ends | np.append(np.diff(positions) != 1, True)[: len(sequence)]
+    return gaps
+
+
+def _running_sums(values: Floats, ends: Bools, *, decay: float) -> Floats:
+    """s[t] = values[t] + decay x s[t+1], starting afresh behind each end.
+
+    All stretches advance together, from their last tokens on: as many steps as the longest has tokens.
+    """
+    result = values.copy()
+    stops = np.flatnonzero(ends)
+    lengths = np.diff(stops, prepend=-1)
+    for back in range(1, int(lengths.max(initial=0))):
+        places = stops[lengths > back] - back
+        result[places] += decay * result[places + 1]
+    return result

@@ -1,0 +1,1 @@
+"""Algorithms: advantage, loss, correction and aggregation put together."""

@@ -1,0 +1,80 @@
+"""A critic's objective: the loss of its values, and how well they explain the returns.
+
+A critic takes one step per batch, so its values are the old ones while it trains and the clip does not bind: it is
+there for backends that take several steps. Test: tests/unit/policies/algorithms/test_critic.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from asyncrl.policies.algorithms.objective import ValueInputs
+from asyncrl.policies.corrections.diagnostics import Sums
+from asyncrl.policies.losses.aggregation import total
+from asyncrl.policies.losses.value_loss import has_moved, value_loss
+
+SUMS: Final = ("loss", "tokens", "clipped", "moved", "values", "returns", "returns_squared", "errors", "errors_squared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    """The options of value_loss.value_loss; ``clip`` 0 turns the clip off."""
+
+    kind: Literal["mse", "huber"] = "mse"
+    clip: float = 0.5
+    scale: float = 0.5
+    huber_delta: float = 10.0
+
+    def zero(self, device: torch.device) -> Sums:
+        return Sums(sums=torch.zeros(len(SUMS), dtype=torch.float64, device=device), maxima=_no_maximum(device))
+
+    def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
+        """This micro-batch's part of the batch's value loss, under the same weights as the policy's, and sums."""
+        loss, clipped = value_loss(
+            inputs.values,
+            inputs.old_values,
+            inputs.returns,
+            clip=self.clip or None,
+            kind=self.kind,
+            scale=self.scale,
+            huber_delta=self.huber_delta,
+        )
+        objective = total(loss, inputs.loss_weights)
+        values, returns = inputs.values.detach().double(), inputs.returns.double()
+        errors = returns - values
+        moved = has_moved(inputs.values, inputs.old_values, clip=self.clip)
+        columns = (clipped.double(), moved.double(), values, returns, returns.square(), errors, errors.square())
+        sums = [objective.detach().double(), torch.ones_like(values).sum(), *(column.sum() for column in columns)]
+        return objective, Sums(sums=torch.stack(sums), maxima=_no_maximum(values.device))
+
+    def gradient_scale(self, totals: Sums) -> float | None:
+        return None
+
+    def learning_rate_share(self, totals: Sums) -> float:
+        return 1.0
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        """critic/explained_variance: 1 - Var(returns - values) / Var(returns), at most 1; left out of equal returns."""
+        of = dict(zip(SUMS, totals.sums.tolist(), strict=True))
+        tokens = max(of["tokens"], 1.0)
+        metrics = {
+            "critic/loss": of["loss"],
+            "critic/clip_fraction": of["clipped"] / tokens,
+            "critic/moved_fraction": of["moved"] / tokens,
+            "critic/value_mean": of["values"] / tokens,
+            "critic/return_mean": of["returns"] / tokens,
+        }
+        spread = of["returns_squared"] / tokens - (of["returns"] / tokens) ** 2
+        if spread > 1e-12:
+            unexplained = of["errors_squared"] / tokens - (of["errors"] / tokens) ** 2
+            metrics["critic/explained_variance"] = 1.0 - unexplained / spread
+        return metrics
+
+
+def _no_maximum(device: torch.device) -> torch.Tensor:
+    """One number, so that ranks have something to reduce."""
+    return torch.zeros(1, dtype=torch.float64, device=device)

@@ -1,0 +1,156 @@
+"""The table of algorithms, one row each: its paper, and its parts with the options that it sets.
+
+Which to choose: docs/guides/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from asyncrl.policies.advantages.groups import GPG, GRPO, RLOO, DrGRPO
+from asyncrl.policies.advantages.returns import GAE, ReinforcePP, ReinforcePPBaseline, Returns
+from asyncrl.policies.advantages.table import NoAdvantage
+from asyncrl.policies.algorithms.spec import AlgorithmSpec
+from asyncrl.policies.corrections.weights import NoCorrection, TISToken
+from asyncrl.policies.losses.aggregation import SeqMeanTokenMean, SeqMeanTokenSum, SeqMeanTokenSumNorm, TokenMean
+from asyncrl.policies.losses.cispo import Cispo
+from asyncrl.policies.losses.distillation import OPDReward
+from asyncrl.policies.losses.gspo import GSPO
+from asyncrl.policies.losses.m2po import M2PO
+from asyncrl.policies.losses.p3o import P3O
+from asyncrl.policies.losses.ppo import PPOClip
+from asyncrl.policies.losses.reinforce import SFT, Reinforce
+from asyncrl.policies.losses.sapo import SAPO
+from asyncrl.policies.losses.topr import TOPR
+
+ALGORITHMS: dict[str, AlgorithmSpec] = {
+    spec.name: spec
+    for spec in (
+        AlgorithmSpec(
+            name="grpo",
+            paper="arXiv:2402.03300, token mean of arXiv:2503.14476",
+            advantage=GRPO(),
+            loss=PPOClip(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="dapo",
+            paper="arXiv:2503.14476; here grpo with clip_high 0.28, filters, overlong_tokens and mask_truncated apart",
+            advantage=GRPO(),
+            loss=PPOClip(clip_high=0.28),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="dr_grpo",
+            paper="arXiv:2503.20783",
+            advantage=DrGRPO(),
+            loss=PPOClip(),
+            aggregation=SeqMeanTokenSumNorm(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="gspo",
+            paper="arXiv:2507.18071",
+            advantage=GRPO(),
+            loss=GSPO(),
+            aggregation=SeqMeanTokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="cispo",
+            paper="arXiv:2506.13585: the capped ratio to the behavior policy is the correction",
+            advantage=GRPO(),
+            loss=Cispo(),
+            aggregation=TokenMean(),
+            correction=(NoCorrection(),),
+        ),
+        AlgorithmSpec(
+            name="rloo",
+            paper="arXiv:2402.14740",
+            advantage=RLOO(),
+            loss=Reinforce(),
+            aggregation=SeqMeanTokenSum(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="reinforce_pp",
+            paper="arXiv:2501.03262",
+            advantage=ReinforcePP(),
+            loss=PPOClip(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="reinforce_pp_baseline",
+            paper="arXiv:2501.03262, the variant with a baseline",
+            advantage=ReinforcePPBaseline(),
+            loss=PPOClip(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="gpg",
+            paper="arXiv:2504.02546",
+            advantage=GPG(),
+            loss=Reinforce(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="topr",
+            paper="arXiv:2503.14286",
+            advantage=Returns(),
+            loss=TOPR(),
+            aggregation=SeqMeanTokenSum(),
+            correction=(NoCorrection(),),
+        ),
+        AlgorithmSpec(
+            name="sapo",
+            paper="arXiv:2511.20347",
+            advantage=GRPO(),
+            loss=SAPO(),
+            aggregation=SeqMeanTokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="m2po",
+            paper="arXiv:2510.01161",
+            advantage=GRPO(),
+            loss=M2PO(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="ppo",
+            paper="arXiv:1707.06347, the advantages of arXiv:1506.02438 whitened over the batch",
+            advantage=GAE(),
+            loss=PPOClip(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="opd",
+            paper="on-policy distillation, the reverse KL to the teacher as a reward per token (tinker, 2025)",
+            advantage=NoAdvantage(),
+            loss=OPDReward(),
+            aggregation=TokenMean(),
+            correction=(TISToken(),),
+        ),
+        AlgorithmSpec(
+            name="p3o",
+            paper="arXiv:2605.12380",
+            advantage=GRPO(),
+            loss=P3O(),
+            aggregation=TokenMean(),
+            correction=(NoCorrection(),),
+        ),
+        AlgorithmSpec(
+            name="sft",
+            paper="maximum likelihood of the responses, whatever their reward",
+            advantage=Returns(),
+            loss=SFT(),
+            aggregation=TokenMean(),
+            correction=(NoCorrection(),),
+        ),
+    )
+}

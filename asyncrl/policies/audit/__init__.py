@@ -1,0 +1,1 @@
+"""Accounts for every prompt group of a run."""

@@ -1,0 +1,334 @@
+"""What became of every prompt group of a run, worked out from what the run left behind; and whether that adds up.
+
+Three witnesses are compared, of which none is made from another:
+
+  history     a line for every group that left the window, written by the learner at that instant
+  (asyncrl/state/history.py)
+  checkpoint  the ledgers and the prompt position that a resumed learner goes on from
+  bus         prompts that wait or are in flight, and the trajectory log with the versions that sampled each token
+
+The history that counts is the one the weights have (``entries.present``).
+
+Of n groups, with ids 0 to n - 1 (the docstring of ``Account`` says what each number means):
+
+    prompts = trained + dropped + failed + filtered + pending + lost + unrecorded      when nothing is duplicated
+
+Tests: tests/unit/policies/audit/test_accounting.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages import Trajectory, VersionSpan
+from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, present, steps
+from asyncrl.policies.groups.ledger import Ledger
+from asyncrl.policies.groups.states import SET_ASIDE
+from asyncrl.policies.staleness.staleness import Forks, oldest_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """One group on the trajectory log. spans: of each trajectory, those with sampled tokens."""
+
+    sequence: int
+    group_id: int
+    spans: tuple[tuple[VersionSpan, ...], ...] = ()
+
+    def staleness(self, *, step: int, forks: Forks) -> int:
+        """Of the oldest token, when ``step`` trains it."""
+        return max([0, *(step - 1 - oldest_version(spans, forks) for spans in self.spans)])
+
+
+def sampled_spans(trajectory: Trajectory) -> tuple[VersionSpan, ...]:
+    """The version spans of tokens that the policy sampled."""
+    spans = trajectory.version_spans
+    ends = [span.start for span in spans[1:]] + [len(trajectory.tokens)]
+    mask = trajectory.response_mask
+    return tuple(span for span, end in zip(spans, ends, strict=True) if mask[span.start : end].any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusFacts:
+    """What the bus holds.
+
+    prompts      how many prompts were ever published on it, those included that were published again
+    queued, log  groups that wait or are in flight as prompts; records of the trajectory log
+    first, last  sequence of the oldest record that is kept, and of the newest ever published
+    """
+
+    prompts: int
+    queued: Collection[int]
+    log: Sequence[Logged]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFacts:
+    """What the newest checkpoint says. outstanding: ids published and not disposed of; position: in the history."""
+
+    step: int
+    position: int
+    groups: Ledger
+    consumed: Ledger
+    next_group_id: int
+    outstanding: Collection[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """prompts               prompt groups that were published; ids are dense, so the largest one says how many
+    published             of these, came back from a worker: they met a fate, or lie on the log
+    trained               trained by a step in the history of the newest weights
+    dropped               arrived too old to be trained (staleness)
+    failed                could not be made: engine, reward or rollout function failed for good
+    set_aside             of the failed: two lives of the learner in a row ended with them in progress
+    filtered              nothing to learn from (algorithm.filters)
+    pending               not done yet and not lost: waiting or in flight as a prompt, waiting on the log, or published
+                          again by the next ``--resume`` because the checkpoint says they are outstanding
+    lost                  neither done nor pending: nobody will ever train them; also what the checkpoint's ledger
+                          calls done without a line in the history that says how, and records trimmed from the log
+                          before a checkpoint that has them done
+    unrecorded            done by the checkpoint's ledger, without a line that says how in a history that is damaged:
+                          trained, dropped, failed or filtered, and nobody can say which
+    duplicated            met two fates in one history, or met one that the checkpoint does not know of, so that a
+                          resumed learner would train them again
+    max_staleness         versions between sampling and training of the oldest trained token
+    staleness_violations  trained groups with a token over the bound of their incarnation; and steps whose recorded
+                          staleness is not that of their groups on the log, or not that in metrics.jsonl
+    incarnations          starts of the learner, also those of which no step is left
+    retrained             trained in a lost history and again in this one: a kill, not a duplicate
+    foreign               log records of groups that this run never published: somebody else's, refused or ignored
+    steps, bound          optimizer steps of this history; largest bound of its incarnations
+    on_log, with_metrics  trained groups whose staleness was worked out anew from the log; steps compared with their
+                          row in metrics.jsonl
+    problems              a sentence for every number that should be 0 and is not
+    damage                a sentence for everything of the record that cannot be read
+    bus_not_asked         why nobody asked the run's bus, so that its prompts and its log are not in the account; empty
+                          when it was asked
+    """
+
+    prompts: int
+    published: int
+    trained: int
+    dropped: int
+    failed: int
+    filtered: int
+    pending: int
+    lost: int
+    unrecorded: int
+    duplicated: int
+    max_staleness: int
+    staleness_violations: int
+    incarnations: int
+    retrained: int
+    foreign: int
+    steps: int
+    bound: int
+    on_log: int
+    with_metrics: int
+    set_aside: int = 0
+    problems: tuple[str, ...] = ()
+    damage: tuple[str, ...] = ()
+    bus_not_asked: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return self.has_no_fault and not self.unrecorded
+
+    @property
+    def has_no_fault(self) -> bool:
+        """As far as the record goes."""
+        return self.lost == self.duplicated == self.staleness_violations == 0
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"clean": self.is_clean}
+
+
+def account(
+    entries: Sequence[HistoryEntry],
+    *,
+    saved: SavedFacts | None,
+    bus: BusFacts | None,
+    recorded_staleness: Mapping[tuple[int, int], int] | None = None,
+    size: int | None = None,
+    damage_elsewhere: Sequence[str] = (),
+    bus_not_asked: str = "",
+) -> Account:
+    """The account of a run. ``saved``: None before the first checkpoint; ``bus``: None if it was not asked.
+
+    recorded_staleness  (incarnation, step) -> staleness/max in metrics.jsonl
+    size                bytes that the history's file has
+    damage_elsewhere    sentences on what cannot be read besides the history
+    bus_not_asked       why ``bus`` is None
+    """
+    history = _counting(entries, saved=saved, size=size)
+    fates: dict[int, list[str]] = {}
+    for entry in history:
+        for group_id in entry.groups:
+            fates.setdefault(group_id, []).append(entry.kind)
+    bound = (saved.next_group_id if saved else 0) + (bus.prompts + bus.last if bus else 0)  # ids are dense
+    log = [record for record in bus.log if record.group_id < bound] if bus else []
+    logged = {record.group_id for record in log}
+    consumed = _consumed(saved, bus)
+    unread = {record.group_id for record in log if record.sequence not in consumed}
+    queued = frozenset(() if bus is None else bus.queued)
+    found = _whereabouts(fates.keys(), saved=saved, queued=queued, logged=logged, unread=unread)
+    doubled = {group_id for group_id, kinds in fates.items() if len(kinds) > 1}
+    damaged = damage(history, until=None if saved is None else (saved.step, saved.position), size=size)
+    done = _against_checkpoint(history, saved=saved, is_damaged=bool(damaged))
+    trimmed = [s for s in range(consumed.watermark, bus.first) if s not in consumed] if bus and saved else []
+    ages = _ages(history, {record.group_id: record for record in reversed(log)}, recorded_staleness or {})
+    counts = {fate: sum(1 for kinds in fates.values() if fate in kinds) for fate in FATES}
+    kept = {entry.position for entry in history}
+    again = {i for entry in entries if entry.kind == "trained" and entry.position not in kept for i in entry.groups}
+    begun = [entry for entry in history if entry.kind == BEGUN]
+    return Account(
+        prompts=found.prompts,
+        published=len(fates.keys() | logged),
+        **counts,
+        set_aside=sum(len(entry.groups) for entry in history if entry.cause == SET_ASIDE),
+        pending=found.pending,
+        lost=len(found.lost | done.lost) + len(trimmed),
+        unrecorded=len(done.unrecorded),
+        duplicated=len(doubled | done.unsaved),
+        max_staleness=ages.largest,
+        staleness_violations=len(ages.problems),
+        incarnations=sum(entry.kind == BEGUN for entry in entries),
+        retrained=sum("trained" in fates.get(group_id, ()) for group_id in again),
+        foreign=0 if bus is None else len(bus.log) - len(log),
+        steps=sum(entry.kind == "trained" for entry in history),
+        bound=max((entry.max_staleness for entry in begun), default=0),
+        on_log=ages.on_log,
+        with_metrics=ages.with_metrics,
+        problems=(
+            *found.problems,
+            *(f"group {i}: {' and '.join(fates[i])}" for i in sorted(doubled)),
+            *done.problems,
+            *(f"log record {s}: trimmed, and not done by the checkpoint" for s in trimmed),
+            *ages.problems,
+        ),
+        damage=(*damaged, *damage_elsewhere),
+        bus_not_asked=bus_not_asked,
+    )
+
+
+def _counting(entries: Sequence[HistoryEntry], *, saved: SavedFacts | None, size: int | None) -> Sequence[HistoryEntry]:
+    """The history that the weights have."""
+    history = present(entries)
+    if saved is None or size is None or size >= saved.position:
+        return history
+    # The file was cut before the checkpoint's place: a fall back may have been behind the cut.
+    return [entry for entry in history if all(group_id in saved.groups for group_id in entry.groups)]
+
+
+@dataclass(slots=True)
+class _Whereabouts:
+    """Of groups that no line of the history ends."""
+
+    prompts: int
+    pending: int
+    lost: set[int] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def _whereabouts(
+    ended: Set[int],
+    *,
+    saved: SavedFacts | None,
+    queued: Set[int],
+    logged: Set[int],
+    unread: Set[int],
+) -> _Whereabouts:
+    """``ended``: groups with a line.  queued, logged: on the bus.  unread: of those logged"""
+    next_group_id = saved.next_group_id if saved else 0
+    seen = ended | queued | logged | set(range(next_group_id))
+    prompts = max(seen, default=-1) + 1
+    found = _Whereabouts(prompts, prompts - len(seen))  # who goes on behind the checkpoint publishes what is missing
+    for group_id in sorted(seen):
+        if group_id in ended or (saved is not None and group_id in saved.groups):
+            continue
+        if group_id in queued or group_id in unread:
+            found.pending += 1
+        elif group_id in logged:
+            found.lost.add(group_id)
+            found.problems.append(f"group {group_id}: its log record counts as read, and nothing became of it")
+        elif saved is None or group_id >= next_group_id or group_id in saved.outstanding:
+            found.pending += 1
+        else:
+            found.lost.add(group_id)
+            found.problems.append(f"group {group_id}: neither done, nor on the bus, nor outstanding in the checkpoint")
+    return found
+
+
+@dataclass(slots=True)
+class _Done:
+    """Where the history and the checkpoint's ledger differ on what is done.
+
+    lost, unrecorded  done by the ledger, and no line says how; unrecorded where the record is damaged
+    unsaved           done by a line, and not by the ledger: they may be done again
+    """
+
+    lost: set[int] = field(default_factory=set)
+    unrecorded: set[int] = field(default_factory=set)
+    unsaved: set[int] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def _against_checkpoint(history: Sequence[HistoryEntry], *, saved: SavedFacts | None, is_damaged: bool) -> _Done:
+    if saved is None:
+        return _Done()
+    done = {group_id for entry in history if entry.position < saved.position for group_id in entry.groups}
+    unsaid = {i for i in (*range(saved.groups.watermark), *saved.groups.beyond) if i not in done}
+    unsaved = {group_id for group_id in done if group_id not in saved.groups}
+    problems = [f"group {i}: done, but not by the checkpoint's ledger" for i in sorted(unsaved)]
+    if is_damaged:
+        return _Done(unrecorded=unsaid, unsaved=unsaved, problems=problems)
+    said = [f"group {i}: done by the checkpoint's ledger, but no line says how" for i in sorted(unsaid)]
+    return _Done(lost=unsaid, unsaved=unsaved, problems=said + problems)
+
+
+def _consumed(saved: SavedFacts | None, bus: BusFacts | None) -> Ledger:
+    """Log sequences that a resumed learner skips. A log shorter than the cursor is a new one, which it reads whole."""
+    if saved is None or (bus is not None and bus.last < saved.consumed.watermark - 1):
+        return Ledger(watermark=1)
+    return saved.consumed
+
+
+@dataclass(slots=True)
+class _Ages:
+    largest: int = 0
+    on_log: int = 0
+    with_metrics: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def _ages(
+    history: Sequence[HistoryEntry], log: Mapping[int, Logged], recorded_staleness: Mapping[tuple[int, int], int]
+) -> _Ages:
+    """The staleness of every trained group: from the log where it still has them, else as the step recorded it."""
+    found = _Ages()
+    for entry, begun, forks in steps(history):
+        ages = {i: log[i].staleness(step=entry.step, forks=forks) for i in entry.groups if i in log}
+        found.on_log += len(ages)
+        found.largest = max(found.largest, entry.max_staleness, *ages.values())
+        bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
+        found.problems += [
+            f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
+        ]
+        if len(ages) == len(entry.groups):
+            if max(ages.values(), default=0) != entry.max_staleness:
+                found.problems.append(
+                    f"{name}: recorded staleness {entry.max_staleness}, by the log {max(ages.values(), default=0)}"
+                )
+        elif entry.max_staleness > bound:
+            found.problems.append(f"{name}: trained a group {entry.max_staleness} versions old, over {bound}")
+        measured = recorded_staleness.get((entry.incarnation, entry.step))
+        found.with_metrics += measured is not None
+        if measured is not None and measured != entry.max_staleness:
+            found.problems.append(f"{name}: recorded staleness {entry.max_staleness}, by metrics.jsonl {measured}")
+    return found

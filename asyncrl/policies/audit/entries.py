@@ -1,0 +1,160 @@
+"""Lines of a run's history, and which of them are in the history that the newest weights have.
+
+**That history is the one that counts.** A learner that is killed after step n and resumed from the checkpoint of step
+k < n has weights that never saw steps k + 1 to n: their groups are trained again, and that is no duplicate. Each
+incarnation of the learner begins with a line that says how far the file went when its checkpoint was made; what lies
+between is a lost history (``present``).
+
+**A damaged record is no lost group.** A line that cannot be read is an entry of kind "damaged". Lines that are gone
+show too: an incarnation begins on a checkpoint that had seen more of the file than is there, or has no first line.
+
+Tests: tests/unit/policies/audit/test_accounting.py, test_damaged_record.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncrl.policies.groups.states import FATES as FATES
+from asyncrl.policies.staleness.staleness import Forks
+
+BEGUN: Final = "begun"
+DAMAGED: Final = "damaged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """One line of the history, in the order written.
+
+    kind           "begun": an incarnation of the learner begins; "damaged": a line that cannot be read, or lines that
+                   are gone; or one of FATES
+    step           of "trained" the step's number, else how many steps were done
+    position       bytes of the file before this line
+    groups         ids that met this fate, in the order of the batch
+    max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
+    kept           of "begun": what lies at this position and beyond is not in the history of the weights
+    settings       of "begun": the run file (config/record.py); empty when that line is damaged
+    problem        of "damaged": which line, and what is wrong with it
+    cause          of "failed": groups.states.SET_ASIDE, or "" for any other
+    """
+
+    kind: str
+    incarnation: int
+    step: int
+    position: int
+    groups: tuple[int, ...] = ()
+    max_staleness: int = 0
+    kept: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    cause: str = ""
+
+
+def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:
+    """The history that the newest weights have: without what learners lost that fell back to a checkpoint."""
+    history: list[HistoryEntry] = []
+    incarnation = -1
+    for entry in entries:
+        if entry.kind == BEGUN:
+            _fall_back(history, kept=entry.kept)
+            if entry.kept > entry.position:
+                _forget_steps_behind(history, entry.step)
+                problem = f"incarnation {entry.incarnation} began with more than there is of the file"
+                history.append(_damaged(entry, problem=problem, position=min(entry.position, _end(history))))
+            incarnation = entry.incarnation
+        elif entry.kind != DAMAGED and entry.incarnation != incarnation:
+            begun = _supposed(entry, history, entries)
+            _fall_back(history, kept=begun.kept)
+            problem = f"the line that began incarnation {entry.incarnation} is gone"
+            history += [_damaged(begun, problem=problem, position=begun.position), begun]
+            incarnation = entry.incarnation
+        history.append(entry)
+    return history
+
+
+def steps(history: Sequence[HistoryEntry]) -> Iterator[tuple[HistoryEntry, HistoryEntry, Forks]]:
+    """Each trained step of a present history, with the line that began its incarnation and the forks as it saw them."""
+    forks: dict[int, int] = {}
+    for entry in history:
+        if entry.kind == BEGUN:
+            begun = entry
+            if entry.incarnation > 0:
+                forks = forks | {entry.incarnation: entry.step}
+        elif entry.kind == "trained":
+            yield entry, begun, forks
+
+
+def damage(
+    history: Sequence[HistoryEntry], *, until: tuple[int, int] | None = None, size: int | None = None
+) -> list[str]:
+    """Where a present history is damaged: a sentence for each place, with the steps that may be missing there.
+
+    until  (step, position) of the newest checkpoint: the file had that many bytes then
+    size   bytes that the file has
+    """
+    found: list[str] = []
+    before, problems = 0, list[str]()
+    for entry in history:
+        if entry.kind == DAMAGED:
+            problems.append(entry.problem)
+        elif problems and entry.kind == "trained":
+            found.append(_in_words(problems, first=before + 1, last=entry.step - 1))
+            problems = []
+        before = entry.step if entry.kind == "trained" else before
+    if until is not None and size is not None and size < until[1]:
+        problems.append(f"it has {size:,} bytes, and the checkpoint of step {until[0]} was made with {until[1]:,}")
+    if problems:
+        found.append(_in_words(problems, first=before + 1, last=None if until is None else until[0]))
+    return found
+
+
+def _in_words(problems: Sequence[str], *, first: int, last: int | None) -> str:
+    what = problems[0] if len(problems) == 1 else f"{problems[0]}; to {problems[-1]}"
+    if last is None:
+        steps = f"from step {first} on"
+    else:
+        steps = f"steps {first} to {last}" if last > first else f"step {first}" if last == first else f"at step {last}"
+    return f"history.jsonl is damaged ({steps}): {what}"
+
+
+def _fall_back(history: list[HistoryEntry], *, kept: int) -> None:
+    while history and history[-1].position >= kept:
+        history.pop()
+
+
+def _forget_steps_behind(history: list[HistoryEntry], step: int) -> None:
+    """Where positions say nothing because lines are gone."""
+    lost = (index for index, entry in enumerate(history) if entry.kind == "trained" and entry.step > step)
+    del history[next(lost, len(history)) :]
+
+
+def _supposed(first: HistoryEntry, history: Sequence[HistoryEntry], entries: Sequence[HistoryEntry]) -> HistoryEntry:
+    """The line that began the incarnation of ``first``, its first entry, as far as that can be concluded."""
+    step = first.step - 1 if first.kind == "trained" else first.step
+    later = (entry.position for entry in history if entry.kind in FATES and _ended_behind(entry, step))
+    bounds = [entry.max_staleness for entry in entries if entry.kind == BEGUN]
+    return HistoryEntry(
+        kind=BEGUN,
+        incarnation=first.incarnation,
+        step=step,
+        position=first.position,
+        kept=next(later, first.position),
+        max_staleness=max(bounds or [entry.max_staleness for entry in entries]),
+    )
+
+
+def _ended_behind(entry: HistoryEntry, step: int) -> bool:
+    """Whether a checkpoint of ``step`` may have been made before this line."""
+    return entry.step > step if entry.kind == "trained" else entry.step >= step
+
+
+def _damaged(entry: HistoryEntry, *, problem: str, position: int) -> HistoryEntry:
+    return HistoryEntry(
+        kind=DAMAGED, incarnation=entry.incarnation, step=entry.step, position=position, problem=problem
+    )
+
+
+def _end(history: Sequence[HistoryEntry]) -> int:
+    return history[-1].position + 1 if history else 0

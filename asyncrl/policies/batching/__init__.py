@@ -1,0 +1,1 @@
+"""Trajectory groups to packed micro-batches."""

@@ -1,0 +1,150 @@
+"""What other models say of a batch, and the advantages that follow, put into its micro-batches. Numpy, on the host.
+
+A batch is packed ahead; what depends on the present weights (a critic's values, the policy's logprobs) comes in here,
+at the step. Scores arrive as the backend gives them, f32[N] per micro-batch and share; advantages are made of the whole
+batch, whose response tokens lie end to end in the order of its documents. Test:
+tests/actors/learner/test_training_step.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching import packing
+from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.corrections.diagnostics import effective_samples
+from asyncrl.policies.losses.loss import Loss
+from asyncrl.policies.losses.ratios import ratio
+
+Shares = Sequence[Sequence[MicroBatch]]
+Scores = Mapping[str, Sequence[Sequence[NDArray[np.float32]]]]
+PerDocument = list[NDArray[np.float32]]
+
+
+def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorithm) -> list[list[MicroBatch]]:
+    """``shares`` with the advantages and scores that the algorithm makes of ``scores`` (names of SCORED_BY).
+
+    MicroBatch.scores gets "ref_logprobs" and "teacher_logprobs" as they are, with a critic "old_values" and "returns",
+    and "effective_fraction", "keep" or "rewards" where the loss asks for it.
+    """
+    known = {name: _by_document(shares, of, count=len(batch.documents)) for name, of in scores.items()}
+    added: dict[str, PerDocument] = {
+        name: known[name] for name in ("ref_logprobs", "teacher_logprobs") if name in known
+    }
+    advantages: PerDocument | None = None
+    if algorithm.advantage_scores:
+        of_tokens, returns = _advantages(known, batch, algorithm)
+        advantages = _on_tokens(of_tokens, batch)
+        if returns is not None:
+            added |= {
+                "old_values": [_before(values) for values in known["values"]],
+                "returns": _on_tokens(returns, batch),
+            }
+    wanted = algorithm.batch_scores
+    if "effective_fraction" in wanted:
+        fraction = np.float32(effective_fraction(known["prox_logprobs"], batch))
+        added["effective_fraction"] = [np.full(len(document), fraction) for document in batch.documents]
+    if "keep" in wanted:
+        added["keep"] = kept(known["prox_logprobs"], batch, loss=algorithm.loss)
+    if "rewards" in wanted:
+        rewards = batch.advantage_inputs.rewards.astype(np.float32)
+        added["rewards"] = [
+            np.full(len(document), reward) for document, reward in zip(batch.documents, rewards, strict=True)
+        ]
+    return [[_with(micro_batch, added, advantages) for micro_batch in share] for share in shares]
+
+
+def effective_fraction(prox_logprobs: Sequence[NDArray[np.float32]], batch: Batch) -> float:
+    """Effective samples of the token ratios over all trained tokens of the batch, over their number, in (0, 1]."""
+    ratios = [
+        ratio(*(of[document.response_mask].astype(np.float64) for of in (prox, document.behavior_logprobs))).numpy()
+        for prox, document in zip(prox_logprobs, batch.documents, strict=True)
+    ]
+    every = np.concatenate(ratios)
+    return effective_samples(float(every.sum()), float(np.square(every).sum())) / len(every) if len(every) else 1.0
+
+
+def kept(prox_logprobs: PerDocument, batch: Batch, *, loss: Loss) -> PerDocument:
+    """1 where ``loss`` keeps a trained token of the batch, else 0.  f32[T] of each document"""
+    masks = [document.response_mask for document in batch.documents]
+    prox, behavior = (
+        np.concatenate([of[mask] for of, mask in zip(every, masks, strict=True)])
+        for every in (prox_logprobs, [document.behavior_logprobs for document in batch.documents])
+    )
+    keep = loss.kept(prox, behavior).numpy()
+    result = [np.zeros(len(document), np.float32) for document in batch.documents]
+    pieces = np.split(keep, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    for values, mask, piece in zip(result, masks, pieces, strict=True):
+        values[mask] = piece
+    return result
+
+
+def _advantages(
+    known: Mapping[str, PerDocument], batch: Batch, algorithm: Algorithm
+) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Advantages of the batch's response tokens, and returns where there is a critic.  f32[M] each"""
+    made = batch.advantage_inputs
+    if algorithm.kl is not None and algorithm.kl.place == "reward":
+        behavior = [document.behavior_logprobs for document in batch.documents]
+        three = [_sampled(of, batch) for of in (known["prox_logprobs"], known["ref_logprobs"], behavior)]
+        made = replace(made, kl=algorithm.kl(*three).numpy())
+    if "values" in known:
+        made = replace(
+            made,
+            values=_sampled([_before(values) for values in known["values"]], batch),
+            final_values=np.array([values[-1] for values in known["values"]], np.float64),
+        )
+    return algorithm.advantage.with_returns(made)
+
+
+def _before(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Values after each token to those of the state in which it was chosen.  f32[T] -> f32[T]"""
+    return np.concatenate([np.zeros(1, np.float32), values[:-1]])
+
+
+def _sampled(values: Sequence[NDArray[Any]], batch: Batch) -> NDArray[np.float64]:
+    """Of each document f32[T] to the response tokens of the batch.  f64[M]"""
+    return np.concatenate([of[mask] for of, mask in zip(values, batch.sampled, strict=True)]).astype(np.float64)
+
+
+def _on_tokens(of_sampled: NDArray[np.float32], batch: Batch) -> PerDocument:
+    """Of the response tokens of the batch f32[M] to each document's f32[T], 0 where nothing is trained."""
+    pieces = np.split(of_sampled, np.cumsum([np.count_nonzero(mask) for mask in batch.sampled])[:-1])
+    result = []
+    for document, mask, piece in zip(batch.documents, batch.sampled, pieces, strict=True):
+        values = np.zeros(len(document), np.float32)
+        values[mask] = piece
+        result.append(np.where(document.response_mask, values, np.float32(0)))
+    return result
+
+
+def _by_document(shares: Shares, arrays: Sequence[Sequence[NDArray[np.float32]]], *, count: int) -> PerDocument:
+    """f32[N] of each micro-batch to f32[T] of each of the batch's ``count`` documents."""
+    found = {
+        int(index): array[place]
+        for share, of_share in zip(shares, arrays, strict=True)
+        for micro_batch, array in zip(share, of_share, strict=True)
+        for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True)
+    }
+    return [found[index] for index in range(count)]
+
+
+def _with(micro_batch: MicroBatch, added: Mapping[str, PerDocument], advantages: PerDocument | None) -> MicroBatch:
+    def packed(values: PerDocument) -> NDArray[np.float32]:
+        lengths = np.diff(micro_batch.boundaries)
+        pieces = [
+            values[index] if index >= 0 else np.zeros(length, np.float32)
+            for index, length in zip(micro_batch.documents, lengths, strict=True)
+        ]
+        return np.concatenate(pieces)
+
+    scores = {**micro_batch.scores, **{name: packed(values) for name, values in added.items()}}
+    made = micro_batch.advantages if advantages is None else packed(advantages)
+    return replace(micro_batch, scores=scores, advantages=made)

@@ -1,0 +1,230 @@
+"""A batch of trajectory groups to training documents, and what there is to say about it before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.policies.advantages.advantage import AdvantageInputs
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
+from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.staleness.staleness import AgeWeight, Forks, lag, per_token, statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """counts[i] values fell in [edges[i], edges[i+1])."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+Metric = float | Histogram
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """documents: one per trajectory. metrics: of the samples, under the schema's names.
+
+    advantage_inputs, sampled  what advantages are made from once other models have scored the batch (apply_scores.py);
+                               bool[T] of each document where the policy sampled the token, also one that is not trained
+    """
+
+    documents: list[Document]
+    advantage_inputs: AdvantageInputs
+    sampled: list[NDArray[np.bool_]]
+    metrics: dict[str, Metric]
+    num_tokens: int
+    """Response tokens that are trained: those of an answer that is masked are not."""
+    max_staleness: int
+    """Of its oldest sampled token, in versions."""
+
+
+def build(
+    groups: Sequence[TrajectoryGroup],
+    *,
+    algorithm: Algorithm,
+    policy_version: int,
+    max_staleness: int,
+    forks: Forks,
+    age_weight: AgeWeight | None = None,
+) -> Batch:
+    """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
+
+    Advantages that need another model's scores are 0 here. ``age_weight`` multiplies the loss weights, whose
+    denominators stay those of whole tokens: an old batch counts less.
+    """
+    trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    masks = [trajectory.response_mask for _, trajectory in trajectories]
+    trained = masks
+    if algorithm.masks_truncated:
+        trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
+    members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    advantage_inputs = AdvantageInputs(
+        rewards=_shaped_rewards(trajectories, masks, algorithm),
+        group=members,
+        sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
+        is_trained=_sampled(trained, masks),
+        positions=np.concatenate([np.flatnonzero(mask) for mask in masks]),
+        is_truncated=np.array([trajectory.finish_reason == "length" for _, trajectory in trajectories]),
+    )
+    advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
+    if not algorithm.advantage_scores:
+        advantages = algorithm.advantage(advantage_inputs)
+    weights = algorithm.aggregation(trained, group=members)
+    per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
+    ages = [
+        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
+        for _, t in trajectories
+    ]
+    if age_weight is not None:
+        weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
+    documents = [
+        _document(group, trajectory, mask=mask, advantages=sampled, loss_weights=weight, staleness=age)
+        for (group, trajectory), mask, sampled, weight, age in zip(
+            trajectories, trained, per_token_advantages, weights, ages, strict=True
+        )
+    ]
+    ages_sampled, ages_trained = _sampled(ages, masks), _sampled(ages, trained)
+    assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
+    metrics = _staleness_metrics(ages, trained, members, max_staleness) | _sample_metrics(groups)
+    if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
+        metrics["staleness/max"] = float(ages_sampled.max())
+    metrics["length/trained_tokens"] = float(ages_trained.size)
+    if age_weight is not None and ages_trained.size:
+        metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
+    return Batch(
+        documents=documents,
+        advantage_inputs=advantage_inputs,
+        sampled=[
+            np.concatenate([np.zeros(len(group.prompt_tokens), np.bool_), trajectory.response_mask])
+            for group, trajectory in trajectories
+        ],
+        metrics=metrics,
+        num_tokens=int(ages_trained.size),
+        max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
+    )
+
+
+def _shaped_rewards(
+    trajectories: Sequence[tuple[TrajectoryGroup, Trajectory]], masks: Sequence[NDArray[np.bool_]], algorithm: Algorithm
+) -> NDArray[np.float64]:
+    """Rewards, less what DAPO takes off long answers.  -> f64[B]"""
+    rewards = np.array([trajectory.reward for _, trajectory in trajectories], np.float64)
+    if not algorithm.overlong_tokens:
+        return rewards
+    lengths = np.array([np.count_nonzero(mask) for mask in masks])
+    penalty = overlong_penalty(
+        lengths,
+        max_tokens=algorithm.max_response_tokens,
+        cache_tokens=algorithm.overlong_tokens,
+        factor=algorithm.overlong_factor,
+        has_floor=algorithm.overlong_floor,
+    )
+    return rewards + penalty.astype(np.float64)
+
+
+def _sampled(of_tokens: Sequence[NDArray[Scalar]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[Scalar]:
+    """What each trajectory's arrays hold where its mask is set, end to end.  [B][T], [B] bool[T] -> [M]"""
+    return np.concatenate([values[mask] for values, mask in zip(of_tokens, masks, strict=True)])
+
+
+def _document(
+    group: TrajectoryGroup,
+    trajectory: Trajectory,
+    *,
+    mask: NDArray[np.bool_],
+    advantages: NDArray[np.float32],
+    loss_weights: NDArray[np.float32],
+    staleness: NDArray[np.int32],
+) -> Document:
+    """Prompt in front of the response, and zeros for the prompt in every per-token array.
+
+    ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled.
+    """
+    prompt = len(group.prompt_tokens)
+
+    def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
+        return np.concatenate([np.zeros(prompt, values.dtype), values])
+
+    of_tokens = np.zeros(len(mask), np.float32)
+    of_tokens[trajectory.response_mask] = advantages
+    return Document(
+        tokens=np.concatenate([group.prompt_tokens, trajectory.tokens]),
+        response_mask=behind_prompt(mask),  # type: ignore[arg-type]
+        behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
+        advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
+        loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
+        staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
+    )
+
+
+def _staleness_metrics(
+    ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], group: NDArray[np.int64], max_staleness: int
+) -> dict[str, Metric]:
+    """Of the trained tokens: the ages of each trajectory's tokens, its mask, and its group."""
+    staleness = _sampled(ages, masks)
+    if staleness.size == 0:
+        return {}
+    sequence = np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks])
+    found = statistics(staleness, sequence, num_sequences=len(masks))
+    of_groups = statistics(staleness, group[sequence], num_sequences=int(group.max()) + 1)
+    there = np.isfinite(of_groups.oldest)
+    lags = [
+        lag(policy_version=0, start=-int(oldest), end=-int(newest))
+        for oldest, newest in zip(of_groups.oldest[there], of_groups.newest[there], strict=True)
+    ]
+    # Tokens of a lost history may be younger than the version that forked from it would say; never older.
+    counts = np.bincount(np.maximum(staleness, 0), minlength=max_staleness + 1)
+    return {
+        "staleness/mean": found.mean,
+        "staleness/min": found.smallest,
+        "staleness/spread": float(np.nanmean(found.spread)),
+        "staleness/in_flight": float(np.mean([one.in_flight for one in lags])),
+        "staleness/in_queue": float(np.mean([one.in_queue for one in lags])),
+        "staleness/p50": float(np.percentile(staleness, 50)),
+        "staleness/p95": float(np.percentile(staleness, 95)),
+        "staleness/max": found.largest,
+        "staleness/histogram": Histogram(
+            edges=tuple(float(edge) for edge in range(len(counts) + 1)), counts=tuple(int(count) for count in counts)
+        ),
+    }
+
+
+def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
+    rewards = np.array([t.reward for group in groups for t in group.trajectories])
+    metrics: dict[str, Metric] = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "staleness/cancelled": float(sum(group.cancelled for group in groups)),
+        "reward/same_in_group": float(np.mean([len({t.reward for t in g.trajectories}) == 1 for g in groups])),
+        "length/trained": histogram([len(t.tokens) for group in groups for t in group.trajectories]),
+        "length/trained_mean": float(np.mean([len(t.tokens) for group in groups for t in group.trajectories])),
+        "length/truncated_fraction": float(
+            np.mean([t.finish_reason == "length" for group in groups for t in group.trajectories])
+        ),
+    }
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.reward_parts.items():
+                parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}
+
+
+def histogram(values: Sequence[int]) -> Histogram:
+    """Counts over powers of two: [0, 1), [1, 2), [2, 4), … up to the largest value."""
+    top = max(values, default=0)
+    edges = [0.0, 1.0]
+    while edges[-1] <= top:
+        edges.append(edges[-1] * 2)
+    counts, _ = np.histogram(values, bins=edges)
+    return Histogram(edges=tuple(edges), counts=tuple(int(count) for count in counts))

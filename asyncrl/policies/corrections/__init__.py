@@ -1,0 +1,1 @@
+"""Off-policy corrections and their diagnostics."""

@@ -1,0 +1,170 @@
+"""Corrections that reject: 1 keeps a token, 0 drops it. They multiply any weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from asyncrl.policies.corrections.correction import Correction, bounds_problem
+from asyncrl.policies.corrections.ratios import geometric_ratio, ratio, sequence_ratio, summands
+from asyncrl.policies.losses.ratios import MAX_LOG_RATIO
+from asyncrl.policies.losses.segments import Array, as_floats, segment_max, segment_mean, segment_sum, spread
+from asyncrl.policies.parts import FRESH, Cap, Floor, NonNegative, Number, Range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask(Correction):
+    """A mask that keeps low <= something <= high."""
+
+    kind = "mask"
+
+    low: Floor = 0.0
+    high: Cap = math.inf
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def _inside(self, ratios: torch.Tensor) -> torch.Tensor:
+        return ((ratios >= self.low) & (ratios <= self.high)).to(ratios.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMask(Mask):
+    """Keeps tokens whose ratio is within the bounds: ``icepop``'s mask apart from its weight.
+
+    With the weight ``tis_token`` it is slime's helper with tis and rs of level "token".
+    """
+
+    name = "token_mask"
+
+    low: Floor = 0.5
+    high: Cap = 5.0
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return self._inside(ratio(log_ratio))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceMask(Mask):
+    """Keeps sequences whose product of ratios is within the bounds: ``mis_sequence``'s mask apart from its weight.
+
+    SkyRL's product mask has 0.5 and 2.
+    """
+
+    name = "sequence_mask"
+
+    low: Floor = 0.5
+    high: Cap = 2.0
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
+        return spread(self._inside(ratios), sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeoMask(Mask):
+    """Keeps sequences whose geometric mean ratio is within the bounds.
+
+    0.99 and 1.01 as SkyRL; verl 0.999 and 1.001, NeMo-RL 0.999 and 1.002. What is right depends on length and numerics.
+    """
+
+    name = "geo_mask"
+
+    low: Floor = 0.99
+    high: Cap = 1.01
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        ratios = geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
+        return spread(self._inside(ratios), sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlierMask(Mask):
+    """Keeps sequences all of whose token ratios are within the bounds. As SkyRL."""
+
+    name = "outlier_mask"
+
+    low: Floor = 1e-4
+    high: Cap = 100.0
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        return _all_inside(ratio(log_ratio), self.low, self.high, sequence, num_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Veto(Correction):
+    """Rejects sequences with a token whose ratio is below the threshold. 1e-4 as slime's helper; verl removed it."""
+
+    name = "veto"
+    kind = "mask"
+
+    threshold: Annotated[float, Range(low=0.0, high=1.0, is_open=True, why=FRESH)] = 1e-4
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        return _all_inside(ratio(log_ratio), self.threshold, math.inf, sequence, num_sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPSM(Correction):
+    """Off-policy sequence masking: rejects tokens of negative advantage in sequences that the policy left behind.
+
+    Rejected where advantage < 0 and the mean of -log_ratio over the sequence > delta. TRL suggests delta 0.5, slime
+    takes 1e-4 and the recomputed old logprobs in place of the sampling ones. The paper's numerator is the live policy:
+    with one optimizer step per batch that is the proximal one.
+    """
+
+    name = "opsm"
+    paper = "DeepSeek-V3.2, arXiv:2512.02556 eq. 9"
+    kind = "mask"
+
+    delta: NonNegative = 0.5
+
+    def formula(self, log_ratio: Array, advantages: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        divergence = segment_mean(-summands(log_ratio), sequence, num_sequences=num_sequences)
+        is_left = spread(divergence, sequence) > self.delta
+        floats = as_floats(log_ratio)
+        return (~(is_left & (torch.as_tensor(advantages).detach() < 0))).to(floats.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KStat(Correction):
+    """Keeps what has an estimate of KL(behavior || proximal) within [low, high], in nats.
+
+    statistic  "k1" (-log_ratio), "k2" (its square / 2) or "k3" (ratio - 1 - log_ratio), per token
+    over       "token" judges each alone; "sum", "mean" and "max" judge whole sequences by theirs
+
+    verl's rollout_rs (its k3 preset: mean, 0.01). For k1 verl takes bounds of a ratio, which then hold for 1 / ratio:
+    its "0.5_5.0" is low = log 0.5, high = log 5 here and keeps ratios in [0.2, 2].
+    """
+
+    name = "k_stat"
+    kind = "mask"
+
+    statistic: Literal["k1", "k2", "k3"] = "k3"
+    over: Literal["token", "sum", "mean", "max"] = "mean"
+    low: Number = -math.inf
+    high: Number = 0.01
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        clamped = as_floats(log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        values = {
+            "k1": lambda: -clamped,
+            "k2": lambda: clamped.square() / 2,
+            "k3": lambda: clamped.exp() - 1 - clamped,
+        }[self.statistic]()
+        if self.over != "token":
+            reduce = {"sum": segment_sum, "mean": segment_mean, "max": segment_max}[self.over]
+            values = spread(reduce(values.double(), sequence, num_sequences=num_sequences), sequence)
+        return ((values >= self.low) & (values <= self.high)).to(clamped.dtype)
+
+
+def _all_inside(ratios: torch.Tensor, low: float, high: float, sequence: Array, num_sequences: int) -> torch.Tensor:
+    is_outlier = ((ratios < low) | (ratios > high)).to(ratios.dtype)
+    outliers = segment_sum(is_outlier, sequence, num_sequences=num_sequences)
+    return spread((outliers == 0).to(ratios.dtype), sequence)

@@ -1,0 +1,188 @@
+"""Corrections that weigh: importance ratios, truncated, clamped or masked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.policies.corrections.correction import Correction, bounds_problem
+from asyncrl.policies.corrections.ratios import geometric_ratio, prefix_ratio, ratio, sequence_ratio
+from asyncrl.policies.losses.segments import Array, as_floats, spread
+from asyncrl.policies.parts import Cap, Floor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCorrection(Correction):
+    """Every token counts 1: stale data is trained as if it were fresh."""
+
+    name = "none"
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return torch.ones_like(as_floats(log_ratio)).detach()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TISToken(Correction):
+    """Truncated importance sampling per token: min(ratio, cap).
+
+    Cap 2.0 as in slime, verl, SkyRL and open-instruct; ROLL calls it TIS with cap 1, OpenRLHF with both sides clamped
+    (``clamp``). cap = inf is plain importance sampling.
+    """
+
+    name = "tis_token"
+    paper = "fengyao.notion.site/off-policy-rl (2025); truncation arXiv:1802.01561"
+
+    cap: Cap = 2.0
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return ratio(log_ratio).clamp(max=self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp(Correction):
+    """The token ratio clamped on both sides. 0.5 and 5 as OpenRLHF's "tis"; slime has tis_clip_low 0."""
+
+    name = "clamp"
+
+    low: Floor = 0.5
+    high: Cap = 5.0
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return ratio(log_ratio).clamp(min=self.low, max=self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TISSequence(Correction):
+    """min(product of the sequence's ratios, cap) on each of its tokens.
+
+    The only weight without bias as the cap grows, with a variance that grows with length. Cap 2 (verl), 5 (SkyRL), 8
+    (VCPO, arXiv:2602.17616).
+    """
+
+    name = "tis_sequence"
+    level = "sequence"
+
+    cap: Cap = 2.0
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        weights = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).clamp(max=self.cap)
+        return spread(weights, sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TISGeometric(Correction):
+    """Geometric mean of the sequence's ratios, clamped, on each of its tokens.
+
+    What AReaL (level = sequence, upper 5) and open-instruct (upper 2) weight with.
+    """
+
+    name = "tis_geometric"
+    level = "sequence"
+
+    low: Floor = 0.0
+    high: Cap = 2.0
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        ratios = geometric_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
+        return spread(ratios.clamp(min=self.low, max=self.high), sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TISPrefix(Correction):
+    """min(product of the ratios up to and with the token, cap).
+
+    Per-decision importance sampling: right for rewards per token; an advantage of the whole answer leaves it biased.
+    """
+
+    name = "tis_prefix"
+    paper = "Precup et al., 2000"
+
+    cap: Cap = 2.0
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        return prefix_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences).clamp(max=self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MISToken(Correction):
+    """Masked importance sampling: the token's ratio where low <= ratio <= high, else 0.
+
+    Bounds of TRL's token_mask; slime's helper takes 0.5 (or 1 / high) and 2.
+    """
+
+    name = "mis_token"
+
+    low: Floor = 0.0
+    high: Cap = 3.0
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return _inside(ratio(log_ratio), self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MISSequence(Correction):
+    """The product of the sequence's ratios where it is within the bounds, else 0. TRL's default: sequence_mask, 3.0."""
+
+    name = "mis_sequence"
+    level = "sequence"
+
+    low: Floor = 0.0
+    high: Cap = 3.0
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array, sequence: Array, num_sequences: int) -> torch.Tensor:
+        ratios = sequence_ratio(log_ratio, sequence=sequence, num_sequences=num_sequences)
+        return spread(_inside(ratios, self.low, self.high), sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IcePop(Correction):
+    """The token's ratio where low <= ratio <= high, else 0: ``mis_token`` with both bounds.
+
+    alpha 0.5 and beta 5 as in NeMo-RL, verl and OpenRLHF; slime 0.5 and 2. Made for mixtures of experts, where the
+    engine routes some tokens elsewhere.
+    """
+
+    name = "icepop"
+    paper = "Ring-1T, arXiv:2510.18855"
+
+    low: Floor = 0.5
+    high: Cap = 5.0
+
+    def problem(self) -> str:
+        return bounds_problem(self, self.low, self.high)
+
+    def formula(self, log_ratio: Array) -> torch.Tensor:
+        return _inside(ratio(log_ratio), self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfNorm(Correction):
+    """weights / mean_weight: their mean over the batch becomes 1.
+
+    The mean is the whole batch's, over tokens or over sequences (``diagnostics.mean_weight`` of the all-reduced sums):
+    one micro-batch's would make the gradient depend on the split. It gives the gradient back the size that truncation
+    took, and leaves the bias of its direction. verl's rollout_is_batch_normalize, after truncation.
+    """
+
+    name = "self_norm"
+    kind = "norm"
+
+    def formula(self, weights: Array, mean_weight: float | torch.Tensor) -> torch.Tensor:
+        return as_floats(weights).detach() / mean_weight
+
+
+def _inside(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return ratios.where((ratios >= low) & (ratios <= high), 0.0)

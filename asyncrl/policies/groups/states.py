@@ -1,0 +1,77 @@
+"""What a prompt group is in each state of its life (table.py), and what has to follow when it leaves one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.trust.validation import Asked
+
+Fate = Literal["trained", "dropped", "failed", "filtered"]
+FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
+SET_ASIDE: Final = "set aside"
+"""Why a group failed with which two lives of the learner ended (state/in_progress.py)."""
+Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPrompt:
+    """The prompt of a group that is not done.
+
+    position      its row in the endless shuffled data
+    oldest_start  oldest policy version that may sample it; None when only a lost history knows
+    asked         what it asks for, if this life of the learner published it; None for an earlier life's
+    """
+
+    position: int
+    oldest_start: int | None = None
+    asked: Asked | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferedGroup:
+    """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token."""
+
+    sequence: int
+    group: TrajectoryGroup
+    prompt: PublishedPrompt
+    oldest: int
+    num_tokens: int
+    arrived: float
+
+    @property
+    def group_id(self) -> int:
+        return self.group.group_id
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What samplers.py orders by."""
+        return (self.oldest, self.group_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Effect: groups left the window.
+
+    step           of "trained" the step's number, else how many steps were done
+    max_staleness  of "trained": versions between the oldest token of the batch and the step
+    events         of the others: what to announce of each group
+    cause          of "failed": SET_ASIDE, or "" for any other
+    """
+
+    fate: Fate
+    group_ids: tuple[int, ...]
+    step: int
+    max_staleness: int = 0
+    events: tuple[Mapping[str, object], ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Effect of a log record. duplicate: its group was here before; rejected: this run asked for no such group."""
+
+    became: Arrived
+    outcome: Outcome | None = None

@@ -1,0 +1,369 @@
+"""What became of every prompt group, in one place: events in, effects out, no I/O and no clock.
+
+    published --> buffered --> training --> trained
+        |          |    ^         |
+        v          v    +---------+  put back: the batch is not trained after all
+      failed    dropped, filtered
+
+Each method under "events" is something that happened. What has to follow from it outside is what the method returns:
+an ``Outcome`` for groups that left the window, to be written to the history, announced and reported as progress. The
+window (admission.py), the choice of batches (selection.py), checkpoint, audit and metrics read the table.
+
+Invariants (tests/unit/policies/groups/test_table.py):
+  G1 a group is in one state at a time and leaves the window once, whatever the log delivers twice.
+  G2 published = outstanding + buffered + training + trained + dropped + failed + filtered.
+  G3 the log record of a group is consumed when the group leaves the window, and not before.
+  G4 a table restored from a checkpoint is the table of that instant, with groups that were buffered or in training
+     outstanding again: the log from the saved cursor on brings them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.groups.ledger import Ledger
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.staleness import oldest_version
+from asyncrl.policies.trust.validation import Asked
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupTable:
+    """Read any field; only the events change one.
+
+    step            optimizer steps done; step n makes policy version n, so it is the policy version too
+    batches_taken   steps begun
+    bound           versions of slack that admission gives now
+    done, consumed  ids of groups, and sequences of log records, that are done for good
+    cursor          sequence of the last log record read
+    log, last_read  identity of the log; sequence of the last record that was ever read of it, and when it was stored
+    logs_changed    how often the log turned out to be another one, or back at an earlier state, in this life
+    covered         log records below it are done by the newest checkpoint; 1 while there is none
+    next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
+    failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
+    """
+
+    bound: AdaptiveBound
+    incarnation: int = 0
+    step: int = 0
+    batches_taken: int = 0
+    forks: Mapping[int, int] = field(default_factory=dict)
+    done: Ledger = field(default_factory=Ledger)
+    consumed: Ledger = field(default_factory=lambda: Ledger(watermark=1))  # sequences count from 1
+    cursor: int = 0
+    log: str = ""
+    last_read: tuple[int, int] = (0, 0)
+    logs_changed: int = 0
+    covered: int = 1
+    next_group_id: int = 0
+    position: int = 0
+    overlong: int = 0
+    is_exhausted: bool = False
+    outstanding: dict[int, PublishedPrompt] = field(default_factory=dict)
+    buffered: dict[int, BufferedGroup] = field(default_factory=dict)
+    training: dict[int, BufferedGroup] = field(default_factory=dict)
+    counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    counts_before_step: dict[Fate, int] = field(default_factory=dict)
+    failed_in_a_row: int = 0
+    problem: str = ""
+    generated_lengths: list[int] = field(default_factory=list)
+    dropped_lengths: list[int] = field(default_factory=list)
+
+    # -- events: prompts -----------------------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        group_id: int,
+        *,
+        position: int,
+        oldest_start: int | None = None,
+        overlong: int = 0,
+        asked: Asked | None = None,
+    ) -> None:
+        """A prompt is about to be on the bus; once more, when the bus lost it. Raises ValueError for an id too high."""
+        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked)
+        if group_id in self.outstanding:
+            self.outstanding[group_id] = prompt
+        elif group_id == self.next_group_id:
+            self.outstanding[group_id] = prompt
+            self.next_group_id = group_id + 1
+            self.position = position + 1
+            self.overlong = max(self.overlong, overlong)
+        elif group_id > self.next_group_id:
+            raise ValueError(f"group {group_id} is published before group {self.next_group_id}")
+
+    def exhaust(self, *, position: int, overlong: int) -> None:
+        """The data has ended: no group will be published any more."""
+        self.position, self.overlong, self.is_exhausted = position, overlong, True
+
+    # -- events: the trajectory log ------------------------------------------------------------------------------------
+
+    def start_new_log(self, *, first: int = 1) -> None:
+        """The log is a new one, or back at an earlier state: what is known of its sequences means other records.
+
+        It is read again from ``first``. Group ids still hold; a group that waits has no record until it is read again.
+        """
+        self.consumed, self.cursor, self.covered = Ledger(watermark=first), first - 1, first
+        self.last_read = (0, 0)
+        self.logs_changed += 1
+        for waiting in (self.buffered, self.training):
+            waiting.update({group_id: replace(one, sequence=first - 1) for group_id, one in waiting.items()})
+
+    def arrive(
+        self,
+        sequence: int,
+        group: TrajectoryGroup | None,
+        *,
+        now: float,
+        is_counted: bool = True,
+        cause: str = "",
+        stored: int = 0,
+    ) -> Arrival:
+        """A log record was read. ``group``: None when it holds none of this run's; one with an error fails.
+
+        is_counted, cause: as in ``fail``;  stored: when, as in Record
+        """
+        self.cursor, self.last_read = sequence, (sequence, stored)
+        if sequence in self.consumed:
+            return Arrival(became="duplicate")
+        if group is None or not self.is_published(group.group_id):
+            self.consumed.add(sequence)
+            return Arrival(became="rejected")
+        group_id = group.group_id
+        if group_id not in self.outstanding:
+            if not self._is_open(group_id, sequence):
+                self.consumed.add(sequence)
+            return Arrival(became="duplicate")
+        if group.error:
+            self.consumed.add(sequence)
+            outcome = self.fail(group_id, error=group.error, worker=group.worker, is_counted=is_counted, cause=cause)
+            return Arrival(became="failed", outcome=outcome)
+        self.buffered[group_id] = BufferedGroup(
+            sequence=sequence,
+            group=group,
+            prompt=self.outstanding.pop(group_id),
+            oldest=min(oldest_version(t.version_spans, self.forks) for t in group.trajectories),
+            num_tokens=sum(len(t.tokens) for t in group.trajectories),
+            arrived=now,
+        )
+        self.generated_lengths += _lengths(group)
+        self.failed_in_a_row, self.problem = 0, ""
+        return Arrival(became="buffered")
+
+    def excuse_failures(self) -> None:
+        """The groups that failed in a row were those of workers that are no longer trusted."""
+        self.failed_in_a_row = 0
+
+    # -- events: groups that leave the window --------------------------------------------------------------------------
+
+    def fail(self, group_id: int, *, error: str, worker: str = "", is_counted: bool = True, cause: str = "") -> Outcome:
+        """An outstanding group cannot be made.
+
+        is_counted: it is one of those in a row that end the run;  cause: as in ``Outcome``
+        """
+        del self.outstanding[group_id]
+        self.done.add(group_id)
+        self.failed_in_a_row += is_counted
+        self.problem = error
+        return self._lose("failed", {group_id: {"worker": worker, "error": error}}, cause=cause)
+
+    def drop(self, groups: Sequence[BufferedGroup], *, reason: str = "stale") -> Outcome:
+        """Buffered groups are too old to train, or are from a worker that is not trusted."""
+        events: dict[int, dict[str, object]] = {}
+        for one in groups:
+            self._finish(self.buffered.pop(one.group_id))
+            lengths = _lengths(one.group)
+            if reason == "stale":
+                self.dropped_lengths += lengths
+            events[one.group_id] = {"reason": reason, "staleness": self.step - one.oldest, "lengths": lengths}
+        return self._lose("dropped", events)
+
+    def reject(self, group_id: int, *, error: str) -> Outcome:
+        """A buffered group cannot be trained: a step with it fails."""
+        found = self.buffered.pop(group_id)
+        self._finish(found)
+        self.problem = error
+        return self._lose("failed", {group_id: {"worker": found.group.worker, "error": error}})
+
+    def filter(self, group_id: int) -> Outcome:
+        """A buffered group has nothing to learn from."""
+        found = self.buffered.pop(group_id)
+        self._finish(found)
+        rewards = [trajectory.reward for trajectory in found.group.trajectories]
+        return self._lose("filtered", {group_id: {"rewards": rewards}})
+
+    def take(self, groups: Sequence[BufferedGroup]) -> None:
+        """A step begins on these buffered groups, in the order of the batch."""
+        assert not self.training, "one batch is trained at a time"
+        self.training = {one.group_id: self.buffered.pop(one.group_id) for one in groups}
+        self.batches_taken += 1
+
+    def put_back(self) -> None:
+        """The batch that was taken is not trained. Nothing when that was said before."""
+        if not self.training:
+            return
+        self.buffered |= self.training
+        self.training = {}
+        self.batches_taken -= 1
+
+    def trained(self, *, max_staleness: int) -> Outcome:
+        """The step is done: its groups are trained, and there is a new policy version."""
+        group_ids = tuple(self.training)
+        for one in self.training.values():
+            self._finish(one)
+        self.training = {}
+        self.counts["trained"] += len(group_ids)
+        self.counts_before_step = dict(self.counts)
+        self.step += 1
+        return Outcome(fate="trained", group_ids=group_ids, step=self.step, max_staleness=max_staleness)
+
+    # -- events: the window --------------------------------------------------------------------------------------------
+
+    def adapt(self, ess: float) -> dict[str, float]:
+        """A step measured this effective sample size. What to say about the bound if that changed it, else nothing."""
+        before, self.bound = self.bound.bound, self.bound.update(ess)
+        if self.bound.bound == before:
+            return {}
+        return {"bound": self.bound.bound, "before": before, "ess": ess}
+
+    # -- events: checkpoints -------------------------------------------------------------------------------------------
+
+    def checkpointed(self, state: LearnerState) -> int:
+        """``state`` is on disk. The last log record that neither it nor the checkpoint before it needs; 0 if none."""
+        through, self.covered = self.covered - 1, state.consumed["watermark"]
+        return through
+
+    # -- events: metrics -----------------------------------------------------------------------------------------------
+
+    def take_lengths(self) -> tuple[list[int], list[int]]:
+        """Tokens of the trajectories that were buffered, and of those dropped as stale, since this was last asked."""
+        lengths = (self.generated_lengths, self.dropped_lengths)
+        self.generated_lengths, self.dropped_lengths = [], []
+        return lengths
+
+    # -- what others read ----------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> int:
+        return self.step
+
+    def is_published(self, group_id: int) -> bool:
+        """Whether this run ever asked for the group."""
+        return 0 <= group_id < self.next_group_id
+
+    def asked(self, group_id: int) -> Asked | None:
+        """What the prompt of an outstanding group asks for, if this life of the learner published it."""
+        return prompt.asked if (prompt := self.outstanding.get(group_id)) is not None else None
+
+    def awaits(self, sequence: int, group_id: int) -> bool:
+        """Whether a log record is news: of a group that is outstanding, and not read before."""
+        return group_id in self.outstanding and sequence not in self.consumed
+
+    def lost_since_step(self, fate: Fate) -> int:
+        """Groups that met ``fate`` since the last step of this incarnation, or since it began."""
+        return self.counts[fate] - self.counts_before_step.get(fate, 0)
+
+    @property
+    def oldest_starts(self) -> list[int]:
+        """Of each outstanding group of this history, the oldest version that may sample it."""
+        prompts = self.outstanding.values()
+        return [prompt.oldest_start for prompt in prompts if prompt.oldest_start is not None]
+
+    def describe(self) -> str:
+        """The counts, for a person."""
+        text = "{trained} groups trained, {dropped} dropped (stale), {failed} failed".format(**self.counts)
+        return text + (f", {self.counts['filtered']} filtered" if self.counts["filtered"] else "")
+
+    # -- checkpoint ----------------------------------------------------------------------------------------------------
+
+    def save(self, *, groups_per_batch: int, history: int) -> LearnerState:
+        """Everything a resumed learner goes on from. history: length of history.jsonl at this instant."""
+        waiting = {group_id: one.prompt for group_id, one in (self.buffered | self.training).items()}
+        prompts = dict(sorted((self.outstanding | waiting).items()))
+        return LearnerState(
+            incarnation=self.incarnation,
+            step=self.step,
+            policy_version=self.policy_version,
+            groups=self.done.as_json(),
+            consumed=self.consumed.as_json(),
+            prompts=PromptState(
+                next_group_id=self.next_group_id,
+                position=self.position,
+                overlong=self.overlong,
+                outstanding={group_id: prompt.position for group_id, prompt in prompts.items()},
+                oldest_start={
+                    i: prompt.oldest_start for i, prompt in prompts.items() if prompt.oldest_start is not None
+                },
+            ),
+            groups_trained=self.counts["trained"],
+            groups_dropped=self.counts["dropped"],
+            groups_failed=self.counts["failed"],
+            groups_filtered=self.counts["filtered"],
+            groups_per_batch=groups_per_batch,
+            forks=dict(self.forks),
+            bound=self.bound.state(),
+            history=history,
+            log={"identity": self.log, "sequence": self.last_read[0], "stored": self.last_read[1]},
+        )
+
+    @classmethod
+    def restore(cls, state: LearnerState, *, bound: AdaptiveBound) -> GroupTable:
+        """The table as a checkpoint has it. ``bound``: as the run file says, before any step."""
+        starts = state.prompts.oldest_start
+        counts: dict[Fate, int] = {
+            "trained": state.groups_trained,
+            "dropped": state.groups_dropped,
+            "failed": state.groups_failed,
+            "filtered": state.groups_filtered,
+        }
+        consumed = Ledger.from_json(state.consumed)
+        return cls(
+            bound=bound.resumed(state.bound),
+            incarnation=state.incarnation,
+            step=state.step,
+            batches_taken=state.step,
+            forks=dict(state.forks),
+            done=Ledger.from_json(state.groups),
+            consumed=consumed,
+            cursor=consumed.watermark - 1,
+            log=state.log.get("identity", ""),
+            last_read=(state.log.get("sequence", consumed.watermark - 1), state.log.get("stored", 0)),
+            covered=consumed.watermark,
+            next_group_id=state.prompts.next_group_id,
+            position=state.prompts.position,
+            overlong=state.prompts.overlong,
+            outstanding={
+                group_id: PublishedPrompt(position=position, oldest_start=starts.get(group_id))
+                for group_id, position in state.prompts.outstanding.items()
+            },
+            counts=counts,
+            counts_before_step=dict(counts),
+        )
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _lose(self, fate: Fate, events: Mapping[int, Mapping[str, object]], *, cause: str = "") -> Outcome:
+        self.counts[fate] += len(events)
+        told = tuple({"group_id": group_id, **event} for group_id, event in events.items())
+        return Outcome(fate=fate, group_ids=tuple(events), step=self.step, events=told, cause=cause)
+
+    def _finish(self, one: BufferedGroup) -> None:
+        self.consumed.add(one.sequence)
+        self.done.add(one.group_id)
+
+    def _is_open(self, group_id: int, sequence: int) -> bool:
+        """Whether this is the log record of a group that is buffered or in training: it is not consumed yet."""
+        for waiting in (self.buffered, self.training):
+            if (one := waiting.get(group_id)) is not None:
+                if one.sequence in self.consumed:  # its record was lost with a log, and this is another of it
+                    waiting[group_id] = replace(one, sequence=sequence)
+                return waiting[group_id].sequence == sequence
+        return False
+
+
+def _lengths(group: TrajectoryGroup) -> list[int]:
+    return [len(trajectory.tokens) for trajectory in group.trajectories]

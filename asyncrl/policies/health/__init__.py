@@ -1,0 +1,1 @@
+"""Faults of a run: how they are named, diagnosed and remedied."""

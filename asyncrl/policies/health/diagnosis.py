@@ -1,0 +1,228 @@
+"""Who holds up whom, and why: from what the actors of a run say to findings with a cause and a remedy.
+
+An actor that waits names a role ("rollout-worker") or a part of its own process ("engine"). A wait is a stall when its
+chain ends in somebody who does not wait for anybody and yet does not go on:
+
+  a process that is not heard of any more          frozen, blocked, silent, gone
+  a part that takes longer than its limit          engine, reward, rollout, load, ...
+  a role that nobody has                           no worker, no learner (one in quarantine is none)
+  somebody who is in the chain already             window, log, deadlock
+  data that has ended                              data
+
+It is none when anybody at its end still works: a learner that waits while engines generate is only faster than they.
+Findings name that end and say who waits for it. All ages are the receiver's: seconds on its own monotonic clock in
+which it could hear (actors/health_monitor.py), so no clock of any machine can fake a stall or hide one.
+
+Tests: tests/unit/policies/health/test_diagnosis.py, a table of faults and the name each must get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.health import conditions, faults
+from asyncrl.policies.health.faults import (
+    BUS_SECONDS,
+    FOLLOWER,
+    LEARNER,
+    PARTS,
+    PATIENCE_SECONDS,
+    PROMPT_SOURCE,
+    ROOM_IN_WINDOW,
+    SENDER,
+    SILENT_SECONDS,
+    SPACE_IN_LOG,
+    WORKER,
+    Finding,
+    Observation,
+    Seen,
+)
+
+
+def diagnose(observation: Observation) -> list[Finding]:
+    """Every fault, what holds up the learner first. Empty: the run goes on."""
+    seen = observation
+    if seen.bus_silent > BUS_SECONDS:
+        return [faults.deaf(seen)]  # nothing can be known of anybody
+    if seen.bus_refuses > BUS_SECONDS:
+        return [faults.refused(seen)]
+    if seen.is_finished:
+        return []
+    chains = _Chains(seen)
+    found = {finding.key: finding for finding in (*chains.silent(), *chains.stuck(), *chains.ends())}
+    found |= {finding.key: finding for finding in chains.missing() if finding.key not in found}
+    blamed = [chains.with_victims(finding) for finding in found.values()]
+    blamed.sort(key=lambda finding: (not finding.victims, finding.key))
+    return [
+        *blamed,
+        *faults.quarantined(seen),
+        *faults.idle(seen),
+        *conditions.present(seen),
+        *faults.clocks(seen),
+    ]
+
+
+_Key = tuple[str, str]
+_Path = tuple[tuple[str, Wait], ...]
+_CYCLES: Final = ("window", "log", "deadlock")
+
+
+@dataclass(slots=True)
+class _Chains:
+    """Follows waits through one observation."""
+
+    observation: Observation
+    _ends: dict[_Key, Finding] = field(default_factory=dict)
+    _known: dict[str, frozenset[_Key]] = field(default_factory=dict)
+    _by_role: dict[str, list[str]] = field(default_factory=dict)
+    _mains: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    @property
+    def actors(self) -> Mapping[str, Seen]:
+        return self.observation.actors
+
+    def silent(self) -> Iterable[Finding]:
+        """One finding a process that is not heard of."""
+        for name, seen in self.actors.items():
+            if _is_silent(seen) and name == self._main(seen):
+                yield faults.silent(self._label(name), name, seen)
+
+    def stuck(self) -> Iterable[Finding]:
+        """One finding a part that takes longer than it may."""
+        for name, seen in self.actors.items():
+            if not _is_silent(seen):
+                yield from (self._stuck(name, seen, wait) for wait in seen.beat.waits if _is_stuck(wait))
+
+    def ends(self) -> Iterable[Finding]:
+        """What else chains end in."""
+        for name in self.actors:
+            self._known[name] = self._roots(name, ()) or frozenset()
+        last = frozenset().union(*self._known.values())
+        return [finding for key, finding in self._ends.items() if key in last]
+
+    def missing(self) -> Iterable[Finding]:
+        """A run without a learner stands still, or soon will, whoever waits for it."""
+        has_learner = any(seen.beat.role == LEARNER for seen in self.actors.values())
+        if not has_learner and self.observation.listened > PATIENCE_SECONDS:
+            yield faults.nobody(LEARNER, self.observation.listened)
+
+    def with_victims(self, finding: Finding) -> Finding:
+        """The finding with who waits for it: the learner, then workers, by name."""
+        waiting = []
+        for name, seen in sorted(self.actors.items(), key=lambda item: (item[1].beat.role != LEARNER, item[0])):
+            if seen.beat.role not in (LEARNER, WORKER) or (finding.pid and _process(seen) == _blamed(finding)):
+                continue
+            if finding.key in self._known[name]:
+                waiting.append(f"{self._label(name)} waits for {_longest_for_another(seen.beat)}")
+        if len(waiting) > 2:
+            waiting = [waiting[0], f"{len(waiting) - 1} others wait too"]
+        return replace(finding, victims=tuple(waiting))
+
+    def _roots(self, name: str, path: _Path) -> frozenset[_Key] | None:
+        """What holds up this actor for good; None when it, or somebody it waits for, still works."""
+        seen = self.actors[name]
+        if _is_silent(seen):
+            main = self._main(seen)
+            return frozenset({(faults.silence(seen), main)})
+        waits = [wait for wait in seen.beat.waits if wait.on]
+        if not waits:
+            return None
+        found: set[_Key] = set()
+        for wait in waits:
+            roots = self._roots_of_wait(name, seen, wait, path)
+            if roots is None:
+                return None
+            found |= roots
+        return _without_echoes(found)
+
+    def _roots_of_wait(self, name: str, seen: Seen, wait: Wait, path: _Path) -> frozenset[_Key] | None:
+        path = (*path, (name, wait))
+        if wait.on == "data":  # that nobody else waits for it is how a run ends
+            return self._end(faults.ended(path[0][1].seconds, *self._blame(LEARNER))) if len(path) > 1 else None
+        if wait.on in PARTS:
+            return frozenset({self._stuck(name, seen, wait).key}) if _is_stuck(wait) else None
+        if wait.seconds + seen.seconds <= PATIENCE_SECONDS:
+            return None
+        candidates = self._others(wait.on, name)
+        if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
+            candidates = self._others(LEARNER, name)
+        if not candidates:
+            return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds)) if wait.on != FOLLOWER else None
+        found: set[_Key] = set()
+        for other in candidates:
+            position = next((i for i, (passed, _) in enumerate(path) if passed == other), None)
+            roots = self._roots(other, path) if position is None else self._cycle(path[position:])
+            if roots is None:
+                return None
+            found |= roots
+        return _without_echoes(found)
+
+    def _others(self, role: str, name: str) -> list[str]:
+        if role not in self._by_role:
+            self._by_role[role] = [other for other, seen in self.actors.items() if _is_at(role, seen)]
+        return [other for other in self._by_role[role] if other != name]
+
+    def _cycle(self, path: _Path) -> frozenset[_Key]:
+        whats = {wait.what for _, wait in path}
+        fault = "log" if SPACE_IN_LOG in whats else "window" if ROOM_IN_WINDOW in whats else "deadlock"
+        if (fault, "run") in self._ends:  # of many workers each is in one
+            return frozenset({(fault, "run")})
+        who = "; ".join(f"{self._label(name)} waits for {wait.what}" for name, wait in path)
+        return self._end(faults.circle(fault, who, min(wait.seconds for _, wait in path), *self._blame(LEARNER)))
+
+    def _end(self, finding: Finding) -> frozenset[_Key]:
+        self._ends.setdefault(finding.key, finding)
+        return frozenset({finding.key})
+
+    def _stuck(self, name: str, seen: Seen, wait: Wait) -> Finding:
+        main = self._main(seen)
+        return faults.stuck(self._label(main), main, seen, wait)
+
+    def _main(self, seen: Seen) -> str:
+        """The actor that gives its process the name: the learner or the worker in it."""
+        if not self._mains:
+            by_rank = sorted((its.beat.role not in (LEARNER, WORKER), name) for name, its in self.actors.items())
+            for _, name in by_rank:
+                self._mains.setdefault(_process(self.actors[name]), name)
+        return self._mains[_process(seen)]
+
+    def _label(self, name: str) -> str:
+        return f"worker {name}" if self.actors[name].beat.role == WORKER else name
+
+    def _blame(self, role: str) -> tuple[str, int]:
+        """(host, pid) of the first process with this role."""
+        beats = [seen.beat for seen in self.actors.values() if seen.beat.role == role]
+        return (beats[0].host, beats[0].pid) if beats else ("", 0)
+
+
+def _without_echoes(keys: set[_Key]) -> frozenset[_Key]:
+    """A circle, or data that has ended, is what a fault elsewhere leaves everybody else in."""
+    causes = {key for key in keys if key[0] not in (*_CYCLES, "data")}
+    return frozenset(causes or keys)
+
+
+def _is_silent(seen: Seen) -> bool:
+    return seen.seconds > SILENT_SECONDS
+
+
+def _is_at(role: str, seen: Seen) -> bool:
+    return seen.beat.role == role and seen.beat.phase != faults.QUARANTINED
+
+
+def _is_stuck(wait: Wait) -> bool:
+    return 0 < wait.limit < wait.seconds
+
+
+def _process(seen: Seen) -> tuple[str, int]:
+    return (seen.beat.host, seen.beat.pid)
+
+
+def _blamed(finding: Finding) -> tuple[str, int]:
+    return (finding.host, finding.pid)
+
+
+def _longest_for_another(beat: Heartbeat) -> str:
+    return next((wait.what for wait in beat.waits if wait.on not in PARTS), beat.waits_for)

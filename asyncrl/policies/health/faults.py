@@ -1,0 +1,375 @@
+"""What can be wrong with a run: the name of each fault, what is said of it, what to do, and what a launcher may do.
+
+Words and numbers; diagnosis.py finds out which of them it is. A new fault is a function here (or a row of PARTS), a
+rule there, and a row of the table in tests/unit/policies/health/test_diagnosis.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from asyncrl.messages import Heartbeat, Wait
+
+PATIENCE_SECONDS: Final = 6.0
+"""A wait for somebody is no stall before; with a beat (2 s) and a look (1 s) between, it is named within 10 s."""
+FIRST_SECONDS: Final = 25.0
+"""The same for work whose first time compiles, allocates or reads a model: an alarm within 30 s."""
+SLOWER: Final = 4.0
+"""A wait for a part that lasts this many times its median is a stall, if it is longer than PATIENCE_SECONDS."""
+SILENT_SECONDS: Final = 6.0
+"""An actor beats every 2 s."""
+BUS_SECONDS: Final = 5.0
+MANY_FAILED: Final = 3
+"""So many groups failed in a row are no accident of one prompt."""
+CLOCK_SECONDS: Final = 5.0
+
+LEARNER: Final = "learner"
+WORKER: Final = "rollout-worker"
+PROMPT_SOURCE: Final = "prompt-source"
+FOLLOWER: Final = "weight-follower"
+SENDER: Final = "weight-sender"
+
+QUARANTINED: Final = "quarantined"
+"""A worker's phase."""
+ROOM_IN_WINDOW: Final = "room in the window"
+ROOM: Final = "room"
+"""The part to wait for when a file cannot be written."""
+SPACE_IN_LOG: Final = "space in the trajectory log"
+
+Process = Literal["", "running", "stopped", "gone"]
+"""What the machine says of a process: "" of another machine's."""
+Cure = Literal["", "restart", "end"]
+"""What a launcher may do about a finding: start the process again, end the run; "" leaves it to a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``says`` follows the process's name and stands before "for 12 s"."""
+
+    fault: str
+    says: str
+    remedy: str
+    cure: Cure = "restart"
+    is_learned: bool = True
+    """Earlier waits say how long one may last."""
+
+
+PARTS: Final[Mapping[str, Part]] = {
+    "engine": Part("engine", "'s engine has not answered", "its log says more; a restart brings its prompts back"),
+    "reward": Part(
+        "reward",
+        "'s reward function has not returned",
+        "fix it, or lower reward.timeout_seconds to fail such groups",
+        cure="",  # reward.timeout_seconds ends it, and its group alone
+    ),
+    "rollout": Part("rollout", "'s rollout function has not returned", "fix rollout.function: it never stops waiting"),
+    "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
+    "folder": Part(
+        "folder", " has been reading a weight folder", "check weights.directory or the connection to the bus"
+    ),
+    "step": Part("step", " has been in one training step", "check the GPUs, and the ranks in learner.log"),
+    "backend": Part("backend", "'s backend has not answered", "check the GPUs, and the ranks in learner.log"),
+    "disk": Part("disk", " has been writing a file", "check the disks of run.directory and weights.directory"),
+    ROOM: Part(
+        "no room",
+        " has been waiting for a disk that takes nothing",
+        "make room there, or make it writable: the run goes on by itself, and nothing is lost",
+        cure="",  # a restart would find the same disk
+        is_learned=False,
+    ),
+    "start": Part(
+        "start", " has been starting", "its log says how far it came; it may take ten times run.stall_seconds"
+    ),
+    "data": Part("data", "", ""),  # no length of this wait is a stall; a chain that ends here is
+}
+"""What an actor of the same process can wait for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One actor. ``seconds``: since its last beat was heard."""
+
+    beat: Heartbeat
+    seconds: float = 0.0
+    process: Process = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a watcher knows.
+
+    bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
+    listened     seconds that the watcher has heard
+    """
+
+    actors: Mapping[str, Seen]
+    listened: float
+    bus_silent: float = 0.0
+    bus_refuses: float = 0.0
+    bus_problem: str = ""
+    bus_process: Process = ""
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fault and what follows from it.
+
+    fault    its name;  actor: whose it is
+    cause    a sentence;  remedy: another;  victims: sentences on who waits for it
+    usual    seconds that this usually takes; 0: unknown; None: no length of it is usual
+    host, pid  of the process to blame; pid 0: none
+    is_joint   concluded from waits of several, which may be older than it: a watcher counts how long it lasts
+    """
+
+    fault: str
+    actor: str
+    cause: str
+    remedy: str
+    seconds: float = 0.0
+    victims: tuple[str, ...] = ()
+    usual: float | None = None
+    cure: Cure = ""
+    host: str = ""
+    pid: int = 0
+    is_joint: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for the same fault at another time."""
+        return (self.fault, self.actor)
+
+    def is_hopeless(self, stall_seconds: float) -> bool:
+        """Whether it has lasted too long to heal by itself.
+
+        A process that beats may only be slow: more than ten times what is usual, or, while nothing is known to be
+        usual, ten times ``stall_seconds``.
+        """
+        if self.usual is None:
+            return self.seconds > stall_seconds
+        return self.seconds > (max(stall_seconds, 10 * self.usual) if self.usual else 10 * stall_seconds)
+
+    @property
+    def text(self) -> str:
+        return "; ".join((*self.victims, self.cause))
+
+
+def limit(usual: float, *, first: float) -> float:
+    """Seconds after which a wait for a part is a stall. ``usual``: its median in the past, 0 when none has ended."""
+    return max(PATIENCE_SECONDS, SLOWER * usual if usual else first)
+
+
+# -- the bus -----------------------------------------------------------------------------------------------------------
+
+
+def deaf(seen: Observation) -> Finding:
+    why = {"stopped": "its process is stopped (SIGSTOP)", "gone": "its process has ended"}.get(seen.bus_process, "")
+    why = why or seen.bus_problem or "frozen, cut off, or its machine is gone"
+    return Finding(
+        fault="bus",
+        actor="nats-server",
+        cause=f"nats-server has not answered for {in_words(seen.bus_silent)}: {why}",
+        remedy="restart it on its port and store: everybody waits, and nothing is lost",
+        seconds=seen.bus_silent,
+        cure="restart",
+    )
+
+
+def refused(seen: Observation) -> Finding:
+    return Finding(
+        fault="bus storage",
+        actor="nats-server",
+        cause=f"nats-server answers but has stored nothing for {in_words(seen.bus_refuses)}: "
+        f"{seen.bus_problem or 'no answer to what is published'}",
+        remedy="make room on the disk of its store, then restart it: everybody waits, and nothing is lost",
+        seconds=seen.bus_refuses,
+        cure="restart",  # it does not heal by itself when there is room again
+    )
+
+
+# -- processes and chains ----------------------------------------------------------------------------------------------
+
+
+def stuck(label: str, name: str, seen: Seen, wait: Wait) -> Finding:
+    """``wait`` of a part of the process of ``name`` lasts too long."""
+    part = PARTS[wait.on]
+    lasts = wait.seconds + seen.seconds
+    problem = f" ({seen.beat.problem})" if seen.beat.problem else ""
+    usual = f"; usually {in_words(wait.usual)}" if wait.usual else ""
+    return Finding(
+        fault=part.fault,
+        actor=name,
+        cause=f"{label}{part.says} for {in_words(lasts)} ({wait.what}{usual}){problem}",
+        remedy=part.remedy,
+        seconds=lasts,
+        usual=wait.usual,
+        cure=part.cure,
+        host=seen.beat.host,
+        pid=seen.beat.pid,
+    )
+
+
+def silence(seen: Seen) -> str:
+    return {"stopped": "frozen", "gone": "gone", "running": "blocked", "": "silent"}[seen.process]
+
+
+def silent(label: str, name: str, seen: Seen) -> Finding:
+    beat, lasts = seen.beat, in_words(seen.seconds)
+    cause, remedy = {
+        "frozen": (f"is stopped (SIGSTOP) and has not been heard of for {lasts}", f"kill -CONT {beat.pid}"),
+        "gone": (f"has not been heard of for {lasts}: its process has ended", "start it again; its log says why"),
+        "blocked": (
+            f"has not been heard of for {lasts} though its process is there: its event loop is blocked or its "
+            "connection to the bus is dead",
+            "a restart loses nothing; look for blocking calls in the reward and rollout functions",
+        ),
+        "silent": (
+            f"has not been heard of for {lasts}: frozen, cut off, or its machine is gone",
+            "check that machine; its prompts go to other workers after bus.ack_seconds",
+        ),
+    }[silence(seen)]
+    return Finding(
+        fault=silence(seen),
+        actor=name,
+        cause=f"{label} {cause} (process {beat.pid} on {beat.host})",
+        remedy=remedy,
+        seconds=seen.seconds,
+        cure="restart",
+        host=beat.host,
+        pid=beat.pid,
+    )
+
+
+def nobody(role: str, seconds: float) -> Finding:
+    if role == WORKER:
+        return Finding(
+            fault="no worker",
+            actor=WORKER,
+            cause="there is no rollout worker",
+            remedy="start one: asyncrl rollout-worker RUN.toml --set bus.url=...; if they end at once, their logs say "
+            "why",
+            seconds=seconds,
+            cure="end",
+            is_joint=True,
+        )
+    return Finding(
+        fault="no learner",
+        actor=LEARNER,
+        cause="there is no learner",
+        remedy="start it: asyncrl learner RUN.toml --resume",
+        seconds=seconds,
+        cure="end",
+        is_joint=True,
+    )
+
+
+def circle(fault: str, who: str, seconds: float, host: str, pid: int) -> Finding:
+    cause, remedy, cure = CIRCLES[fault]
+    return Finding(
+        fault=fault,
+        actor="run",
+        cause=f"{cause}: {who}",
+        remedy=remedy,
+        seconds=seconds,
+        cure=cure,
+        host=host,
+        pid=pid,
+        is_joint=True,
+    )
+
+
+CIRCLES: Final[Mapping[str, tuple[str, str, Cure]]] = {
+    "window": (
+        "the window is full of groups that nobody works on",
+        "prompts of a dead worker are redelivered after bus.ack_seconds; a learner restarted with --resume republishes "
+        "what the bus lost",
+        "restart",
+    ),
+    "log": (
+        "the trajectory log is full before a batch is in it",
+        "raise bus.max_log_bytes or lower checkpoint.every_steps",
+        "end",
+    ),
+    "deadlock": ("everybody waits for somebody else", "restart the learner with --resume", "restart"),
+}
+
+
+def ended(seconds: float, host: str, pid: int) -> Finding:
+    return Finding(
+        fault="data",
+        actor="run",
+        cause="the data has ended, and groups that would fill the last batch do not come back",
+        remedy="a learner restarted with --resume republishes them; or raise data.epochs",
+        seconds=seconds,
+        cure="restart",
+        host=host,
+        pid=pid,
+        is_joint=True,
+    )
+
+
+# -- one actor's own words ---------------------------------------------------------------------------------------------
+
+
+def quarantined(seen: Observation) -> Iterable[Finding]:
+    """Workers that wait for the end of the run because the learner trains nothing of theirs."""
+    for name, actor in seen.actors.items():
+        if actor.beat.phase == QUARANTINED and actor.seconds <= SILENT_SECONDS:
+            yield Finding(
+                fault="quarantine",
+                actor=name,
+                cause=f"worker {name} is quarantined: {actor.beat.problem}",
+                remedy="fix it and restart it: its next process is judged anew; or look at learner.quarantine_mismatch",
+                seconds=actor.beat.waiting_seconds,
+                host=actor.beat.host,
+                pid=actor.beat.pid,
+            )
+
+
+def idle(seen: Observation) -> Iterable[Finding]:
+    """The learner gets groups and none that it can train."""
+    for name, actor in seen.actors.items():
+        numbers, problem = actor.beat.numbers, actor.beat.problem
+        if actor.beat.role != LEARNER:
+            continue
+        if (count := numbers.get("learner/failed_in_a_row", 0.0)) >= MANY_FAILED:
+            yield Finding(
+                fault="failed",
+                actor=name,
+                cause=f"the last {count:.0f} groups were all failed; the newest because: {problem or 'unknown'}",
+                remedy="fix what makes them fail; the run ends by itself when too many fail in a row",
+            )
+        for word, why, remedy in (
+            ("filtered", "filtered out (algorithm.filters)", "the task is too easy or too hard: all rewards are equal"),
+            ("dropped", "dropped as too stale", "raise staleness.max_staleness, or generate shorter answers"),
+        ):
+            count = numbers.get(f"learner/{word}_since_step", 0.0)
+            if count > 4 * max(1.0, numbers.get("learner/window", 0.0)):
+                cause = f"{count:.0f} groups were {why} since the last step, and none is left to train"
+                yield Finding(fault=word, actor=name, cause=cause, remedy=remedy)
+
+
+def clocks(seen: Observation) -> Iterable[Finding]:
+    """Nothing waits for a clock; but times in logs and metrics are off."""
+    hosts: dict[str, float] = {}
+    for actor in seen.actors.values():
+        if abs(actor.beat.clock_shift) > CLOCK_SECONDS:
+            hosts.setdefault(actor.beat.host, actor.beat.clock_shift)
+    for host, shift in sorted(hosts.items()):
+        yield Finding(
+            fault="clock",
+            actor=host,
+            cause=f"the clock of {host} jumped by {shift:+.0f} s",
+            remedy="nothing waits for it; times in logs and metrics are off by as much",
+        )
+
+
+def printable(text: str) -> str:
+    """What an actor says of itself is not believed: it writes nothing else to a terminal than letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def in_words(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"

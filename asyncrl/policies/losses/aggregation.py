@@ -1,0 +1,186 @@
+"""How token losses become one number: a weight per token of the whole batch, decided before the batch is split.
+
+The batch's loss is the sum of loss x weight over all its tokens (``total``), so gradients do not depend on how the
+batch is cut into micro-batches and data-parallel ranks (tests/unit/policies/losses/test_aggregation.py).
+
+A formula takes the masks of the tokens that are trained, [B] bool[T] of the batch's B answers, and returns their
+weights, [B] f32[T]. Masks of 0 and 1 as float64 give float64 weights.
+
+What a correction rejects is known only in the micro-batch. ``Algorithm.denominator`` says what the sums are divided by
+then, as frameworks differ: "before", the counts of these masks, so that rejecting makes the loss smaller (verl's
+weights, AReaL, slime, NeMo-RL), or "after", the counts of what is kept (SkyRL, ROLL). ``divides_by`` is what "after"
+has to know of an aggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from asyncrl.policies.losses.segments import Array, as_floats
+from asyncrl.policies.parts import Part, Positive
+
+Masks = Sequence[NDArray[Any]]
+Weights = list[NDArray[Any]]
+Counted = Literal["count", "skip"]
+"""Whether an answer, or a prompt, without a trained token counts in a mean over them. "count" as verl and AReaL, so
+that masking one answer does not raise the weight of another's; "skip" divides by those that have some."""
+
+
+def total(loss: Array, weights: Array) -> torch.Tensor:
+    """Sum of loss x weight, where a weight of 0 silences its token altogether, also a nan.  [M] x 2 -> number
+
+    The totals of micro-batches and ranks add up to the batch's loss.
+    """
+    weight = as_floats(weights)
+    return (torch.where(weight == 0, 0.0, as_floats(loss)) * weight).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation(Part):
+    """divides_by  what the denominator counts tokens of, so that rejection may change it: "batch", "prompt" or
+    "sequence"; empty where it counts answers or nothing
+    """
+
+    divides_by: ClassVar[Literal["batch", "prompt", "sequence", ""]] = ""
+
+    def __call__(self, masks: Masks, *, group: ArrayLike) -> Weights:
+        """The weight of each trained token in the batch's loss.  [B] bool[T], prompt group i64[B] -> [B] f32[T]"""
+        known = {"masks": masks, "group": group}
+        made: Weights = self.formula(**{name: known[name] for name in self.inputs})
+        return made
+
+    def at_most(self, max_response_tokens: int) -> Self:
+        """With the run's longest response, for an aggregation that divides by it."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMean(Aggregation):
+    """Every token of the batch counts the same: 1 / (number of trained tokens).
+
+    The default of verl, NeMo-RL, AReaL, prime-rl and TRL's dapo.
+    """
+
+    name = "token_mean"
+    paper = "DAPO, arXiv:2503.14476 section 3.3"
+    divides_by = "batch"
+
+    def formula(self, masks: Masks) -> Weights:
+        return _weights(masks, np.full(len(masks), _counts(masks).sum()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSum(Aggregation):
+    """Every token counts 1: the step grows with the batch's tokens."""
+
+    name = "token_sum"
+
+    def formula(self, masks: Masks) -> Weights:
+        return _weights(masks, np.ones(len(masks)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqMeanTokenMean(Aggregation):
+    """Every answer counts the same, and its tokens share: 1 / (B x its tokens).
+
+    Also GSPO's. A token of a long answer counts less. slime's default.
+    """
+
+    name = "seq_mean_token_mean"
+    paper = "GRPO, arXiv:2402.03300 eq. 3"
+    divides_by = "sequence"
+
+    masked_answers: Counted = "count"
+
+    def formula(self, masks: Masks) -> Weights:
+        return _weights(masks, _num_counted(masks, self.masked_answers) * _counts(masks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqMeanTokenSum(Aggregation):
+    """Every token counts 1 / B: long answers count more."""
+
+    name = "seq_mean_token_sum"
+
+    masked_answers: Counted = "count"
+
+    def formula(self, masks: Masks) -> Weights:
+        return _weights(masks, np.full(len(masks), _num_counted(masks, self.masked_answers)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqMeanTokenSumNorm(Aggregation):
+    """Every token counts 1 / (B x a constant): neither its own length nor others' change a token's weight.
+
+    The constant is the run's longest allowed response, rollout.max_new_tokens unless it is set, and not the padded
+    length of a batch.
+    """
+
+    name = "seq_mean_token_sum_norm"
+    paper = "Dr. GRPO, arXiv:2503.20783 section 3.2"
+
+    max_response_tokens: Positive = 1024.0
+    masked_answers: Counted = "count"
+
+    def formula(self, masks: Masks) -> Weights:
+        num_answers = _num_counted(masks, self.masked_answers)
+        return _weights(masks, np.full(len(masks), num_answers * self.max_response_tokens))
+
+    def at_most(self, max_response_tokens: int) -> Self:
+        return replace(self, max_response_tokens=float(max_response_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMean(Aggregation):
+    """Every prompt counts the same, and its group's tokens share: 1 / (prompts x tokens of its group). As SkyRL."""
+
+    name = "prompt_mean"
+    paper = "ScaleRL, arXiv:2510.13786"
+    divides_by = "prompt"
+
+    masked_prompts: Counted = "count"
+
+    def formula(self, masks: Masks, group: ArrayLike) -> Weights:
+        names, member = np.unique(np.asarray(group), return_inverse=True)
+        per_group = np.bincount(member, weights=_counts(masks), minlength=len(names))
+        num_prompts = len(names) if self.masked_prompts == "count" else int(np.count_nonzero(per_group))
+        return _weights(masks, num_prompts * per_group[member])
+
+
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    aggregation.name: aggregation
+    for aggregation in (
+        TokenMean,
+        TokenSum,
+        SeqMeanTokenMean,
+        SeqMeanTokenSum,
+        SeqMeanTokenSumNorm,
+        PromptMean,
+    )
+}
+"""What a run file may name (algorithm.aggregation)."""
+
+
+def _counts(masks: Masks) -> NDArray[np.float64]:
+    return np.array([np.count_nonzero(mask) for mask in masks], np.float64)
+
+
+def _num_counted(masks: Masks, masked: Counted) -> int:
+    return len(masks) if masked == "count" else int(np.count_nonzero(_counts(masks)))
+
+
+def _weights(masks: Masks, divisors: NDArray[np.generic]) -> Weights:
+    """1 / divisor on each trained token; a divisor of 0 belongs to an answer or a batch without any."""
+    return [_share(mask, max(float(divisor), 1.0)) for mask, divisor in zip(masks, divisors, strict=True)]
+
+
+def _share(mask: NDArray[Any], divisor: float) -> NDArray[Any]:
+    shares: NDArray[Any] = mask.astype(np.float64 if mask.dtype == np.float64 else np.float32)
+    shares /= divisor
+    return shares

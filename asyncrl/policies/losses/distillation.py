@@ -1,0 +1,73 @@
+"""Learning from a teacher's logprobs on the student's own samples.
+
+Off-policy distillation, on a teacher's samples, is the loss ``sft``. The sampled reverse KL is not right on stale
+samples (AsyncOPD, arXiv:2606.24143): both losses recompute the signal under the present student. Divergences over the
+whole vocabulary are not offered: the teacher would have to send a distribution per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.policies.losses.loss import Loss, LossInputs, never
+from asyncrl.policies.losses.ratios import finite, log_ratio
+from asyncrl.policies.losses.segments import Array, as_floats
+from asyncrl.policies.parts import NonNegative, Positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPDReward(Loss):
+    """REINFORCE with A - coef x (student's - teacher's logprob): the reward form of on-policy distillation.
+
+    The reverse KL as a reward per token; pure distillation has advantages of 0. The teacher's part joins the advantages
+    here, where the policy's logprobs are at hand without another pass. coef 1 in tinker and slime.
+    """
+
+    name = "opd_reward"
+    paper = "tinker's on-policy distillation (2025); slime"
+
+    coef: Positive = 1.0
+
+    def formula(
+        self, logprobs: Array, prox_logprobs: Array, advantages: Array, teacher_logprobs: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = -self.mixed(prox_logprobs, advantages, teacher_logprobs) * finite(logprobs)
+        return loss, never(loss)
+
+    def mixed(self, prox_logprobs: Array, advantages: Array, teacher_logprobs: Array) -> torch.Tensor:
+        """The advantages with the teacher's part, without gradient.  f32[M] x 3 -> f32[M]"""
+        gap = log_ratio(as_floats(prox_logprobs).detach(), teacher_logprobs)
+        return as_floats(advantages).detach() - self.coef * gap
+
+    def trained_advantages(self, inputs: LossInputs) -> torch.Tensor:
+        return self.mixed(inputs.prox_logprobs, inputs.advantages, inputs["teacher_logprobs"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPD(Loss):
+    """-R sg(teacher's - student's logprob) + kl_coef (log R)^2, R = policy / behavior: the loss form.
+
+    The first part is 0 (clipped) for tokens whose probability has already dropped by more than ``max_drop`` since they
+    were sampled; the second holds for all and keeps the policy near what sampled. R is live and not truncated.
+
+    Source: prime-rl's loss against a reference, whose 0.2 and 1e-3 these are.
+    """
+
+    name = "opd"
+    paper = "prime-rl"
+    is_coupled = True
+
+    max_drop: Positive = 0.2
+    kl_coef: NonNegative = 1e-3
+
+    def formula(
+        self, logprobs: Array, behavior_logprobs: Array, teacher_logprobs: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        exponent = log_ratio(logprobs, behavior_logprobs)
+        policy, behavior = finite(logprobs).detach(), finite(behavior_logprobs).detach()
+        has_dropped = policy.exp() - behavior.exp() < -self.max_drop
+        signal = log_ratio(as_floats(teacher_logprobs).detach(), policy)
+        pull = torch.where(has_dropped, 0.0, -exponent.exp() * signal)
+        return pull + self.kl_coef * exponent.square(), has_dropped

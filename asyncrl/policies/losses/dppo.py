@@ -1,0 +1,95 @@
+"""DPPO: masks by how far the probability of a token has moved, not by its ratio. And prime-rl's form of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from asyncrl.policies.losses.loss import Loss
+from asyncrl.policies.losses.ratios import finite, log_ratio, ratio
+from asyncrl.policies.losses.segments import Array, as_floats
+from asyncrl.policies.parts import Cap, NonNegative, Positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPPO(Loss):
+    """-sg(min(r, cap)) A logprob, 0 where the token's probability has moved far and A would move it further.
+
+    Far is a divergence of the two-outcome distribution {this token, any other} over ``delta_high`` upwards (A > 0) or
+    ``delta_low`` downwards: total variation |pi - mu|, or KL(mu || pi) in nats, whose default is 0.05. A rare token may
+    change its ratio a lot and is not masked for it. Clipped: masked.
+
+    The cap of 20 is verl's, whose value (not gradient) differs from the paper's -A r. SkyRL has no cap.
+    """
+
+    name = "dppo"
+    paper = "arXiv:2602.04879"
+    is_coupled = True
+
+    divergence: Literal["tv", "kl"] = "tv"
+    delta_low: Positive = 0.2
+    delta_high: Positive = 0.2
+    ratio_cap: Cap = 20.0
+
+    @classmethod
+    def defaults_for(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"delta_low": 0.05, "delta_high": 0.05} if options.get("divergence") == "kl" else {}
+
+    def formula(
+        self, logprobs: Array, behavior_logprobs: Array, advantages: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        advantage = as_floats(advantages).detach()
+        policy, behavior = finite(logprobs).detach(), finite(behavior_logprobs).detach()
+        moved = policy.exp() - behavior.exp()
+        distance = moved.abs() if self.divergence == "tv" else _binary_kl(behavior, policy)
+        is_far_up = (distance > self.delta_high) & (moved > 0) & (advantage > 0)
+        is_far_down = (distance > self.delta_low) & (moved < 0) & (advantage < 0)
+        masked = is_far_up | is_far_down
+        weight = ratio(logprobs, behavior_logprobs).detach().clamp(max=self.ratio_cap)
+        return torch.where(masked, 0.0, -weight * advantage * finite(logprobs)), masked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimeRL(Loss):
+    """-R A where the mask keeps the token, plus kl_coef (log R)^2 on every token; R = policy / behavior, live.
+
+    ``mask`` "dppo" is DPPO's by total variation, "ipo" rejects whatever moved by more than ``delta_high`` up or
+    ``delta_low`` down, whichever way the advantage points. R is not truncated. Clipped: masked.
+
+    Source: prime-rl's default and IPO losses, 0.2 / 0.2 and 1e-3 there; the pull is Kimi K2.5's.
+    """
+
+    name = "prime_rl"
+    paper = "prime-rl; the mask is arXiv:2602.04879"
+    is_coupled = True
+
+    mask: Literal["dppo", "ipo"] = "dppo"
+    delta_low: Positive = 0.2
+    delta_high: Positive = 0.2
+    kl_coef: NonNegative = 1e-3
+
+    def formula(
+        self, logprobs: Array, behavior_logprobs: Array, advantages: Array
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        advantage = as_floats(advantages).detach()
+        moved = finite(logprobs).detach().exp() - finite(behavior_logprobs).detach().exp()
+        is_up, is_down = moved > self.delta_high, moved < -self.delta_low
+        masked = is_up | is_down if self.mask == "ipo" else (is_up & (advantage > 0)) | (is_down & (advantage < 0))
+        exponent = log_ratio(logprobs, behavior_logprobs)
+        policy_loss = torch.where(masked, 0.0, -advantage * exponent.exp())
+        return policy_loss + self.kl_coef * exponent.square(), masked
+
+
+def _binary_kl(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """KL of {token, any other} between two policies, from the token's logprobs, in nats."""
+    left_other, right_other = _log_of_others(left), _log_of_others(right)
+    return left.exp() * (left - right) + left_other.exp() * (left_other - right_other)
+
+
+def _log_of_others(logprobs: torch.Tensor) -> torch.Tensor:
+    """log(1 - p), finite where p rounds to 1."""
+    others: torch.Tensor = -torch.expm1(logprobs)
+    return others.clamp(min=1e-30).log()

@@ -1,0 +1,44 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.policies.losses.loss import AnchoredLoss
+from asyncrl.policies.losses.ratios import log_ratio
+from asyncrl.policies.losses.segments import Array, as_floats, segment_mean, spread
+from asyncrl.policies.parts import ClipWidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GMPO(AnchoredLoss):
+    """-A exp(mean of the sequence's clipped log ratios), where a log ratio is clipped to [-clip_low, clip_high] on the
+    side to which the advantage pushes it.
+
+    One outlier among the tokens moves a geometric mean less than the arithmetic one of PPO. Each token carries its
+    sequence's value, so use the aggregation ``seq_mean_token_mean``. verl's "geo_mean", which has the same range.
+    """
+
+    name = "gmpo"
+    paper = "arXiv:2507.20673"
+
+    clip_low: ClipWidth = 0.4
+    clip_high: ClipWidth = 0.4
+
+    def formula(
+        self,
+        logprobs: Array,
+        prox_logprobs: Array,
+        behavior_logprobs: Array,
+        advantages: Array,
+        sequence: Array,
+        num_sequences: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        advantage = as_floats(advantages).detach()
+        moved = log_ratio(logprobs, self.center(prox_logprobs, behavior_logprobs))
+        bounded = moved.clamp(-self.clip_low, self.clip_high)
+        pessimistic = torch.where(advantage >= 0, torch.minimum(moved, bounded), torch.maximum(moved, bounded))
+        mean = segment_mean(pessimistic, sequence, num_sequences=num_sequences)
+        return -advantage * spread(mean.exp(), sequence), (pessimistic != moved).detach()

@@ -1,0 +1,86 @@
+"""How far a policy is from a reference, per token: estimates of KL(policy || reference) from the token's logprobs.
+
+Each takes ``logprobs`` and ``ref_logprobs`` f32[M] of tokens that the policy sampled and gives nats f32[M]. Which one:
+
+    in the reward (token_rewards)   k1: exact in expectation
+    in the loss, on policy          k2: its gradient is the reverse KL's. k1's is zero in expectation, k3's is that of
+                                    the forward KL (both tested by enumeration, tests/unit/policies/losses/test_kl.py)
+    in the loss, off policy         unbiased: k3 times the ratio to what sampled, which must keep its gradient
+    to look at                      k3: never negative, unbiased, little variance
+
+Gradients flow through ``logprobs`` only. k3 clamps the log ratio before exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from asyncrl.policies.losses.ratios import log_ratio, ratio
+from asyncrl.policies.losses.segments import Array
+
+Estimate = Literal["k1", "k2", "k3", "absolute", "low_variance", "unbiased", "k3_weighted"]
+
+CORRECTED: Final = ("unbiased", "k3_weighted")
+"""Estimates that weigh by the ratio to what sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """coef x the estimate of KL(policy || reference), added to every token's loss or subtracted from its reward."""
+
+    coef: float
+    estimate: Estimate
+    place: Literal["loss", "reward"]
+
+    def __call__(self, logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
+        """coef x nats, with gradient in ``logprobs``.  f32[M] x 3 -> f32[M]"""
+        if self.estimate in CORRECTED:
+            is_live = self.estimate == "unbiased"
+            return self.coef * unbiased(logprobs, ref_logprobs, behavior_logprobs, is_ratio_live=is_live)
+        estimates = {"k1": k1, "k2": k2, "k3": k3, "absolute": absolute, "low_variance": low_variance}
+        return self.coef * estimates[self.estimate](logprobs, ref_logprobs)
+
+
+def k1(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """log(policy / reference): unbiased, of either sign.  f32[M] x 2 -> f32[M].  joschu.net/blog/kl-approx.html"""
+    return log_ratio(logprobs, ref_logprobs)
+
+
+def k2(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """Half the squared log ratio: biased in value, exact in gradient on policy.  f32[M] x 2 -> f32[M], >= 0"""
+    return log_ratio(logprobs, ref_logprobs).square() / 2
+
+
+def k3(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """e^d - d - 1 with d = log(reference / policy): unbiased.  f32[M] x 2 -> f32[M], >= 0"""
+    d = -log_ratio(logprobs, ref_logprobs)
+    return d.exp() - d - 1.0
+
+
+def absolute(logprobs: Array, ref_logprobs: Array) -> torch.Tensor:
+    """|log(policy / reference)|: a distance, not an estimate of KL.  f32[M] x 2 -> f32[M], >= 0.  verl's "abs"."""
+    return log_ratio(logprobs, ref_logprobs).abs()
+
+
+def low_variance(logprobs: Array, ref_logprobs: Array, *, limit: float = 10.0) -> torch.Tensor:
+    """k3 of at most ``limit`` nats, so that one token cannot own the batch's gradient.  f32[M] x 2 -> f32[M]
+
+    verl's low_var_kl; slime clamps the result only, AReaL that of all of k1, k2 and k3.
+    """
+    return k3(logprobs, ref_logprobs).clamp(-limit, limit)
+
+
+def unbiased(
+    logprobs: Array, ref_logprobs: Array, behavior_logprobs: Array, *, is_ratio_live: bool = True
+) -> torch.Tensor:
+    """k3 times the ratio of the policy to what sampled: right for tokens of any policy.  f32[M] x 3 -> f32[M], >= 0
+
+    With the live ratio its expected gradient is the exact one (per token: ratio x log(policy / reference)); detached
+    ("k3_weighted") it is biased as k3 is. Source: DeepSeek-V3.2, arXiv:2512.02556 eq. 7; TRL use_bias_correction_kl,
+    NeMo-RL. slime takes the ratio to the recomputed old policy, which is right for that policy's tokens only.
+    """
+    weight = ratio(logprobs, behavior_logprobs)
+    return (weight if is_ratio_live else weight.detach()) * k3(logprobs, ref_logprobs)

@@ -1,0 +1,162 @@
+"""What an algorithm is put together from. A part is a frozen dataclass: its fields are its options, ``formula`` is what
+it computes, and the names of the formula's parameters are what it needs of the batch and of other models.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Cispo(Loss):
+        name = "cispo"
+        clip_high: Positive = 4.0
+
+        def formula(self, logprobs, behavior_logprobs, advantages): ...
+
+An option is a number with a range (``Cap``, ``Positive``, ...: a float annotated with a ``Range``) or one of several
+words (a ``Literal``). The run file's [algorithm.options] sets them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
+
+from asyncrl import plugins
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """low <= value <= high, or low < value where ``is_open``; ``why`` is added to the message of a refusal.
+
+    Infinity turns a bound off, unless ``is_finite``.
+    """
+
+    low: float
+    high: float = math.inf
+    is_open: bool = False
+    is_finite: bool = True
+    why: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        is_above = self.low < value if self.is_open else self.low <= value
+        return is_above and value <= self.high and (math.isfinite(value) or not self.is_finite)
+
+    def __str__(self) -> str:
+        bounds = [f"{'>' if self.is_open else '>='} {self.low:g}"]
+        bounds += [f"<= {self.high:g}"] if self.high < math.inf else ["finite"] if self.is_finite else []
+        return " and ".join(bounds) + self.why
+
+
+FRESH: Final = " (the ratio of a fresh token is 1)"
+
+Positive = Annotated[float, Range(low=0.0, is_open=True)]
+NonNegative = Annotated[float, Range(low=0.0)]
+Share = Annotated[float, Range(low=0.0, high=1.0)]
+Number = Annotated[float, Range(low=-math.inf, is_finite=False)]
+ClipWidth = Annotated[float, Range(low=0.0, is_finite=False)]
+"""How far a ratio may move from 1."""
+Cap = Annotated[float, Range(low=1.0, is_finite=False, why=FRESH)]
+"""Upper bound of a ratio."""
+Floor = Annotated[float, Range(low=0.0, high=1.0, why=FRESH)]
+"""Lower bound of a ratio."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Base of Advantage, Loss, Correction and Aggregation.
+
+    name    what the run file calls it;  paper  where it comes from
+    inputs  the parameters of ``formula``, in order
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    inputs: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.name = cls.__dict__.get("name") or cls.__name__
+        cls.inputs = tuple(inspect.signature(cls.formula).parameters)[1:]
+
+    def formula(self, *args: Any, **kwargs: Any) -> Any:
+        """What the part computes. Each kind of part says what comes in and what goes out."""
+        raise NotImplementedError(f"{type(self).__name__} defines no formula")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def defaults_for(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Defaults that depend on what else is set: a number may mean something else with another word."""
+        return {}
+
+    def problem(self) -> str:
+        """What is wrong with the options taken together, in a few words; empty if nothing is."""
+        return ""
+
+    def with_options(self, changes: Mapping[str, Any]) -> Self:
+        """A copy with other options. Raises ConfigError for a value of the wrong type, not for one out of range."""
+        typed = {key: _typed(value, _hints(type(self))[key], key) for key, value in changes.items()}
+        return replace(self, **{**self.defaults_for(typed), **typed})
+
+    def check(self) -> None:
+        """Raises ConfigError for the first option that is out of its range."""
+        hints = _hints(type(self))
+        for option, value in self.options.items():
+            _typed(value, hints[option], f"{option} of {self.name}")
+            allowed = allowed_range(type(self), option)
+            if allowed is not None and value not in allowed:
+                raise ConfigError(f"algorithm.options: {option} of {self.name} must be {allowed}, got {value:g}")
+        if problem := self.problem():
+            raise ConfigError(f"algorithm.options: {problem}")
+
+
+def _hints(kind: type[Part]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def allowed_range(kind: type[Part], option: str) -> Range | None:
+    """The range of a number among the options of ``kind``; None of a word."""
+    found = [item for item in getattr(_hints(kind)[option], "__metadata__", ()) if isinstance(item, Range)]
+    return found[0] if found else None
+
+
+def _typed(value: Any, hint: Any, key: str) -> Any:
+    """``value`` as its field holds it: a word that is known, or a number."""
+    if typing.get_origin(hint) is Literal:
+        words = typing.get_args(hint)
+        if value not in words:
+            raise ConfigError(f"algorithm.options: {key} must be one of {', '.join(words)}, got {value!r}")
+        return value
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        raise ConfigError(f"algorithm.options: {key} must be a number, got {value!r}")
+    return float(value)
+
+
+P = TypeVar("P", bound=Part)
+
+
+def named(name: str, kind: type[P], table: Mapping[str, type[P]], *, where: str) -> P:
+    """The part with its defaults. ``where`` is the key of [algorithm]. Raises ConfigError, naming what is near."""
+    if name in table:
+        return table[name]()
+    if ":" not in name:
+        near = difflib.get_close_matches(name, table, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"algorithm: {where} must be one of {', '.join(table)}, got {name!r}{hint}")
+    found = plugins.load(name, where=f"algorithm.{where}", kind=type)
+    if not issubclass(found, kind):
+        raise ConfigError(f"algorithm.{where}: {name!r} must derive from {kind.__module__}.{kind.__name__}")
+    if "__dataclass_fields__" not in vars(found):
+        raise ConfigError(
+            f"algorithm.{where}: {name!r} must be a dataclass: put @dataclass(frozen=True, slots=True, kw_only=True) "
+            "above it"
+        )
+    try:
+        part: P = found()
+    except TypeError as error:
+        raise ConfigError(f"algorithm.{where}: {name!r} needs a default for every option ({error})") from error
+    return part

@@ -1,0 +1,1 @@
+"""Staleness control: admission, the buffer's order and bound, age weights."""

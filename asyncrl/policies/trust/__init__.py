@@ -1,0 +1,1 @@
+"""Which trajectories to believe: validation and logprob mismatch."""

@@ -1,0 +1,273 @@
+"""Trajectory groups that cannot be: each is looked at alone, before it is held, so that no such number reaches a step.
+
+What a message can tell of itself (lengths of its arrays, positive or non-finite logprobs) it checks when it is built
+(messages/rollout.py). What only the learner knows is here: what the group's prompt asked for, the model's vocabulary
+and context, the versions there have been. ``CHECKS`` is the table, in the order in which they are made: what is cheap
+and bounds the size of the rest comes first. A group that passes costs the learner no more than an honest one may.
+
+Tests: tests/unit/policies/trust/test_validation.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.validation import name_problem
+from asyncrl.policies.staleness.staleness import Forks, effective_version
+
+MOST_PARTS: Final = 64
+"""Parts of one answer's reward. Each is a metric of every step."""
+LARGEST_PART_NAME: Final = 128
+OWN_METRICS: Final = frozenset({"mean", "std", "same_in_group"})
+"""Parts of a reward are metrics ``reward/NAME``; these are the learner's."""
+
+LEAST_LOGPROB: Final = -104.0
+"""Of a token that an engine sampled. The smallest probability above 0 in float32 is 2^-149, whose logarithm is -103.3;
+a token of probability 0 is never sampled. The rest is rounding."""
+UNLIKELY: Final = 42.0
+"""Nats by which an answer may be less likely than tokens drawn evenly from the vocabulary, ln(10^18).
+
+For an answer of n tokens of a vocabulary V that was sampled with the logprobs it carries, E[exp(-sum)] <= V^n, so by
+Markov's inequality P(sum < -(n ln V + 42)) <= exp(-42): once in 10^18 answers, which no run samples.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the prompt of a group asked for, as far as the learner knows.
+
+    samples            answers
+    max_tokens         of one answer
+    max_prompt_tokens  of the prompt
+    prompt_digest      of the prompt's tokens (``digest``); empty: not known
+    epoch              of the data; None: not known
+    """
+
+    samples: frozenset[int]
+    max_tokens: int
+    max_prompt_tokens: int
+    prompt_digest: bytes = b""
+    epoch: int | None = None
+
+
+def digest(tokens: NDArray[np.int32]) -> bytes:
+    """Of a prompt's tokens, the same in every process."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """Where the learner is when the group arrives."""
+
+    incarnation: int
+    policy_version: int
+    forks: Forks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupValidation:
+    """What is possible in a run.
+
+    vocabulary_size    tokens are 0..vocabulary_size - 1
+    context_tokens     that fit into the model, the prompt included
+    largest_reward     magnitude of a reward and of its parts (reward.largest)
+    are_answers_whole  whether every answer that was asked for must be there; False where stragglers are cut off
+    are_sampled        False where answers come from the data: no version sampled them, and their logprobs mean nothing
+    """
+
+    vocabulary_size: int = 2**31
+    context_tokens: int = 2**31
+    largest_reward: float = math.inf
+    are_answers_whole: bool = False
+    are_sampled: bool = True
+    asked_before: Asked | None = None
+    """Of groups whose prompt an earlier life of the learner published: what any of them may have asked for."""
+
+    def problem(
+        self,
+        group: TrajectoryGroup,
+        *,
+        incarnation: int,
+        policy_version: int,
+        forks: Forks,
+        asked: Asked | None = None,
+    ) -> str:
+        """Why a learner at (incarnation, policy_version) must not train the group; "" when nothing speaks against it.
+
+        ``asked``: None when this life of the learner did not publish its prompt. A failed group has no answers to look
+        at.
+        """
+        vetted = Vetted(
+            group=group,
+            asked=asked or self.asked_before,
+            possible=self,
+            learner=Learner(incarnation=incarnation, policy_version=policy_version, forks=forks),
+        )
+        for check in CHECKS:
+            if (group.trajectories or check.is_of_failed) and (problem := next(check.problems(vetted), "")):
+                return problem
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vetted:
+    """One group and all that is known of it without looking at any other."""
+
+    group: TrajectoryGroup
+    asked: Asked | None
+    possible: GroupValidation
+    learner: Learner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """problems: what is wrong, in words, as far as this check goes; is_of_failed: made of a failed group too."""
+
+    what: str
+    problems: Callable[[Vetted], Iterator[str]]
+    is_of_failed: bool = False
+
+
+def _names(vetted: Vetted) -> Iterator[str]:
+    if problem := name_problem(vetted.group.worker):
+        yield problem
+
+
+def _counts(vetted: Vetted) -> Iterator[str]:
+    group, asked = vetted.group, vetted.asked
+    if asked is None:
+        return
+    answers, most = len(group.trajectories), max(asked.samples)
+    if answers > most:
+        yield f"it has {answers} answers, and {most} were asked for"
+    elif answers + group.cancelled not in asked.samples:
+        yield f"it has {answers} answers and {group.cancelled} cut off, and {_either(asked.samples)} were asked for"
+    elif group.cancelled and vetted.possible.are_answers_whole:
+        yield f"it says that {group.cancelled} answers were cut off, and this run cuts none"
+
+
+def _prompt(vetted: Vetted) -> Iterator[str]:
+    tokens, asked = vetted.group.prompt_tokens, vetted.asked
+    if not len(tokens):
+        yield "it has no prompt tokens"
+    elif asked is None:
+        return
+    elif len(tokens) > asked.max_prompt_tokens:
+        yield f"its prompt has {len(tokens)} tokens, and no prompt has more than {asked.max_prompt_tokens}"
+    elif asked.prompt_digest and digest(tokens) != asked.prompt_digest:
+        yield "its prompt is not the one that was asked"
+
+
+def _epoch(vetted: Vetted) -> Iterator[str]:
+    group, asked = vetted.group, vetted.asked
+    if asked is not None and asked.epoch is not None and group.epoch != asked.epoch:
+        yield f"it is of epoch {group.epoch} of the data, and its prompt of {asked.epoch}"
+
+
+def _lengths(vetted: Vetted) -> Iterator[str]:
+    prompt, asked, context = len(vetted.group.prompt_tokens), vetted.asked, vetted.possible.context_tokens
+    for trajectory in vetted.group.trajectories:
+        length = len(trajectory.tokens)
+        if prompt + length > context:
+            yield f"prompt and answer have {prompt + length} tokens, the model's context {context}"
+        if asked is not None and length > asked.max_tokens:
+            yield f"an answer has {length} tokens, and at most {asked.max_tokens} were asked for"
+
+
+def _masks(vetted: Vetted) -> Iterator[str]:
+    if not all(trajectory.response_mask.any() for trajectory in vetted.group.trajectories):
+        yield "an answer has no token that the model sampled: there is nothing to train"
+
+
+def _tokens(vetted: Vetted) -> Iterator[str]:
+    size = vetted.possible.vocabulary_size
+    parts = [("prompt token", vetted.group.prompt_tokens)]
+    for what, tokens in [*parts, *(("token", trajectory.tokens) for trajectory in vetted.group.trajectories)]:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= size:
+            yield f"{what} {low if low < 0 else high} is outside the vocabulary of {size}"
+
+
+def _logprobs(vetted: Vetted) -> Iterator[str]:
+    if not vetted.possible.are_sampled:
+        return
+    even = math.log(vetted.possible.vocabulary_size)
+    for trajectory in vetted.group.trajectories:
+        sampled = trajectory.behavior_logprobs[trajectory.response_mask]
+        least, total = float(sampled.min()), float(sampled.sum(dtype=np.float64))
+        if least < LEAST_LOGPROB:
+            yield f"a behavior logprob is {least:.4g}; what float32 can sample is above {LEAST_LOGPROB:g}"
+        elif total < -(len(sampled) * even + UNLIKELY):
+            yield (
+                f"the behavior logprobs of {len(sampled)} tokens add up to {total:.4g}: less likely than {UNLIKELY:g} "
+                f"nats below tokens drawn evenly from the vocabulary of {vetted.possible.vocabulary_size}"
+            )
+
+
+def _rewards(vetted: Vetted) -> Iterator[str]:
+    largest = vetted.possible.largest_reward
+    for trajectory in vetted.group.trajectories:
+        yield from _part_names(trajectory)
+        for name, value in {"reward": trajectory.reward, **trajectory.reward_parts}.items():
+            if not math.isfinite(value):
+                yield f"{name} is {value}"
+            elif abs(value) > largest:
+                yield f"{name} is {value:.4g}, beyond reward.largest = {largest:g}"
+
+
+def _part_names(trajectory: Trajectory) -> Iterator[str]:
+    parts = trajectory.reward_parts
+    if len(parts) > MOST_PARTS:
+        yield f"a reward has {len(parts)} parts, over {MOST_PARTS}"
+    for name in parts:
+        if problem := part_problem(name):
+            yield problem
+
+
+def part_problem(name: str) -> str:
+    """What is wrong with the name of a reward's part; "" if nothing is. It becomes the metric reward/NAME."""
+    if name in OWN_METRICS:
+        return f"a part of a reward is named {name!r}, and reward/{name} is a metric of the learner"
+    if not 0 < len(name) <= LARGEST_PART_NAME or not name.isprintable():
+        return f"the name of a reward's part must have 1 to {LARGEST_PART_NAME} printable characters, got {name[:40]!r}"
+    return ""
+
+
+def _versions(vetted: Vetted) -> Iterator[str]:
+    if not vetted.possible.are_sampled:
+        return
+    learner = vetted.learner
+    for trajectory in vetted.group.trajectories:
+        for span in trajectory.version_spans:
+            version = effective_version(span, learner.forks)
+            if span.incarnation > learner.incarnation or version > learner.policy_version:
+                yield (
+                    f"sampled by version {span.policy_version} of incarnation {span.incarnation}, "
+                    f"and the learner is at version {learner.policy_version} of {learner.incarnation}"
+                )
+
+
+def _either(counts: frozenset[int]) -> str:
+    return " or ".join(map(str, sorted(counts)))
+
+
+CHECKS: Final = (
+    Check(what="the worker's name", problems=_names, is_of_failed=True),
+    Check(what="as many answers as were asked for", problems=_counts),
+    Check(what="the prompt that was asked", problems=_prompt),
+    Check(what="the pass over the data that its prompt is of", problems=_epoch),
+    Check(what="answers no longer than asked, and within the model's context", problems=_lengths),
+    Check(what="something to train in every answer", problems=_masks),
+    Check(what="tokens of the model's vocabulary", problems=_tokens),
+    Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),
+    Check(what="versions that there have been", problems=_versions),
+    Check(what="logprobs that an engine can have sampled with", problems=_logprobs),
+)

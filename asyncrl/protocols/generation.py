@@ -1,0 +1,128 @@
+"""What an engine samples after a prompt: complete, or still in progress.
+
+A ``PartialGeneration`` shows a generation before it is complete, and lets another engine continue it: its prefix counts
+towards max_new_tokens and keeps its logprobs and the versions that sampled it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import SamplingParams, VersionSpan, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled after a prompt.  tokens i32[T], logprobs f32[T] under the sampling distribution.
+
+    ``finish_reason`` is empty while the generation is in progress.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str
+
+    def first(self, count: int) -> Generation:
+        """Its first ``count`` tokens, unfinished."""
+        return Generation(
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            version_spans=tuple(span for span in self.version_spans if span.start < count),
+            finish_reason="",
+        )
+
+    def after(self, count: int) -> Generation:
+        """Everything after its first ``count`` tokens."""
+        if not count:
+            return self
+        spans = {max(0, span.start - count): span for span in self.version_spans}  # the last one at 0 wins
+        return Generation(
+            tokens=self.tokens[count:],
+            logprobs=self.logprobs[count:],
+            version_spans=tuple(
+                replace(span, start=start) for start, span in spans.items() if start < len(self.tokens) - count
+            ),
+            finish_reason=self.finish_reason,
+        )
+
+    def then(self, rest: Generation) -> Generation:
+        """The concatenation of this and ``rest``."""
+        if not len(self.tokens):
+            return rest
+        spans = list(self.version_spans)
+        for span in rest.version_spans:
+            if (span.incarnation, span.policy_version) != (spans[-1].incarnation, spans[-1].policy_version):
+                spans.append(replace(span, start=span.start + len(self.tokens)))
+        return Generation(
+            tokens=np.concatenate([self.tokens, rest.tokens]),
+            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
+            version_spans=tuple(spans),
+            finish_reason=rest.finish_reason,
+        )
+
+    def left_of(
+        self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams
+    ) -> tuple[NDArray[np.int32], SamplingParams]:
+        """Arguments to continue from here: prompt and tokens i32[P + T], and max_new_tokens - T."""
+        if not len(self.tokens):
+            return prompt_tokens, sampling
+        context = np.concatenate([prompt_tokens, self.tokens]).astype(np.int32, copy=False)
+        return context, replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.tokens))
+
+
+NOTHING: Final = Generation(
+    tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), version_spans=(), finish_reason=""
+)
+
+
+class InProgress(Protocol):
+    """An engine's view of a generation in progress. Called in the event loop at any time."""
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        ...
+
+    def so_far(self, begin: int = 0) -> Generation:
+        """Tokens from ``begin`` on; must cost no more than those, as it is called every few seconds."""
+        ...
+
+
+class PartialGeneration:
+    """A generation in progress: created by the caller, updated by the engine that samples it.
+
+    prefix  tokens to continue from: fewer than max_new_tokens, and the last is not an end token
+    """
+
+    def __init__(self, prefix: Generation = NOTHING) -> None:
+        self.prefix = prefix
+        self._rest: InProgress | None = None
+
+    def follow(self, rest: InProgress) -> None:
+        """Called by the engine: ``rest`` is what follows the prefix."""
+        self._rest = rest
+
+    def finish(self, generation: Generation) -> None:
+        """Set the complete generation."""
+        self.prefix, self._rest = generation, None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prefix.tokens) + (len(self._rest) if self._rest is not None else 0)
+
+    def so_far(self, begin: int = 0) -> Generation:
+        """Everything so far from token ``begin`` on.
+
+        While in progress, excludes the newest token: only the engine knows whether it is valid or the last.
+        """
+        known = len(self.prefix.tokens)
+        before = self.prefix.after(min(begin, known))
+        if self._rest is None:
+            return before
+        rest = self._rest.so_far(max(0, begin - known))
+        is_good = np.isfinite(rest.logprobs[:-1])
+        return before.then(rest.first(len(is_good) if is_good.all() else int(is_good.argmin())))

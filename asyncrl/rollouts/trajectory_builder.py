@@ -1,0 +1,103 @@
+"""Builds the trajectory of a conversation between the model and an environment, turn by turn.
+
+    turns = TrajectoryBuilder(prompt.prompt_tokens)
+    question = turns.answered(await generate(turns.tokens, max_new_tokens=64))
+    turns.observed(tokenizer.encode(result_of(question), add_special_tokens=False))
+    turns.answered(await generate(turns.tokens, max_new_tokens=prompt.sampling.max_new_tokens - turns.num_tokens))
+    return turns.trajectory()
+
+What the model says is trained, with the logprobs and versions that it was sampled with; what the environment says is
+masked out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory, VersionSpan, replace
+from asyncrl.protocols.generation import Generation
+
+
+class TrajectoryBuilder:
+    """Takes turns in any order and number, at least one of them the model's.
+
+    An observation has the version of the answer before it, or of the first answer if none came before: it never makes
+    a trajectory older (tests/unit/rollouts/test_trajectory_builder.py, test_an_observation_has_no_version_of_its_own).
+    """
+
+    def __init__(self, prompt_tokens: NDArray[np.int32]) -> None:
+        self._num_prompt_tokens = len(prompt_tokens)
+        self._tokens = np.asarray(prompt_tokens, np.int32)
+        self._logprobs = np.zeros(0, np.float32)
+        self._mask = np.zeros(0, np.bool_)
+        self._spans: list[VersionSpan] = []
+        self._finish_reason = ""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """The prompt and all turns so far, i32[P + T]: what ``generate`` is to continue."""
+        return self._tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all turns so far, without the prompt: T, which must stay within rollout.max_new_tokens."""
+        return len(self._mask)
+
+    def answered(self, answer: Generation) -> Generation:
+        """Add the model's turn, as ``generate`` returned it. Returns it."""
+        for span in answer.version_spans:
+            start = self.num_tokens + span.start if self._spans else 0
+            if not self._spans or _version(span) != _version(self._spans[-1]):
+                self._spans.append(replace(span, start=start))
+        self._append(answer.tokens, answer.logprobs, is_sampled=True)
+        self._finish_reason = answer.finish_reason
+        return answer
+
+    def observed(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """Add the environment's turn, [T], which may be empty. Raises ValueError unless it is a flat list of ids."""
+        found = np.asarray(token_ids)
+        if found.ndim != 1:
+            raise ValueError(f"an observation must be a flat list of token ids, got shape {found.shape}")
+        if len(found) and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= 2**31):
+            raise ValueError(
+                f"an observation must be a list of token ids, whole numbers >= 0, got {found[:8].tolist()}"
+            )
+        tokens = found.astype(np.int32)
+        self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
+
+    def trajectory(
+        self, *, reward: float = math.nan, reward_parts: Mapping[str, float] | None = None, finish_reason: str = ""
+    ) -> Trajectory:
+        """All turns so far.
+
+        reward         used with reward.kind = "none", where a group without one fails; any other kind replaces it and
+                       its parts
+        finish_reason  empty takes the last answer's; "length" is for a conversation that was cut off
+
+        Raises ValueError if no turn is the model's.
+        """
+        if not self._spans:
+            raise ValueError("a trajectory needs an answer of the model: pass what generate returned to answered()")
+        return Trajectory(
+            tokens=self._tokens[self._num_prompt_tokens :],
+            response_mask=self._mask,
+            behavior_logprobs=self._logprobs,
+            version_spans=tuple(self._spans),
+            reward=reward,
+            reward_parts=dict(reward_parts or {}),
+            finish_reason=finish_reason or self._finish_reason,
+        )
+
+    def _append(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], *, is_sampled: bool) -> None:
+        """Makes new arrays: callers may hold the old ones."""
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._mask = np.concatenate([self._mask, np.full(len(tokens), is_sampled)])
+
+
+def _version(span: VersionSpan) -> tuple[int, int]:
+    return (span.incarnation, span.policy_version)

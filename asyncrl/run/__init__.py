@@ -1,0 +1,1 @@
+"""Builds and supervises a run: adapters, actors, processes, the run folder."""

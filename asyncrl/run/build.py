@@ -1,0 +1,301 @@
+"""The actors of a process, put together: the learner with what runs beside it, and a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.actors.learner.prompt_source import PromptSource, Rows
+from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.config import RunConfig
+from asyncrl.config.record import as_table
+from asyncrl.data.model_folder import check_model
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import ConfigError
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.topics import PROGRESS
+from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
+from asyncrl.metrics.sinks import open_sinks
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.validation import Asked, GroupValidation
+from asyncrl.protocols import Backend, Bus, WeightChannel
+from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run import learner_models, registry, resume_checks
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
+from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
+
+# -- learner -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPorts:
+    """What a learner is made of besides its run file: adapters, data, and where its numbers go.
+
+    admission                   the run file's, if None
+    most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
+    """
+
+    algorithm: Algorithm
+    backend: Backend
+    training: TrainingStep
+    channel: WeightChannel
+    rows: Rows
+    metrics: MetricsReporter
+    validator: Validator
+    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    admission: Admission | None = None
+    most_failed: int = 32
+    most_filtered: int = 1000
+
+
+async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
+    """The learner, and the actors that run beside it in its process; ready to be supervised."""
+    progress = (await bus.states(PROGRESS)).get("")
+    state, restore_from = await _starting_point(
+        run, bus=bus, resume=resume, last_incarnation=-1 if progress is None else progress.incarnation
+    )
+    rows = await asyncio.to_thread(registry.open_rows, run)
+    algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
+    ports = LearnerPorts(
+        algorithm=algorithm,
+        backend=backend,
+        training=TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run)),
+        channel=channel,
+        rows=rows,
+        metrics=MetricsReporter(
+            bus,
+            open_sinks(run, resume=resume),
+            alarms=(
+                MismatchAlarm(run.metrics.mismatch_alarm),
+                DropAlarm(run.metrics.drop_alarm),
+                StandstillAlarm(),
+            ),
+            has_behavior=_are_sampled(run),
+        ),
+        validator=_validator(run, bus=bus),
+        filters=registry.filters(run),
+        most_failed=max(32, 2 * run.window),
+        most_filtered=max(1000, 20 * run.window),
+    )
+    learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
+    senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
+    return learner, [prompts, *senders]
+
+
+def assemble_learner(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, restore_from: Path | None = None
+) -> tuple[Learner, PromptSource]:
+    """The learner and the prompt source of its process, from their parts. ``state``: what they start from."""
+    history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
+    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
+    table = GroupTable.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
+    in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
+    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    disk = Disk(waits)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk)
+    reader = TrajectoryReader(
+        bus,
+        table=table,
+        link=link,
+        progress=progress,
+        changed=changed,
+        validator=ports.validator,
+        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered),
+        max_failed_in_a_row=ports.most_failed,
+        in_progress=in_progress,
+    )
+    trainer = Trainer(
+        run,
+        backend=ports.backend,
+        training=ports.training,
+        weights=WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version),
+        waits=waits,
+        restore_from=restore_from,
+    )
+    learner = Learner(
+        "learner",
+        bus,
+        run=run,
+        table=table,
+        reader=reader,
+        batcher=Batcher(run, table=table, progress=progress, changed=changed, algorithm=ports.algorithm),
+        trainer=trainer,
+        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),
+        progress=progress,
+        metrics=ports.metrics,
+        disk=disk,
+        in_progress=in_progress,
+    )
+    prompts = PromptSource(
+        "prompts",
+        bus,
+        rows=ports.rows,
+        admission=ports.admission or Admission.of(run),
+        sampling=_sampling(run),
+        max_tokens=_max_tokens(run),
+        group_size=run.rollout.group_size,
+        state=state,
+        link=link,
+        are_sampled=_are_sampled(run),
+    )
+    return learner, prompts
+
+
+def _sampling(run: RunConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=run.rollout.max_new_tokens,
+        temperature=run.rollout.temperature,
+        top_p=run.rollout.top_p,
+        top_k=run.rollout.top_k,
+        ignore_eos=run.rollout.ignore_eos,
+    )
+
+
+def _validator(run: RunConfig, *, bus: Bus) -> Validator:
+    model = check_model(Path(run.model.path))
+    lives = [*settings_of_lives(run.run_directory / HISTORY_FILE), as_table(run)]
+    bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
+    return Validator(
+        bus,
+        validation=GroupValidation(
+            vocabulary_size=model.vocab_size,
+            context_tokens=model.context_tokens,
+            largest_reward=run.reward.largest,
+            are_answers_whole=all(life["staleness"]["stragglers"] != "partial" for life in lives),
+            are_sampled=_are_sampled(run),
+            asked_before=_asked_before(lives),
+        ),
+        rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
+        num_dp_shards=run.learner.data_parallel,
+        max_tokens=run.learner.micro_batch_tokens,
+    )
+
+
+_ANY: Final = 2**31
+
+
+def _max_tokens(run: RunConfig) -> int:
+    """Of an answer. A rollout function of the user's may take turns, as many as the model's context holds."""
+    return run.rollout.max_new_tokens if run.rollout.function in registry.ROLLOUTS else _ANY
+
+
+def _asked_before(lives: Sequence[Mapping[str, Any]]) -> Asked:
+    """What a prompt that is still on the bus may ask for. ``lives``: the run file of each life of the learner."""
+    rollouts = [life["rollout"] for life in lives]
+    built_in = all(rollout["function"] in registry.ROLLOUTS for rollout in rollouts)
+    return Asked(
+        samples=frozenset(rollout["group_size"] for rollout in rollouts),
+        max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
+        max_prompt_tokens=max(life["data"]["max_prompt_tokens"] for life in lives),
+    )
+
+
+def _are_sampled(run: RunConfig) -> bool:
+    """Whether answers come from a policy, with its logprobs; given ones have none."""
+    return run.rollout.function != "given"
+
+
+async def _starting_point(
+    run: RunConfig, *, bus: Bus, resume: bool, last_incarnation: int
+) -> tuple[LearnerState, Path | None]:
+    """Where the learner starts, and the backend folder to restore. ``last_incarnation``: newest on the bus, or -1."""
+    if not resume:
+        if checkpoint.complete(run.run_directory / "checkpoints") or last_incarnation >= 0:
+            raise ConfigError(
+                f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
+                "--resume, or start another with --set run.name=NAME"
+            )
+        return LearnerState.fresh(), None
+    found = await resume_checks.starting_checkpoint(run, bus=bus)
+    state, folder = found if found is not None else (LearnerState.fresh(), None)
+    if run.run.steps < state.step:
+        raise ConfigError(f"run.steps is {run.run.steps}, but the checkpoint is at step {state.step} already")
+    if state.groups_per_batch not in (0, run.learner.groups_per_batch):
+        raise ConfigError(
+            f"learner.groups_per_batch: the checkpoint was made with {state.groups_per_batch}; the window "
+            f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
+        )
+    incarnation = max(state.incarnation, last_incarnation) + 1
+    forks = state.forks | {incarnation: state.policy_version}
+    return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+
+
+# -- rollout worker ----------------------------------------------------------------------------------------------------
+
+
+async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutWorker, WeightFollower]:
+    """The worker and what keeps its engine's weights new, ready to be supervised."""
+    engine = registry.engine(run, name=name)
+    weights = registry.channel(run, bus=bus)
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
+    follower = WeightFollower(
+        f"{name}.weights",
+        bus,
+        engine=engine,
+        verify=weights.verify,
+        load=run.load,
+        progress=lambda: weights.progress,
+        receiver_of=lambda intake: weights.receiver(intake, engine=name),
+        max_staleness=run.max_staleness,
+    )
+    worker = training_worker(
+        name,
+        bus,
+        engine=engine,
+        follower=follower,
+        rollout=rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)(tokenizer),
+        reward=registry.load_reward(run),
+        tokenizer=tokenizer,
+        seed=run.run.seed,
+        max_running=run.rollout.max_running,
+        max_attempts=run.rollout.max_attempts,
+        keep_seconds=run.bus.ack_seconds / 3,
+        context_tokens=(await asyncio.to_thread(check_model, Path(run.model.path))).context_tokens,
+        sample_seconds=run.rollout.timeout_seconds,
+        stragglers=Stragglers(
+            max_staleness=run.max_staleness,
+            min_group=run.staleness.min_group,
+            are_waited_for=run.staleness.eviction == "wait",
+        )
+        if run.staleness.stragglers == "partial"
+        else None,
+        partial_rollouts=PartialRollouts(
+            bus,
+            worker=name,
+            seconds=run.rollout.partial_save_seconds,
+            max_attempts=run.rollout.max_attempts,
+            max_staleness=run.max_staleness,
+        ),
+    )
+    return worker, follower

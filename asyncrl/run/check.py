@@ -1,0 +1,204 @@
+"""Checks a run file before anything starts.
+
+Every problem is a ConfigError: one line that says what to change. No weights are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config import RunConfig
+from asyncrl.data.model_folder import ModelFolder, check_model_at
+from asyncrl.errors import ConfigError
+from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run import learner_models, registry
+
+if TYPE_CHECKING:
+    from asyncrl.policies.algorithms.algorithm import Algorithm
+
+log = logging.getLogger("asyncrl.check")
+
+
+def check(run: RunConfig) -> None:
+    """Refuse, with a ConfigError that says what to change, what `asyncrl run` could not do here. Starts nothing."""
+    _check_settings(run)
+    registry.bus_class(run).check_machine(run)
+    launcher = registry.launcher_class(run)
+    launcher.check_machine(run)
+    if launcher.places:  # on other machines: each process looks at its own
+        return
+    registry.backend_class(run).check_machine(run)
+    if run.rollout.workers:
+        registry.engine_class(run).check_machine(run)
+
+
+def check_learner(run: RunConfig) -> None:
+    """What ``check`` refuses, on a machine that has the learner only."""
+    _check_settings(run)
+    registry.backend_class(run).check_machine(run)
+
+
+def check_worker(run: RunConfig) -> None:
+    """What ``check`` refuses, on a machine that has a rollout worker only: no data, no learner."""
+    _check_before_torch(run)
+    _check_engine_and_channel(run)
+    registry.engine_class(run).check_machine(run)
+
+
+def _check_settings(run: RunConfig) -> None:
+    if not Path(run.data.path).is_file():
+        problem = "is a folder; name one file in it" if Path(run.data.path).is_dir() else "does not exist"
+        raise ConfigError(f"data.path: {run.data.path} {problem}; it must be a .jsonl or .parquet file")
+    _check_directory(run.run_directory)
+    _check_before_torch(run)
+    launcher = registry.launcher_class(run)
+    for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
+        if gpus and launcher.places:
+            raise ConfigError(
+                f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
+                "and GPUs itself; remove the key (launcher.options says how)"
+            )
+    _check_engine_and_channel(run)
+    algorithm = registry.algorithm(run)
+    _check_given(run, algorithm)
+    _check_reward(run, algorithm)
+    if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
+            'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
+        )
+    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
+        raise ConfigError(
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
+            "remove it or use rollout.group_size = 2 or more"
+        )
+    learner_models.check_folders(run, algorithm)
+    registry.backend_class(run).check(run)
+    launcher.check(run)
+    _check_filters(run)
+
+
+def _check_directory(directory: Path) -> None:
+    """The run's folder is there, or can be made."""
+    there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    if not there.is_dir():
+        raise ConfigError(f"run.directory: {there} is a file; the run's files go to {directory}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.directory: cannot write to {there}, where {directory} is to be; name another")
+
+
+def _check_before_torch(run: RunConfig) -> None:
+    """What needs no torch, whose import takes many seconds on a busy machine. Code of the user's may import it."""
+    registry.bus_class(run).check(run)
+    _check_bus(run)
+    _check_sampling(run)
+    _check_context(run, check_model_at("model.path", Path(run.model.path)))
+    registry.load_reward(run)
+    rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
+
+
+def _check_engine_and_channel(run: RunConfig) -> None:
+    registry.engine_class(run).check(run)
+    registry.channel_class(run).check(run)
+
+
+def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
+    if run.reward.kind == "none" and run.rollout.function in registry.ROLLOUTS and algorithm.reads_rewards:
+        raise ConfigError(
+            f'reward.kind: "none" takes the reward that the rollout function sets, and "{run.rollout.function}" sets '
+            f"none, so {algorithm.name} would learn nothing; choose another reward.kind, or a rollout.function of your "
+            "own"
+        )
+
+
+def _check_filters(run: RunConfig) -> None:
+    """Each is asked about a group made up here. What only real groups have, such as the parts of a reward, it may
+    miss; a TypeError or an AttributeError a real group would raise too."""
+    from asyncrl.actors.learner.group_filters import ask, sample_group
+
+    for name, function in registry.filters(run).items():
+        try:
+            ask(function, sample_group())
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"algorithm.filters: {name} raised {type(error).__name__}: {error}; a filter is a function of one "
+                "TrajectoryGroup that returns True to keep it"
+            ) from error
+        except Exception as error:  # the learner will say so, if a real group raises it too
+            log.warning("algorithm.filters: %s raised %s: %s on a made-up group", name, type(error).__name__, error)
+
+
+def _check_bus(run: RunConfig) -> None:
+    largest, limit = run.largest_message_bytes, run.bus.max_message_bytes
+    if largest > limit:
+        raise ConfigError(
+            f"bus: a trajectory group of {run.rollout.group_size} x {run.rollout.max_new_tokens} tokens may take "
+            f"{largest:,} bytes, over bus.max_message_bytes ({limit:,}); raise it (and max_payload of a server of your "
+            "own) or lower rollout.group_size or rollout.max_new_tokens"
+        )
+    between = run.run.steps if run.checkpoint.keep_log else 2 * run.checkpoint.every_steps or run.run.steps
+    groups = run.window + min(between, run.run.steps) * run.learner.groups_per_batch
+    if groups * largest > run.bus.max_log_bytes:
+        raise ConfigError(
+            f"bus: up to {groups:,} groups of {largest:,} bytes lie in the log before the second checkpoint trims it, "
+            f"{groups * largest:,} in all, over bus.max_log_bytes ({run.bus.max_log_bytes:,}): a full log would stop "
+            "the run; raise it or lower checkpoint.every_steps"
+        )
+
+
+def _check_context(run: RunConfig, model: ModelFolder) -> None:
+    new, context = run.rollout.max_new_tokens, model.context_tokens
+    if new >= context and run.rollout.function != "given":
+        raise ConfigError(
+            f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the model's context of "
+            f"{context:,} (max_position_embeddings in {model.path / 'config.json'}); use fewer"
+        )
+
+
+def _check_sampling(run: RunConfig) -> None:
+    rollout = run.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise ConfigError(
+            f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "
+            "the trainer cannot recompute; use top_p = 1.0, top_k = 0 and adjust temperature instead"
+        )
+
+
+def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
+    """Answers from the data train what looks at nothing but them: no policy sampled them."""
+    rollout, key = run.rollout, run.data.response_key
+    if rollout.function != "given":
+        if key and rollout.function == "single_turn":
+            raise ConfigError(
+                f'data.response_key: "{key}" is imitated by rollout.function = "given", and "single_turn" generates '
+                "answers of its own; set that, or remove the key"
+            )
+        return
+    if not key:
+        raise ConfigError(
+            'rollout.function: "given" takes the answers from the data; set data.response_key to their column'
+        )
+    if rollout.group_size > 1:
+        raise ConfigError(
+            f'rollout.group_size: a row has one answer, and "given" would train it {rollout.group_size} times; use 1'
+        )
+    if not algorithm.loss.is_supervised:
+        raise ConfigError(
+            f'rollout.function: "given" takes answers that no policy sampled, and loss {algorithm.loss.name} needs '
+            'their behavior logprobs; use algorithm.name = "sft"'
+        )
+    kl = algorithm.kl
+    for compares, name, instead in (
+        (algorithm.correction_name != "none", "algorithm.correction", '"none"'),
+        (kl is not None and kl.estimate == "unbiased", 'reference.kl = "unbiased"', '"k2"'),
+        (run.staleness.adaptive, "staleness.adaptive", "false"),
+        (bool(run.staleness.learning_rate), "staleness.learning_rate", '""'),
+    ):
+        if compares:
+            raise ConfigError(
+                f'{name} compares the policy with what sampled the answers, and rollout.function = "given" takes '
+                f"answers that no policy sampled; use {instead}"
+            )

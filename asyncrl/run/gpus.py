@@ -1,0 +1,39 @@
+"""How many GPUs the processes of a run need, and which of this machine's GPUs each process gets."""
+
+from __future__ import annotations
+
+from asyncrl.config import RunConfig
+from asyncrl.launchers.placement import Placement, place
+from asyncrl.run import registry
+
+
+def placement(run: RunConfig) -> Placement:
+    """How this machine's GPUs are dealt to the processes that `asyncrl run` starts on it. Raises ConfigError.
+
+    Not part of ``check``: a process that has been given its GPUs sees no others.
+    """
+    return place(
+        num_gpus(),
+        ranks=gpus_of_learner(run),
+        workers=run.rollout.workers,
+        gpus_per_worker=gpus_per_worker(run),
+        learner_gpus=run.learner.gpus,
+        rollout_gpus=run.rollout.gpus,
+    )
+
+
+def num_gpus() -> int:
+    """Number of GPUs that torch sees on this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpus_of_learner(run: RunConfig) -> int:
+    """Number of GPUs that the learner needs; 0 if it trains on the CPU."""
+    return registry.backend_class(run).num_gpus(run)
+
+
+def gpus_per_worker(run: RunConfig) -> int:
+    """Number of GPUs that one rollout worker needs; 0 if its engine runs on the CPU."""
+    return registry.engine_class(run).num_gpus(run)

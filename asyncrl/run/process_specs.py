@@ -1,0 +1,83 @@
+"""What each process of a run is started with: its command, GPUs, environment and paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from asyncrl.config import RunConfig
+from asyncrl.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.policies.health.faults import LEARNER, WORKER
+from asyncrl.protocols.launcher import Launcher, ProcessSpec
+from asyncrl.run import required_paths
+from asyncrl.run.child_process import ChildProcess, RestartPolicy
+from asyncrl.run.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
+
+
+class ProcessSpecs:
+    """Makes the processes of one run; nothing is started."""
+
+    def __init__(
+        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """
+        common       arguments of every process: the run file and its overrides
+        environment  added to the environment of every process
+        """
+        self._run = run_config
+        self._places = launcher.places
+        self._common = common
+        self._environment = dict(environment)
+
+    def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
+        """The learner, then ``workers`` rollout workers, or as many as the run file says.
+
+        Prints which process gets which GPUs, if there are any. Raises ConfigError when there are too few.
+        """
+        run = self._run
+        if workers is not None and workers != run.rollout.workers:
+            print(
+                f"rollout workers: {workers}, the last size set by `asyncrl scale`; rollout.workers is "
+                f"{run.rollout.workers}",
+                flush=True,
+            )
+            run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
+        gpus = Placement(learner=(), workers=((),) * run.rollout.workers) if self._places else placement(run)
+        for name, its in gpus.processes.items():
+            if its:
+                print(f"{name:10s}GPU {numbers(its)}", flush=True)
+        workers_gpus = [(name, its) for name, its in gpus.processes.items() if name != LEARNER]
+        return [self._learner(gpus.learner, resume=resume), *(self._worker(name, its) for name, its in workers_gpus)]
+
+    def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
+        """One more rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
+        needed = gpus_per_worker(self._run)
+        given = self._run.rollout.gpus
+        return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
+
+    def _learner(self, gpus: Gpus, *, resume: bool) -> ChildProcess:
+        spec = ProcessSpec(
+            name=LEARNER,
+            role=LEARNER,
+            arguments=("learner", *self._common),
+            num_gpus=gpus_of_learner(self._run),
+            gpus=gpus,
+            environment=self._environment,
+            paths=required_paths.learner_paths(self._run),
+            shared=required_paths.learner_folders(self._run),
+        )
+        restarts = RestartPolicy(self._run.run.restarts)
+        return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
+
+    def _worker(self, name: str, gpus: Gpus) -> ChildProcess:
+        spec = ProcessSpec(
+            name=name,
+            role=WORKER,
+            arguments=("rollout-worker", *self._common, "--name", name),
+            num_gpus=gpus_per_worker(self._run),
+            gpus=gpus,
+            environment=self._environment,
+            paths=required_paths.worker_paths(self._run),
+            shared=required_paths.worker_folders(self._run),
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))

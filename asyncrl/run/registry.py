@@ -1,0 +1,267 @@
+"""Composition root: a run file to bus, engine, backend and actors. The only file that names adapters.
+
+The tables below are the documentation of what can be chosen; every entry may also be "package.module:object".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrl import plugins
+from asyncrl.bus.adapter import BusAdapter
+from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
+from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.messages.signing import UNSIGNED, Signatures
+from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
+from asyncrl.protocols.adapter import Adapter
+from asyncrl.run import learner_models, signing_keys
+
+if TYPE_CHECKING:
+    from asyncrl.backends.adapter import BackendAdapter
+    from asyncrl.data.prompts import PromptDataset
+    from asyncrl.engines.adapter import EngineAdapter
+    from asyncrl.launchers.adapter import LauncherAdapter
+    from asyncrl.policies.algorithms.algorithm import Algorithm
+    from asyncrl.policies.batching.filters import GroupFilter
+    from asyncrl.protocols.launcher import Launcher
+    from asyncrl.weights.adapter import ChannelAdapter
+
+A = TypeVar("A", bound=Adapter)
+
+ENGINES = {
+    "inprocess": "asyncrl.engines.inprocess.engine:InProcessEngine",
+    "none": "asyncrl.engines.null:NullEngine",
+    "sglang": "asyncrl.engines.sglang.engine:SGLangEngine",
+}
+BACKENDS = {
+    "megatron": "asyncrl.backends.megatron.backend:MegatronBackend",
+    "reference": "asyncrl.backends.reference.backend:ReferenceBackend",
+}
+CHANNELS = {
+    "files": "asyncrl.weights.files:FilesChannel",
+    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "objects": "asyncrl.weights.objects.channel:ObjectsChannel",
+}
+LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
+BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
+FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
+ROLLOUTS = {name: f"asyncrl.rollouts.builtin:{name}" for name in ("single_turn", "given")}
+
+BUS_FILE = "bus.json"
+"""Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def engine_class(run: RunConfig) -> type[EngineAdapter]:
+    from asyncrl.engines.adapter import EngineAdapter
+
+    return _adapter(run.engine.kind, where="engine.kind", table=ENGINES, port=EngineAdapter)
+
+
+def backend_class(run: RunConfig) -> type[BackendAdapter]:
+    from asyncrl.backends.adapter import BackendAdapter
+
+    return _adapter(run.learner.backend, where="learner.backend", table=BACKENDS, port=BackendAdapter)
+
+
+def channel_class(run: RunConfig) -> type[ChannelAdapter]:
+    from asyncrl.weights.adapter import ChannelAdapter
+
+    return _adapter(run.weights.channel, where="weights.channel", table=CHANNELS, port=ChannelAdapter)
+
+
+def launcher_class(run: RunConfig) -> type[LauncherAdapter]:
+    from asyncrl.launchers.adapter import LauncherAdapter
+
+    return _adapter(run.launcher.kind, where="launcher.kind", table=LAUNCHERS, port=LauncherAdapter)
+
+
+def bus_class(run: RunConfig) -> type[BusAdapter]:
+    return _adapter(run.bus.kind, where="bus.kind", table=BUSES, port=BusAdapter)
+
+
+def _adapter(name: str, *, where: str, table: Mapping[str, str], port: type[A]) -> type[A]:
+    """The class that the run file names. Raises ConfigError when it is not an adapter of this port."""
+    found = plugins.load(name, where=where, table=table)
+    if not (isinstance(found, type) and issubclass(found, port)):
+        raise ConfigError(
+            f"{where}: {name!r} does not describe itself: derive its class from {port.__module__}.{port.__name__} "
+            "(docs/develop/extending.md)"
+        )
+    return found
+
+
+def algorithm(run: RunConfig) -> Algorithm:
+    """The row, with the run file's correction and options. Refuses stale data without a correction."""
+    from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve, sets
+    from asyncrl.policies.algorithms.table import ALGORITHMS
+    from asyncrl.policies.corrections.chains import weight_left_behind
+
+    section = run.algorithm
+    spec = ALGORITHMS.get(section.name)
+    if spec is None:
+        addresses = {name: "asyncrl.policies.algorithms.table:ALGORITHMS" for name in ALGORITHMS}
+        spec = plugins.load(section.name, where="algorithm.name", table=addresses, kind=AlgorithmSpec)
+    resolved = resolve(
+        spec,
+        advantage=section.advantage,
+        loss=section.loss,
+        aggregation=section.aggregation,
+        correction=section.correction,
+        denominator=section.denominator,
+        entropy_coef=section.entropy_coef,
+        kl=learner_models.penalty(run),
+        options=section.options,
+    )
+    learner_models.require_sections(run, resolved)
+    limit = run.rollout.max_new_tokens
+    if not sets(section.options, "max_response_tokens"):
+        resolved = dataclasses.replace(resolved, aggregation=resolved.aggregation.at_most(limit))
+    resolved = dataclasses.replace(
+        resolved,
+        overlong_tokens=section.overlong_tokens,
+        overlong_factor=section.overlong_factor,
+        overlong_floor=section.overlong_floor,
+        max_response_tokens=limit,
+        masks_truncated=section.mask_truncated,
+        learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
+    )
+    if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
+        raise ConfigError(
+            f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '
+            "as if it were fresh, which collapses: a token that the policy has become ten times less likely to sample "
+            f"counts {weight_left_behind(resolved.correction):g}, and may count 0.5; use correction = "
+            '"tis_token" or a mask that rejects it, or allow_uncorrected = true if you mean it'
+        )
+    return resolved
+
+
+def filters(run: RunConfig) -> dict[str, GroupFilter]:
+    """By their names in the run file."""
+    return {name: plugins.load(name, where="algorithm.filters", table=FILTERS) for name in run.algorithm.filters}
+
+
+def load_reward(run: RunConfig) -> Any:
+    from asyncrl.rewards.load import load_reward
+
+    return load_reward(run.reward)
+
+
+def open_rows(run: RunConfig) -> PromptDataset:
+    """The prompts. Raises ConfigError for the first row that cannot be one."""
+    from asyncrl.data.model_folder import check_model_at
+    from asyncrl.data.prompts import PromptDataset, RowLimits
+    from asyncrl.data.tokenizer import load_tokenizer
+    from asyncrl.rewards.load import needs_label
+
+    context = check_model_at("model.path", Path(run.model.path)).context_tokens
+    limits = RowLimits(
+        prompt_tokens=context if run.rollout.function == "given" else context - run.rollout.max_new_tokens,
+        row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
+        labelled_for=run.reward.kind if needs_label(run.reward) else "",
+    )
+    tokenizer = load_tokenizer(Path(run.model.path))
+    return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits)
+
+
+def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
+    made = channel_class(run).build(run, bus=bus)
+    if every := run.weights.models_every:
+        from asyncrl.weights.kept_models import WithModels
+
+        return WithModels(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))
+    return made
+
+
+def backend(run: RunConfig) -> Backend:
+    from asyncrl.backends.adapter import optimizer_settings
+
+    resolved = algorithm(run)
+    auxiliary = learner_models.models(run, resolved, optimizer=optimizer_settings(run))
+    return backend_class(run).build(run, algorithm=resolved, auxiliary=auxiliary)
+
+
+def engine(run: RunConfig, *, name: str) -> Engine:
+    return engine_class(run).build(run, name=name)
+
+
+def launcher(run: RunConfig) -> Launcher:
+    return launcher_class(run).build(run)
+
+
+# -- bus ---------------------------------------------------------------------------------------------------------------
+
+
+async def connect(run: RunConfig, *, token: str, role: str = "learner", signatures: Signatures | None = None) -> Bus:
+    """The run's bus: bus.url, or the server that `asyncrl run` started in the run's folder.
+
+    role        of bus/jetstream/credentials.py; only the learner's makes the run's streams
+    signatures  what the run's keys make of the role, if none are given
+    """
+    url, token = bus_address(run, token=token)
+    bus = await _connect(run, url, token=token, role=role, signatures=signatures)
+    if bus.max_message_bytes < run.largest_message_bytes:
+        limit = bus.max_message_bytes
+        await bus.close()
+        raise ConfigError(
+            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a trajectory group "
+            f"may have {run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or "
+            "max_new_tokens"
+        )
+    return bus
+
+
+async def own_bus(run: RunConfig) -> Bus:
+    """The bus of a run in one process, which has it alone."""
+    return await _connect(run, "", token="", role="learner", signatures=UNSIGNED)
+
+
+async def observe(run: RunConfig, *, token: str, role: str = "observer") -> Bus:
+    """The run's bus for somebody who only looks, or an "operator": nothing is made there. Raises ConfigError."""
+    url, token = bus_address(run, token=token)
+    return await _connect(run, url, token=token, role=role)
+
+
+def bus_address(run: RunConfig, *, token: str) -> tuple[str, str]:
+    """(url, token) of bus.url, or of the server that `asyncrl run` started in the run's folder. Raises NoSuchRun."""
+    if not bus_class(run).is_shared:
+        raise ConfigError(
+            f'bus.kind: "{run.bus.kind}" is inside the process of `asyncrl run`, which no other process can reach; '
+            'a run that others join or look at needs bus.kind = "nats"'
+        )
+    if run.bus.url or run.bus.address:
+        return run.bus.url or run.bus.address, token
+    return own_address(run.run_directory)
+
+
+def own_address(directory: Path) -> tuple[str, str]:
+    """(url, token) of the server that the `asyncrl run` in ``directory`` started. Raises NoSuchRun."""
+    path = directory / BUS_FILE
+    try:
+        table = json.loads(path.read_bytes())
+        found = (table["url"], table["token"])
+        if not all(isinstance(text, str) for text in found):
+            raise ValueError("no url and token")
+        if table.get("inode", path.stat().st_ino) == path.stat().st_ino:
+            return found
+        problem = f"{path}: was copied with another run's folder, and no `asyncrl run` is up in {directory}"
+    except FileNotFoundError:
+        problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
+    except OSError as error:
+        problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it anew"
+    except (ValueError, KeyError, TypeError):
+        problem = f"{path}: is damaged; `asyncrl run` writes it anew"
+    raise NoSuchRun(
+        f"{problem}; start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT"
+    )
+
+
+async def _connect(run: RunConfig, url: str, *, token: str, role: str, signatures: Signatures | None = None) -> Bus:
+    signatures = signatures or signing_keys.signatures(run, role=role)
+    return await bus_class(run).connect(run, url=url, token=token, role=role, signatures=signatures)

@@ -1,0 +1,90 @@
+"""One backend that takes the steps of a recorded run again, and changes its settings on the way. Blocking."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.config import RunConfig
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.batching import batch as batches
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.batching.packing import pack_for_ranks
+from asyncrl.policies.staleness.staleness import Forks, age_weight
+from asyncrl.protocols import Backend
+from asyncrl.run import learner_models, registry
+from asyncrl.weights.files import FilesChannel
+
+
+class Trainer:
+    """Call everything from one thread, as the learner does: a backend may keep to the one that started it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._run: RunConfig | None = None
+        self._backend: Backend | None = None
+
+    def step(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        *,
+        run: RunConfig,
+        folder: Path | None,
+        step: int,
+        max_staleness: int,
+        forks: Forks,
+    ) -> dict[str, Metric]:
+        """Train step ``step`` on ``groups`` with the settings ``run``; its metrics.
+
+        The first one starts from ``folder``, a checkpoint's, or from the run's model when that is None.
+        """
+        backend = self._backend_for(run, folder)
+        algorithm, section = registry.algorithm(run), run.staleness
+        batch = batches.build(
+            groups,
+            algorithm=algorithm,
+            policy_version=step - 1,
+            max_staleness=max_staleness,
+            forks=forks,
+            age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
+        )
+        shares = pack_for_ranks(
+            batch.documents, ranks=run.learner.data_parallel, max_tokens=run.learner.micro_batch_tokens
+        )
+        training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
+        rate = training.learning_rate(step - 1, peak=run.learner.learning_rate, warmup_steps=run.learner.warmup_steps)
+        result = training(batch, shares, step=step - 1, learning_rate=rate)
+        return dict(batch.metrics) | dict(result.metrics)
+
+    def export(self, *, incarnation: int, version: int) -> None:
+        """Write the present weights as a model folder."""
+        assert self._backend is not None and self._run is not None
+        channel = FilesChannel(self._directory / "weights", keep=1, model_path=Path(self._run.model.path))
+        channel.publish(self._backend.export(), incarnation=incarnation, policy_version=version)
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+        self._backend = None
+
+    def _backend_for(self, run: RunConfig, folder: Path | None) -> Backend:
+        """The backend, made anew with the same state where the settings change."""
+        if self._backend is not None and run == self._run:
+            return self._backend
+        between = self._directory / ".between"
+        try:
+            if self._backend is not None:
+                folder = between
+                folder.mkdir()
+                self._backend.save(folder)
+                self.close()
+            made = registry.backend(run)
+            made.start()
+            self._backend, self._run = made, run
+            if folder is not None:
+                made.restore(folder)
+        finally:
+            shutil.rmtree(between, ignore_errors=True)
+        return made

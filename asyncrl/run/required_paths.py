@@ -1,0 +1,33 @@
+"""What the processes of a run need on the machines they are on: files that are there, and folders that are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.run import registry
+
+
+def learner_paths(run: RunConfig) -> Mapping[str, Path]:
+    """Key of the run file -> what the learner reads."""
+    return {
+        **worker_paths(run),
+        "data.path": Path(run.data.path),
+        **registry.backend_class(run).required_paths(run),
+    }
+
+
+def worker_paths(run: RunConfig) -> Mapping[str, Path]:
+    """Key of the run file -> what a rollout worker reads: its tokenizer and what its engine needs."""
+    return {"model.path": Path(run.model.path), **registry.engine_class(run).required_paths(run)}
+
+
+def learner_folders(run: RunConfig) -> Mapping[str, Path]:
+    """Where the learner writes what the machine of `asyncrl run` reads: checkpoints, metrics, history."""
+    return {"run.directory": run.run_directory}
+
+
+def worker_folders(run: RunConfig) -> Mapping[str, Path]:
+    """Where a worker reads what the learner writes."""
+    return registry.channel_class(run).required_paths(run)

@@ -1,0 +1,60 @@
+"""Finds the checkpoint that a run is resumed from, and refuses a folder that does not have its checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from pathlib import Path
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, DiskError
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.protocols import Bus
+from asyncrl.state import checkpoint
+
+log = logging.getLogger("asyncrl.learner")
+
+
+async def starting_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState, Path] | None:
+    """The newest whole checkpoint of the run, and its backend folder; None when it may start from its whole log.
+
+    Damaged ones are set aside (state/checkpoint.py). Raises ConfigError when no checkpoint is left and one is needed,
+    or none can be read by this user; DiskError when none can be read now.
+    """
+    folder = run.run_directory / "checkpoints"
+    try:
+        found = await asyncio.to_thread(functools.partial(checkpoint.resume, folder, say=log.warning))
+    except OSError as error:
+        text = f"{error.filename or folder}: cannot be read: {error.strerror or error}; nothing is set aside for it"
+        if isinstance(error, PermissionError):
+            raise ConfigError(f"{text}. Resume as the user who started the run, or give this one the files") from error
+        raise DiskError(text) from error
+    if found is None:
+        await refuse(run, bus=bus)
+        if aside := checkpoint.damaged(folder):
+            log.warning("%s: only %s is left; starting at step 0, from the whole log", folder, ", ".join(aside))
+    return found
+
+
+async def refuse(run: RunConfig, *, bus: Bus) -> None:
+    """Raises ConfigError when the bus has seen a checkpoint of the run, and its folder here has none.
+
+    What that checkpoint has consumed is no longer on the log, so a learner without it would wait forever for those
+    groups. The same holds when a checkpoint was set aside and the log is gone with the bus that had it. A run that was
+    killed before its first checkpoint still has its whole log, and starts again from that.
+    """
+    folder = run.run_directory / "checkpoints"
+    if checkpoint.complete(folder):
+        return
+    progress = (await bus.states(PROGRESS)).get("")
+    depth, last = await bus.depth(TRAJECTORIES), await bus.last_sequence(TRAJECTORIES)
+    aside = checkpoint.damaged(folder)
+    if depth < last or (progress is not None and progress.finished) or (aside and not last):
+        step = "" if progress is None else f", which is at step {progress.step}"
+        damaged = f" ({', '.join(aside)} could not be read)" if aside else ""
+        raise ConfigError(
+            f"run.directory: {folder} has no checkpoint of run {run.run.name!r}{step}{damaged}; resume it with the "
+            "run.directory that it was started with, or start another run.name"
+        )

@@ -1,0 +1,191 @@
+"""The keys by which the processes of a run know each other's messages (messages/signing.py).
+
+    keys/learner      in the run's folder: the learner's secret, 0600
+    keys/learner.pub  its public half, for bus.learner_key of workers on other machines
+    keys/life         of the newest process that signs; a number that rises with each
+
+The learner's key is made with the run, whoever starts it, or was given with its credentials (bin/nats-config), and so
+was its public half to the other roles. A run that was begun without one, by an older version, goes
+on without one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from asyncrl.bus.jetstream import credentials
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
+from asyncrl.protocols.launcher import Launcher
+from asyncrl.run import worker_keys
+from asyncrl.state.history import HISTORY_FILE
+
+LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
+"""In the environment of processes that `asyncrl run` starts: the learner's public key."""
+_FOLDER: Final = "keys"
+_LIFE_DIGITS: Final = 18
+
+_OURS: Final[dict[tuple[int, Path], Signatures]] = {}
+"""By process id and folder: what this process signs with. It has one life, however often it connects to the bus."""
+_TAKING: Final = threading.Lock()
+
+log = logging.getLogger("asyncrl.keys")
+
+
+def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, has_joined: bool = False) -> Signatures:
+    """What a process of this role signs with, and whom it believes. Raises ConfigError for a key that is damaged.
+
+    own         of a rollout worker
+    has_joined  it has come by the bus: the run's folder on this machine may be of another run of that name
+    """
+    name, folder = run.run.name, run.run_directory / _FOLDER
+    if role != "learner":
+        known = run.bus.learner_key or _given(run, role).get("learner-key", "")
+        known = known or ("" if has_joined else _public(folder))
+        learns = role == "rollout-worker" and not known
+        return Signatures(run=name, own=own, life=_now(), learner=known, learns=learns)
+    with _TAKING:
+        ours = _OURS.get((os.getpid(), folder))
+        try:
+            key = _key(run)
+        except (ConfigError, OSError):
+            if ours is None:
+                raise
+            return ours.for_another_connection()  # a disk that fails now says nothing about the bus
+        if key is None:
+            return Signatures(run=name)
+        if ours is None or ours.learner != key.public:
+            bound = worker_keys.bound_names(folder, learner=key.public)
+            ours = Signatures(run=name, own=key, life=_next_life(folder), learner=key.public, bound=bound)
+            _OURS[os.getpid(), folder] = ours
+        return ours.for_another_connection()
+
+
+def learner_key(run: RunConfig) -> str:
+    """The learner's public key, made if the run has none; empty for a run that goes on without."""
+    key = _key(run)
+    return key.public if key is not None else ""
+
+
+def _key(run: RunConfig) -> SigningKey | None:
+    """The learner's, from its credentials or its folder; None for a run that goes on without."""
+    directory, folder = run.run_directory, run.run_directory / _FOLDER
+    given = _given(run, "learner").get("signing-key", "")
+    if given and directory.is_dir() and (folder.is_dir() or not (directory / HISTORY_FILE).exists()):
+        folder.mkdir(exist_ok=True)
+        key = SigningKey.from_text(given)
+    elif (kept := _secret(folder)) is not None:
+        key = kept
+    else:
+        return _made(run)
+    _publish(key, folder)
+    return key
+
+
+def _publish(key: SigningKey, folder: Path) -> None:
+    """Write the public half where it is not: a crash may have come before it."""
+    public = folder / "learner.pub"
+    try:
+        if not public.exists() or public.read_bytes().strip() != key.public.encode():
+            _write(public, key.public, mode=0o644)
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; workers on other machines need it", public, error.strerror)
+
+
+def _given(run: RunConfig, role: str) -> dict[str, str]:
+    """Keys in the role's credentials, where `bin/nats-config` wrote them."""
+    return credentials.keys(run.bus.credentials, role=role) if run.bus.credentials else {}
+
+
+def _made(run: RunConfig) -> SigningKey | None:
+    """None for a run that has begun without, and for one whose folder is not there yet: nothing is said before."""
+    directory, folder = run.run_directory, run.run_directory / _FOLDER
+    if not directory.is_dir() or (directory / HISTORY_FILE).exists():
+        return None
+    key = SigningKey.generate()
+    try:
+        folder.mkdir(exist_ok=True)
+        _write(folder / "learner", key.text(), mode=0o600)
+        _write(folder / "learner.pub", key.public, mode=0o644)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot keep the learner's key there: {error.strerror}") from None
+    return key
+
+
+def _secret(folder: Path) -> SigningKey | None:
+    try:
+        return SigningKey.from_text((folder / "learner").read_text().strip())
+    except FileNotFoundError:
+        return None
+    except (PermissionError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{folder / 'learner'}: cannot read the learner's key: {reason}; put it back from a copy, or remove "
+            f"{folder}: a run that has begun goes on unsigned"
+        ) from None
+
+
+def _public(folder: Path) -> str:
+    try:
+        text = (folder / "learner.pub").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    if not is_public_key(text):
+        raise ConfigError(
+            f"{folder / 'learner.pub'}: is no key of 64 hexadecimal digits; remove it: the learner writes it again "
+            "when it starts"
+        )
+    return text
+
+
+def _next_life(folder: Path) -> int:
+    """Higher than any before, also where the clock went back meanwhile."""
+    path, life = folder / "life", _now()
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", errors="replace") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = file.read(_LIFE_DIGITS + 1).strip()
+            life = max(int(text) + 1 if text.isdecimal() and len(text) <= _LIFE_DIGITS else 0, life)
+            file.seek(0)
+            file.write(str(life))  # over the last one: a full disk takes it, too
+            file.truncate()
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; this process goes by the clock", path, error.strerror)
+    return life
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def keyed(launcher: Launcher, run: RunConfig) -> Launcher:
+    """The launcher, giving the run's workers keys of their own if the run has keys."""
+    folder = run.run_directory / _FOLDER
+    return worker_keys.KeyedLauncher(launcher, folder=folder) if learner_key(run) else launcher
+
+
+def _write(path: Path, text: str, *, mode: int) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

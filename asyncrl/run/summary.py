@@ -1,0 +1,163 @@
+"""What a run file means once every default is resolved: what `asyncrl check` prints, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import RunConfig
+from asyncrl.config.addresses import without_secrets
+from asyncrl.config.toml_text import toml_text
+from asyncrl.run import gpus, learner_models, registry
+from asyncrl.run.check import check
+
+if TYPE_CHECKING:
+    from asyncrl.policies import parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of an algorithm, with every option as it will be trained."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A checked run file. ``str`` of it is what `asyncrl check` prints.
+
+    settings     every key of the run file, defaults filled in
+    algorithm    its name; ``paper`` is where it was published, "" if nowhere
+    correction   applied one after the other
+    models       folder of each model that the learner loads, by name: "policy", "critic", ...
+    num_prompts  prompts in the data
+    num_looked_at, num_too_long  prompts that were tokenised, and those of them that are over ``most_prompt_tokens`` and
+                                 will be dropped
+    gpus         which GPUs each process gets, for a person
+    """
+
+    settings: RunConfig
+    algorithm: str
+    paper: str
+    advantage: Part
+    loss: Part
+    aggregation: Part
+    correction: tuple[Part, ...]
+    models: Mapping[str, Path]
+    num_prompts: int
+    num_looked_at: int
+    num_too_long: int
+    most_prompt_tokens: int
+    gpus: str
+
+    @property
+    def max_staleness(self) -> int:
+        """Policy versions: no token older than this is trained."""
+        return self.settings.max_staleness
+
+    @property
+    def window(self) -> int:
+        """Prompt groups that may be in flight at once."""
+        return self.settings.window
+
+    @property
+    def num_trained_prompts(self) -> int:
+        """Prompts that the run trains, counted as often as they are trained; at most those of data.epochs."""
+        of_steps = self.settings.run.steps * self.settings.learner.groups_per_batch
+        epochs = self.settings.data.epochs
+        return min(of_steps, epochs * self.num_prompts) if epochs else of_steps
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.settings.learner.groups_per_batch * self.settings.rollout.group_size
+
+    @property
+    def largest_message_bytes(self) -> int:
+        return self.settings.largest_message_bytes
+
+    def __str__(self) -> str:
+        return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
+
+
+def summarize(run: RunConfig) -> Summary:
+    """Check the run file, and every row of its data; raises ConfigError for the first thing that cannot work."""
+    check(run)
+    placed = "found by the launcher" if registry.launcher_class(run).places else str(gpus.placement(run))
+    algorithm = registry.algorithm(run)
+    rows = registry.open_rows(run)
+    num_looked_at = rows.look()
+    return Summary(
+        settings=run,
+        algorithm=algorithm.name,
+        paper=algorithm.paper,
+        advantage=_part(algorithm.advantage),
+        loss=_part(algorithm.loss),
+        aggregation=_part(algorithm.aggregation),
+        correction=tuple(_part(step) for step in algorithm.correction),
+        models={"policy": Path(run.model.path)} | learner_models.folders(run, algorithm),
+        num_prompts=rows.num_rows,
+        num_looked_at=num_looked_at,
+        num_too_long=rows.dropped,
+        most_prompt_tokens=rows.most_tokens,
+        gpus=placed,
+    )
+
+
+def _part(part: parts.Part) -> Part:
+    return Part(name=part.name, options=part.options)
+
+
+# -- for a person ------------------------------------------------------------------------------------------------------
+
+
+def _sections(run_config: RunConfig) -> list[str]:
+    """The run file with every default filled in, secrets left out."""
+    lines = []
+    for section in dataclasses.fields(run_config):
+        table = getattr(run_config, section.name)
+        if table is None:
+            continue
+        keys = [key.name for key in dataclasses.fields(table)]
+        lines += [f"[{section.name}]", *(f"{key} = {_shown(key, getattr(table, key))}" for key in keys), ""]
+    return lines
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "token" and value:
+        return "***"
+    return toml_text(without_secrets(value) if key in ("url", "address") else value)
+
+
+def _consequences(summary: Summary) -> list[str]:
+    run_config = summary.settings
+    bound = f"{summary.max_staleness} versions ({run_config.run.mode})"
+    if run_config.staleness.adaptive:
+        bound += f", the window's between {run_config.staleness.smallest} and it"
+    return [
+        f"algorithm         {summary.algorithm}" + (f", {summary.paper}" if summary.paper else ""),
+        f"advantage         {_in_words(summary.advantage)}",
+        f"loss              {_in_words(summary.loss)}",
+        f"aggregation       {_in_words(summary.aggregation)}",
+        f"correction        {' + '.join(map(_in_words, summary.correction))}",
+        f"models            {', '.join(f'{name} {folder}' for name, folder in summary.models.items())}",
+        f"staleness bound   {bound}",
+        f"window            {summary.window} groups = (max_staleness {summary.max_staleness} + 1) x "
+        f"groups_per_batch {run_config.learner.groups_per_batch}",
+        f"data              {summary.num_prompts:,} prompts, {summary.num_trained_prompts:,} trained",
+        f"prompts looked at {summary.num_looked_at:,}, {summary.num_too_long:,} of them over "
+        f"{summary.most_prompt_tokens:,} tokens (dropped)",
+        f"samples per step  {summary.samples_per_step}",
+        f"largest message   {summary.largest_message_bytes:,} bytes of {run_config.bus.max_message_bytes:,}",
+        f"GPUs              {summary.gpus}",
+        f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
+        f"files             {run_config.run_directory}",
+    ]
+
+
+def _in_words(part: Part) -> str:
+    options = ", ".join(f"{key} = {toml_text(value)}" for key, value in part.options.items())
+    return f"{part.name} ({options})" if options else part.name

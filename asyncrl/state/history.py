@@ -1,0 +1,206 @@
+"""The run's history: a line for everything that became of a group, written by the learner when it happens.
+
+    RUN_DIR/history.jsonl
+    {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": {...}, "crc": "5d3a90c2"}
+    {"kind": "trained", "incarnation": 0, "step": 1, "groups": [0, 2, 1, 3], "max_staleness": 0, "crc": "0c41e8d7"}
+    {"kind": "dropped", "incarnation": 0, "step": 1, "groups": [5], "crc": "9ab2f310"}
+
+Invariants (tests/unit/state/test_history.py):
+  H1 a checkpoint holds the file's length at the instant of its ledgers, and the file is on disk up to there before the
+     checkpoint is visible: what the ledgers call done has a line.
+  H2 a line is written before anybody can see what it tells of (the weights of a step, an event, progress): no sample
+     of a version is on the bus without the line of its step.
+  H3 nothing is taken back: a resumed learner says in its first line from where on the file is a lost history.
+  H4 positions mean the same for every checkpoint: a learner that finds less of the file than its checkpoint had seen
+     fills up what is gone with a blank line.
+  H5 a damaged line is an entry that says so (policies/audit/entries.py), and the others are read. "crc" is the CRC-32
+     of the line without it; lines of older versions have none.
+
+``asyncrl audit`` counts by it and ``asyncrl replay`` trains by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.config.renamed import translated
+from asyncrl.errors import ConfigError, MessageError, NoHistory
+from asyncrl.messages import upgrade
+from asyncrl.policies.audit.entries import BEGUN, DAMAGED, FATES, HistoryEntry
+
+HISTORY_FILE: Final = "history.jsonl"
+
+_SEALED: Final = re.compile(rb'(\{.*), "crc": "([0-9a-f]{8})"\}\n', re.DOTALL)
+
+
+class History:
+    """Appends to one run's history. One writer: the learner that holds the run's lock.
+
+    A line that the disk does not take waits here, in order, until ``flush`` can write it.
+    """
+
+    def __init__(self, path: Path, *, incarnation: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._incarnation = incarnation
+        self._file = path.open("a+b", buffering=0)
+        self._drop_torn_line()
+        self._pending = bytearray()
+        self._position = self._file.tell()
+        self._lock = threading.Lock()  # of the file and what is pending
+
+    @property
+    def position(self) -> int:
+        """Bytes so far, those that wait for the disk included; a checkpoint keeps it."""
+        return self._position
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the file has every line."""
+        return not self._pending
+
+    def begin(self, *, step: int, kept: int, max_staleness: int, settings: Mapping[str, Any]) -> None:
+        """An incarnation begins at ``step``, on a checkpoint that was made when the file had ``kept`` bytes."""
+        if (gone := kept - self.position) > 0:
+            self._append(b" " * (gone - 1) + b"\n")
+        self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings)
+
+    def trained(self, groups: Collection[int], *, step: int, max_staleness: int) -> None:
+        self._write("trained", step=step, groups=list(groups), max_staleness=max_staleness)
+
+    def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
+        """``groups`` left the window untrained: "dropped", "failed" or "filtered"; ``cause`` as in Outcome."""
+        self._write(fate, step=step, groups=list(groups), **({"cause": cause} if cause else {}))
+
+    def sync(self) -> None:
+        """What was written outlives the machine when this returns. Blocks. Raises OSError."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def flush(self) -> None:
+        """Write the lines that wait. Raises OSError when the disk does not take them."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.flush()
+        self._file.close()
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        self._append(sealed({"kind": kind, "incarnation": self._incarnation} | fields))
+
+    def _append(self, line: bytes) -> None:
+        """Never waits for a disk that another thread waits for."""
+        self._position += len(line)
+        if not self._lock.acquire(blocking=False):
+            self._pending += line
+            return
+        try:
+            self._pending += line
+            with contextlib.suppress(OSError):  # `flush` raises it
+                self._flush()
+        finally:
+            self._lock.release()
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                del self._pending[: self._file.write(bytes(self._pending)) or 0]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _drop_torn_line(self) -> None:
+        """A full disk or a lost machine may have cut the last line short; no checkpoint counts on that one (H1)."""
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            end += len(line) if line.endswith(b"\n") else 0
+        self._file.truncate(end)
+        self._file.seek(0, os.SEEK_END)
+
+
+def sealed(fields: Mapping[str, Any]) -> bytes:
+    """A line of a history, with its checksum."""
+    text = json.dumps(fields)
+    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+
+
+def read(path: Path) -> list[HistoryEntry]:
+    """Every line of a history, also those of lost histories (``entries.present``). Raises ConfigError.
+
+    A line that cannot be read is an entry of kind "damaged", in the incarnation and at the step of the one before.
+    """
+    entries: list[HistoryEntry] = []
+    position = 0
+    for number, line in enumerate(_lines(path), 1):
+        if line.endswith(b"\n"):  # else it is being written just now
+            try:
+                entries.append(_entry(_opened(line), position=position))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError) as error:
+                incarnation, step = (entries[-1].incarnation, entries[-1].step) if entries else (0, 0)
+                problem = f"line {number} cannot be read: {error}"
+                entries.append(
+                    HistoryEntry(kind=DAMAGED, incarnation=incarnation, step=step, position=position, problem=problem)
+                )
+        position += len(line)
+    return entries
+
+
+def settings_of_lives(path: Path) -> list[Mapping[str, Any]]:
+    """The run file of each life of the learner so far, as far as the file tells; none without a file."""
+    try:
+        lines = [line for line in _lines(path) if b'"settings"' in line]
+    except ConfigError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
+            found.append(_entry(_opened(line), position=0).settings)
+    return [settings for settings in found if settings]
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        *whole, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise NoHistory(
+            f"{path.parent}: holds no run ({path.name} is not there); give the folder that a learner wrote to, "
+            "run.directory/run.name"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return [line + b"\n" for line in whole] + ([rest] if rest else [])
+
+
+def _opened(line: bytes) -> dict[str, Any]:
+    if not line.strip():
+        raise ValueError(f"{len(line):,} bytes were gone when the learner was resumed")
+    if (found := _SEALED.fullmatch(line)) is None:
+        return json.loads(line)  # type: ignore[no-any-return]
+    text = found[1] + b"}"
+    if zlib.crc32(text) != int(found[2], 16):
+        raise ValueError("its checksum is another")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
+    """Lines of older versions of asyncrl have other names; a resumed run has both kinds in one file."""
+    fields = upgrade.renamed(line, upgrade.HISTORY)
+    fields["kind"] = upgrade.FATES.get(fields["kind"], fields["kind"])
+    fields["groups"] = tuple(fields.get("groups", ()))
+    if "settings" in fields:
+        fields["settings"] = translated(fields["settings"])
+    entry = HistoryEntry(position=position, **fields)
+    numbers = (entry.incarnation, entry.step, entry.max_staleness, entry.kept, *entry.groups)
+    if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("it is no line of a history")
+    return entry

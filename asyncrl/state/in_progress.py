@@ -1,0 +1,143 @@
+"""Which log entries the learner is working on: what a life that died was at, for the lives behind it.
+
+    RUN_DIR/in_progress.json
+    {"decoding": [[812, "805", "", 1]], "training": [[790, "783", "w3", 1], ...], "before": [...], "aside": [...], ...}
+
+A process that is killed, stopped for being stuck, or ended by its backend says nothing. So the learner writes what it
+decodes and what it trains before it does, and what the life before it was at when that ended. An entry that two lives
+in a row ended with is set aside by the third: its group is failed, and its bytes are not decoded again. Lives end of
+other causes too: an entry that the second life has rehearsed alone, and lived, is set aside only by the fourth.
+
+The file is written in place, in one call, some hundred bytes: a process that ends in the midst leaves it whole. It is
+not synced: a machine that is lost is no entry's doing.
+
+Tests: tests/unit/state/test_in_progress.py, tests/actors/learner/test_set_aside.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+IN_PROGRESS_FILE: Final = "in_progress.json"
+
+log = logging.getLogger("asyncrl.learner")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LogEntry:
+    """An entry of the trajectory log.
+
+    worker  who made it, where that is known;  lives: in a row that ended with it. Neither is part of what it is.
+    """
+
+    sequence: int
+    key: str
+    worker: str = ""
+    lives: int = 1
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        return (self.sequence, self.key)
+
+
+class InProgress:
+    """One life's notes. ``aside``: what must not be decoded or trained; ``suspects``: what the last life ended with."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """path: None writes nothing, and knows of no life before"""
+        found = _read(path)
+        ended_with = {one.identity: one for one in (*found["decoding"], *found["training"])}
+        cleared = {one.identity for one in found["cleared"]}
+        for one in found["before"]:
+            if (here := ended_with.get(one.identity)) is not None:
+                ended_with[one.identity] = replace(here, lives=one.lives + 1)
+        again = [one for one in ended_with.values() if one.lives >= (3 if one.identity in cleared else 2)]
+        self.aside = {one.identity: one for one in (*found["aside"], *again)}
+        self.suspects = set(ended_with) - set(self.aside)
+        self._before = list(ended_with.values())
+        self._decoding: Sequence[LogEntry] = ()
+        self._training: Sequence[LogEntry] = ()
+        self._cleared: list[LogEntry] = []
+        self._file: int | None = None
+        self._length = 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._length = os.fstat(self._file).st_size
+        self._write()
+        if again:
+            keys = ", ".join(sorted({one.key for one in again}))
+            log.error("lives of the learner in a row ended with group %s in progress: set aside", keys)
+
+    def decode(self, sequence: int, key: str) -> None:
+        """The entry is decoded next."""
+        self._decoding = (LogEntry(sequence, key),)
+        self._write()
+
+    def decoded(self) -> None:
+        self._decoding = ()
+        self._write()
+
+    def train(self, entries: Iterable[LogEntry]) -> None:
+        """These are prepared, scored, rehearsed or trained next."""
+        self._training = tuple(entries)
+        self._write()
+
+    def trained(self) -> None:
+        """Nothing is; also at an end that no entry is the cause of."""
+        self.train(())
+
+    def tried(self, entry: LogEntry, *, is_cleared: bool) -> None:
+        """The entry was tried alone, and the learner lives. ``is_cleared``: that was all that a step does."""
+        self.suspects.discard(entry.identity)
+        if is_cleared:
+            self._cleared.append(entry)
+
+    def start_new_log(self) -> None:
+        """The log is another one, which counts from 1 again."""
+        self.aside, self.suspects, self._before = {}, set(), []
+        self._write()
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        parts = {
+            "decoding": self._decoding,
+            "training": self._training,
+            "before": self._before,
+            "cleared": self._cleared,
+            "aside": list(self.aside.values()),
+        }
+        table = {name: [astuple(one) for one in entries] for name, entries in parts.items()}
+        text = json.dumps(table).encode()
+        self._length = max(self._length, len(text))
+        with contextlib.suppress(OSError):  # a full disk ends no step
+            os.pwrite(self._file, text.ljust(self._length), 0)
+
+
+def _read(path: Path | None) -> dict[str, list[LogEntry]]:
+    """What is in the file; nothing of one that is not there or not whole."""
+    table: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        table = None if path is None else json.loads(path.read_text())
+    found: dict[str, list[LogEntry]] = {}
+    for name in ("decoding", "training", "before", "cleared", "aside"):
+        rows = table.get(name) if isinstance(table, dict) else None
+        found[name] = [LogEntry(*row) for row in rows if _is_entry(row)] if isinstance(rows, list) else []
+    return found
+
+
+def _is_entry(row: Any) -> bool:
+    return isinstance(row, list) and [type(part) for part in row] == [int, str, str, int]

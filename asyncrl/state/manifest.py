@@ -1,0 +1,141 @@
+"""Size and SHA-256 of every file of a folder, written last: damage that comes later is found before it is used.
+
+    manifest.json
+    {"format": 1, "files": {"learner.json": {"bytes": 812, "sha256": "9f0c..."}, "backend/rank-00000.safetensors": ...}}
+
+Folders of older versions have no manifest. Of those ``damage`` finds what a file says of itself: JSON that does not
+parse, a safetensors file that is not as long as its header says, an archive whose checksums are wrong, an empty file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+FILE: Final = "manifest.json"
+
+_FORMAT: Final = 1
+_SIDE_BY_SIDE: Final = 8
+"""Files hashed at once; hashing leaves the interpreter free."""
+_GONE: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+"""The file itself is not there. Every other errno is of the disk, the network or who reads, and may be over soon."""
+
+
+def write(folder: Path) -> None:
+    """Of every file that ``folder`` has; on disk when this returns."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(paths, _hashed(paths), strict=True)
+    }
+    with (folder / FILE).open("w") as stream:
+        json.dump({"format": _FORMAT, "files": files}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def damage(folder: Path, *, only: str = "") -> str:
+    """What is wrong with the files of ``folder``, or with the one named ``only``; empty when nothing is.
+
+    Files that are not in the manifest are passed over.
+    """
+    try:
+        if not (folder / FILE).exists():
+            return _damage_without_manifest(folder, only=only)
+        files = _read(folder)
+        wanted = {only: files[only]} if only else files
+        for name, file in wanted.items():  # before anything is hashed
+            if (size := (folder / name).stat().st_size) != file["bytes"]:
+                return f"{name} has {size:,} bytes, {file['bytes']:,} were written"
+        found = _hashed([folder / name for name in wanted])
+        for (name, file), sha256 in zip(wanted.items(), found, strict=True):
+            if sha256 != file["sha256"]:
+                return f"{name} is not as it was written: its sha256 is another"
+    except OSError as error:
+        if not is_damage(error):
+            raise
+        name = os.path.relpath(error.filename, folder) if error.filename else "a file"
+        return f"{name} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{FILE} cannot be read: {type(error).__name__} {error}"
+    return ""
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether a file that could not be read is gone or replaced, and not only out of reach now."""
+    return error.errno in _GONE
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    table = json.loads((folder / FILE).read_text())
+    if table["format"] != _FORMAT:
+        raise ValueError(f"format {table['format']!r}")
+    files: dict[str, Any] = table["files"]
+    if not files:
+        raise ValueError("no files")
+    for file in files.values():
+        int(file["bytes"]), str(file["sha256"])
+    return files
+
+
+def _hashed(paths: Iterable[Path]) -> list[str]:
+    with ThreadPoolExecutor(min(_SIDE_BY_SIDE, os.cpu_count() or 1), "sha256") as threads:
+        return list(threads.map(_sha256, paths))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# -- folders without a manifest ----------------------------------------------------------------------------------------
+
+
+def _damage_without_manifest(folder: Path, *, only: str) -> str:
+    paths = [folder / only] if only else [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in paths:
+        if problem := _problem(path):
+            return f"{path.relative_to(folder)} {problem}"
+    return ""
+
+
+def _problem(path: Path) -> str:
+    if not path.stat().st_size:
+        return "is empty"
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            return f"is no JSON: {error}"
+    elif path.suffix == ".safetensors":
+        return _problem_of_safetensors(path)
+    elif path.suffix in (".pt", ".pth", ".zip", ".npz"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            return f"is no archive: {error}"
+        return f"has wrong bytes in {bad}" if bad else ""
+    return ""
+
+
+def _problem_of_safetensors(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > size - 8:
+            return f"has {size:,} bytes, fewer than its header"
+        try:
+            header = json.loads(stream.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            expected = 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            return f"has a header that cannot be read: {type(error).__name__} {error}"
+    return "" if size == expected else f"has {size:,} bytes, its header says {expected:,}"

@@ -1,0 +1,1 @@
+"""Weights as bytes: snapshots and safetensors files."""

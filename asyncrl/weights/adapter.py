@@ -1,0 +1,41 @@
+"""Base class of weight channels; protocols/weights.py specifies what they must do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from asyncrl.protocols import Bus, Intake, Receiver, Sender, WeightChannel
+from asyncrl.protocols.adapter import Adapter, RunConfig
+
+
+class ChannelAdapter(Adapter):
+    """Defaults for a channel of folders in weights.directory.
+
+    A channel's ``required_paths`` are folders that the learner and every worker must share.
+    """
+
+    section: ClassVar[str] = "weights"
+
+    @classmethod
+    def build(cls, run: RunConfig, *, bus: Bus) -> WeightChannel:
+        """The learner's end or a worker's; both are built the same way."""
+        options = {} if cls.options_type is None else {"options": cls.options(run)}
+        return cast(Any, cls)(  # type: ignore[no-any-return]
+            run.weights_directory, keep=run.weights.keep, model_path=Path(run.model.path), **options
+        )
+
+    @classmethod
+    def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
+        """Environment variables to set in the learner's process unless already set."""
+        return {}
+
+    @property
+    def sender(self) -> Sender | None:
+        """See WeightChannel."""
+        return None
+
+    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+        """See WeightChannel; of a channel that sends from memory, the class beside its Sender, or PullReceiver."""
+        return None

@@ -1,0 +1,99 @@
+"""The engine's end of the nccl channel, and what the two ends tell each other; its sender is in nccl.py."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.errors import MessageError, WeightsError
+from asyncrl.messages.codec import decode
+from asyncrl.messages.validation import require
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.protocols import Collectives, LoadReport
+
+_REACH_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveOffer:
+    """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, each in one broadcast.
+
+    host, port, collective  rendezvous of the group, and its kind: nccl or gloo
+    """
+
+    host: str
+    port: int
+    collective: str
+    buckets: tuple[BucketLayout, ...]
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
+
+
+class CollectiveReceiver:
+    """See Receiver in protocols/weights.py. The engine has one group with the learner until something fails."""
+
+    def __init__(self, collectives: Collectives, *, engine: str, num_ranks: int) -> None:
+        """``engine``: its name in the run."""
+        self._collectives = collectives
+        self._engine = engine
+        self._num_ranks = num_ranks
+        self._group = ""
+        self._has_joined = False
+        self._rename()
+
+    @property
+    def request(self) -> TransferRequest:
+        return TransferRequest(
+            engine=self._engine, group=self._group, num_ranks=self._num_ranks, has_joined=self._has_joined
+        )
+
+    async def join(self, offer: TransferOffer) -> None:
+        found = _decoded(offer)
+        await _reach(found.host, found.port)  # the engine might wait for minutes, and do nothing else
+        try:
+            await self._collectives.join(self._group, host=found.host, port=found.port, kind=found.collective)
+        except WeightsError:
+            self._rename()
+            raise
+        self._has_joined = True
+
+    async def receive(self, offer: TransferOffer) -> LoadReport:
+        try:
+            return await self._collectives.receive(self._group, offer.order, _decoded(offer).buckets)
+        except WeightsError:
+            await self.leave()
+            raise
+
+    async def leave(self) -> None:
+        left, has_joined = self._group, self._has_joined
+        self._rename()
+        if has_joined:
+            await self._collectives.leave(left)
+
+    def _rename(self) -> None:
+        self._group = f"{self._engine}-{uuid.uuid4().hex[:8]}"
+        self._has_joined = False
+
+
+def _decoded(offer: TransferOffer) -> CollectiveOffer:
+    try:
+        return decode(offer.payload, CollectiveOffer)
+    except MessageError as error:
+        raise WeightsError(f"the learner's offer is none of this channel: {error}") from error
+
+
+async def _reach(host: str, port: int) -> None:
+    """Raises WeightsError when nobody listens there."""
+    try:
+        async with asyncio.timeout(_REACH_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer in {_REACH_SECONDS:g} s"
+        raise WeightsError(
+            f"cannot reach the learner at {host}:{port}: {reason}; set weights.options.host to its address as "
+            "engines see it"
+        ) from error
+    writer.close()

@@ -1,0 +1,62 @@
+"""Keeps some versions permanently, as model folders to evaluate, to serve, or to start from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncrl.messages import WeightVersion
+from asyncrl.protocols import Intake, Receiver, Sender, WeightChannel
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.files import FilesChannel
+
+
+class WithModels:
+    """Wraps a channel and keeps every N-th version permanently in DIRECTORY/INCARNATION-POLICY_VERSION.
+
+    If that version is skipped because publishing is slower than a step, the next published one is kept instead.
+    """
+
+    def __init__(self, channel: WeightChannel, directory: Path, *, every: int, model_path: Path) -> None:
+        """``every``: keep one version in this many, > 0."""
+        self._channel = channel
+        self._models = FilesChannel(directory, keep=sys.maxsize, model_path=model_path, links=False)
+        self._directory = directory
+        self._every = every
+        self._published = -1
+        self._stored: WeightVersion | None = None  # by the channel, while the model is not
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        """Publish through the channel, then keep the model if due. Raises WeightsError when it cannot be written."""
+        published = self._stored
+        if published is None or published.order != (incarnation, policy_version):
+            published = self._channel.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+            self._stored = published
+        if policy_version and policy_version // self._every > self._before(policy_version) // self._every:
+            self._models.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+        self._published, self._stored = policy_version, None
+        return published
+
+    def _before(self, policy_version: int) -> int:
+        """The version published before; for an incarnation's first, restored from a checkpoint: itself if kept."""
+        if self._published >= 0:
+            return self._published
+        return policy_version if any(self._directory.glob(f"*-{policy_version}")) else policy_version - 1
+
+    def verify(self, weights: WeightVersion) -> Path:
+        return self._channel.verify(weights)
+
+    @property
+    def progress(self) -> int:
+        return self._channel.progress + self._models.progress
+
+    @property
+    def published_bytes(self) -> int:
+        return self._channel.published_bytes
+
+    @property
+    def sender(self) -> Sender | None:
+        return self._channel.sender
+
+    def receiver(self, intake: Intake, *, engine: str) -> Receiver | None:
+        return self._channel.receiver(intake, engine=engine)

@@ -1,0 +1,1 @@
+"""Weights through the bus's object store: whole versions and deltas."""

@@ -1,0 +1,160 @@
+"""Weight versions in the run's object store, for hosts that share no disk with the learner.
+
+Invariants (tests/contracts/test_weights.py, tests/unit/weights/objects/test_channel.py):
+  C1 a version is announced only after everything it needs is stored; what a kept version needs is never removed.
+  C2 a version's folder on a worker appears atomically, after its sha256 was verified.
+  C3 a missing or corrupt object costs a longer route (an older base, the full version), never wrong weights.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+
+from asyncrl.errors import BusError, ConfigError, WeightsError
+from asyncrl.messages import WeightVersion, replace
+from asyncrl.protocols import Bus, ObjectStore
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.adapter import ChannelAdapter
+from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
+from asyncrl.weights.objects import chain, delta
+from asyncrl.weights.objects.chain import Chain, Link
+from asyncrl.weights.objects.fetched import FetchedVersions
+
+_LOCAL_VERSIONS: Final = 2
+"""Versions on the learner's disk: the newest, and the previous one, from which its delta is made."""
+_BLOCK_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """[weights.options] of the objects channel."""
+
+    full_every: int = 16
+    """Versions are stored as deltas from the previous one; every N-th is also stored in full."""
+    delta_share: float = 0.5
+    """A delta larger than this fraction of the full version is not stored; 0 stores only full versions."""
+
+    def __post_init__(self) -> None:
+        if self.full_every < 1:
+            raise ConfigError(f"full_every must be > 0, got {self.full_every}")
+        if not 0 <= self.delta_share <= 1:
+            raise ConfigError(f"delta_share must be in [0, 1], got {self.delta_share}")
+
+
+class ObjectsChannel(ChannelAdapter):
+    """See WeightChannel. The learner writes folders as FilesChannel does, then stores full versions and deltas.
+
+    directory   local; workers on a machine share the versions fetched into DIRECTORY/fetched
+    keep        versions kept in the store and in ``fetched``; everything that kept deltas need stays too, as do the
+                deltas of ``full_every`` versions, for workers that have fallen behind
+    full_every, delta_share  see Options
+    """
+
+    options_type = Options
+
+    @classmethod
+    def build(cls, run: RunConfig, *, bus: Bus) -> ObjectsChannel:
+        options: Options = cls.options(run)
+        return cls(
+            run.weights_directory,
+            keep=run.weights.keep,
+            model_path=Path(run.model.path),
+            objects=bus.objects(),
+            full_every=options.full_every,
+            delta_share=options.delta_share,
+        )
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        model_path: Path,
+        objects: ObjectStore,
+        full_every: int = 16,
+        delta_share: float = 0.5,
+    ) -> None:
+        self._directory = directory.absolute()
+        self._files = FilesChannel(directory, keep=_LOCAL_VERSIONS, model_path=model_path)
+        self._fetched = FetchedVersions(directory / "fetched", keep=keep, model_path=model_path, objects=objects)
+        self._objects = objects
+        self._keep, self._full_every, self._delta_share = keep, full_every, delta_share
+        self._chain: Chain = ()
+        self._stored_bytes = 0
+        self.published_bytes = 0
+
+    @property
+    def progress(self) -> int:
+        return self._files.progress + self._stored_bytes + self._fetched.progress
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        """Store one version and remove old ones. Raises WeightsError when it cannot be stored."""
+        version = self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+        before = self._stored_bytes
+        try:
+            self._chain = self._store(snapshot, version)
+        except (BusError, OSError) as error:
+            raise WeightsError(f"cannot store weights {incarnation}-{policy_version}: {error}") from error
+        self.published_bytes = self._stored_bytes - before
+        return replace(version, uri=self._chain[-1].uri)  # type: ignore[no-any-return]
+
+    def verify(self, weights: WeightVersion) -> Path:
+        """The folder of a version, fetched if it is not on this machine yet. Raises WeightsError."""
+        return self._fetched.folder(weights)
+
+    def _store(self, snapshot: Snapshot, version: WeightVersion) -> Chain:
+        """Store this version; returns the chain that ends with it."""
+        before = self._chain if self._chain and self._chain[-1].order < version.order else ()
+        if before and before[-1].incarnation != version.incarnation:
+            before = ()  # another history
+        with tempfile.TemporaryFile(dir=self._directory) as changes:
+            delta_bytes = self._write_delta(changes, before[-1], version, snapshot) if before else 0
+            is_whole = not delta_bytes or chain.is_full_due(before, every=self._full_every)
+            link = Link(
+                incarnation=version.incarnation,
+                policy_version=version.policy_version,
+                sha256=version.sha256,
+                full=version.num_bytes if is_whole else 0,
+                delta=delta_bytes,
+            )
+            links = chain.grown(before, link, keep=self._keep, behind=self._full_every)
+            metadata = {"chain": chain.to_text(links)}
+            if link.full:
+                with self._file(link).open("rb") as whole:
+                    self._objects.put(link.full_name, self._blocks(whole), metadata=metadata)
+            if link.delta:
+                changes.seek(0)
+                self._objects.put(link.delta_name, self._blocks(changes), metadata=metadata)
+        for name in self._objects.names() - chain.names(links):
+            self._objects.remove(name)
+        return links
+
+    def _write_delta(self, stream: IO[bytes], old: Link, new: WeightVersion, snapshot: Snapshot) -> int:
+        """Returns the delta's size; 0 if it is not worth storing."""
+        old_file, new_file = self._file(old), Path(new.uri) / WEIGHTS_FILE
+        if not old_file.exists() or old_file.stat().st_size != new.num_bytes:
+            return 0
+        sections = safetensors_file.sections(snapshot.entries, header_bytes=new.num_bytes - snapshot.num_bytes)
+        num_bytes = 0
+        for block in delta.encode(np.memmap(old_file, mode="r"), np.memmap(new_file, mode="r"), sections=sections):
+            num_bytes += len(block)
+            if num_bytes > self._delta_share * new.num_bytes:
+                return 0
+            stream.write(block)
+        return num_bytes
+
+    def _file(self, link: Link) -> Path:
+        return self._directory / link.name / WEIGHTS_FILE
+
+    def _blocks(self, stream: IO[bytes]) -> Iterator[bytes]:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+            self._stored_bytes += len(block)

@@ -1,0 +1,219 @@
+"""Weight versions fetched from the object store as model folders, shared by all workers on a machine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from asyncrl.errors import BusError, ObjectGone, WeightsError
+from asyncrl.messages import WeightVersion, replace
+from asyncrl.protocols import ObjectStore
+from asyncrl.tensors import safetensors_file
+from asyncrl.weights.files import WEIGHTS_FILE, add_companions, verified
+from asyncrl.weights.objects import chain, delta
+from asyncrl.weights.objects.chain import Link, Route
+
+_PART: Final = ".part-"
+_WORK: Final = ".part-work"
+_TEMPORARY: Final = ".tmp-"
+_LOOK_SECONDS: Final = 0.05
+_DIGITS: Final = 16
+_SMALL_BYTES: Final = 2**20
+_SIDE_BY_SIDE: Final = 8
+
+
+class FetchedVersions:
+    """Folders DIRECTORY/INCARNATION-POLICY_VERSION-SHA256. Any number of processes of one machine may share it."""
+
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, objects: ObjectStore) -> None:
+        """``keep``: versions kept. ``model_path``: the folder whose config and tokenizer are added to every version."""
+        self._directory = directory.absolute()
+        self._keep = max(keep, 2)
+        self._model_path = model_path
+        self._objects = objects
+        self.progress = 0
+
+    def folder(self, weights: WeightVersion) -> Path:
+        """The folder of a version, fetched if need be, with its checksum verified. Raises WeightsError."""
+        if not re.fullmatch("[0-9a-f]{64}", weights.sha256):
+            raise WeightsError(f"weights {weights.uri!r}: {weights.sha256[:12]!r} is not a sha256")
+        folder = self._directory / f"{weights.incarnation}-{weights.policy_version}-{weights.sha256[:_DIGITS]}"
+        try:
+            with self._alone():
+                if folder.exists():
+                    with contextlib.suppress(WeightsError):
+                        return verified(replace(weights, uri=str(folder)))
+                    shutil.rmtree(folder)
+                self._fetch(weights, folder)
+                self._collect(fetched=weights.order)
+        except OSError as error:
+            raise WeightsError(f"{folder}: cannot keep fetched weights there: {error.strerror}") from error
+        except BusError as error:
+            raise WeightsError(f"weights {weights.uri}: {error}") from error
+        return folder
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lock among this machine's processes; one that waited finds what the other fetched."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / ".lock").open("w") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    self.progress += 1  # if the other process hangs, it is the one to be reported as stuck
+                    time.sleep(_LOOK_SECONDS)
+            yield
+
+    def _fetch(self, weights: WeightVersion, folder: Path) -> None:
+        for path in self._directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path)
+        info = self._objects.info(weights.uri)
+        if info is None:
+            raise WeightsError(f"weights {weights.uri}: not found; removed for newer versions")
+        links = chain.from_text(info.metadata.get("chain", ""))
+        if not links or links[-1].sha256 != weights.sha256:
+            raise WeightsError(
+                f"weights {weights.uri}: sha256 {weights.sha256[:12]}... was announced, but others are stored there"
+            )
+        lost: set[str] = set()
+        problem = "no route from an available version"
+        while (route := chain.route(links, at_hand=self._at_hand(links), lost=lost)) is not None:
+            try:
+                file = self._take(route)
+            except _Lost as error:
+                lost |= error.objects
+                problem = str(error)
+            else:
+                self._show(file, folder)
+                return
+        raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
+
+    def _at_hand(self, links: chain.Chain) -> set[Link]:
+        """Links whose weights are on this machine, not verified yet."""
+        files = {link: self._kept(link) / WEIGHTS_FILE for link in links}
+        return {link for link, file in files.items() if file.exists() and file.stat().st_size}
+
+    def _kept(self, link: Link) -> Path:
+        return self._directory / f"{link.name}-{link.sha256[:_DIGITS]}"
+
+    # -- one way ------------------------------------------------------------------------------------------------------
+
+    def _take(self, route: Route) -> Path:
+        """Follow a route to a verified file with its weights. Raises _Lost if an object is missing or wrong."""
+        base = self._kept(route.base) / WEIGHTS_FILE if route.is_at_hand else self._take_whole(route.base)
+        if not route.links:
+            return base
+        file = self._directory / _WORK
+        if route.is_at_hand:
+            shutil.copyfile(base, file)
+        else:
+            base.rename(file)
+        try:
+            self._apply(route.links, file)
+            if safetensors_file.sha256(file) != route.links[-1].sha256:
+                raise WeightsError("the result differs from the published weights")
+        except WeightsError as error:
+            if route.is_at_hand and safetensors_file.sha256(base) != route.base.sha256:
+                shutil.rmtree(base.parent)  # the deltas may be right
+                raise _Lost(set(), f"{base}: has changed since it was fetched") from error
+            deltas = {link.delta_name for link in route.links}
+            raise _Lost(deltas, f"{', '.join(sorted(deltas))}: {error}") from error
+        return file
+
+    def _apply(self, links: chain.Chain, file: Path) -> None:
+        """Apply deltas in order. Small ones are fetched concurrently: over a long link their cost is round trips."""
+        with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "delta") as readers:
+            small = [link for link in links if link.delta <= _SMALL_BYTES]
+            read = {link: readers.submit(list, self._counted(link.delta_name)) for link in small}
+            for link in links:
+                try:
+                    blocks = read[link].result() if link in read else self._counted(link.delta_name)
+                    delta.apply(np.memmap(file, mode="r+"), iter(blocks))
+                except ObjectGone as error:
+                    raise _Lost({link.delta_name}, str(error)) from error
+
+    def _take_whole(self, link: Link) -> Path:
+        """Fetch a full version, resuming an earlier process's partial download."""
+        part = self._directory / f"{_PART}{link.name}-{link.sha256[:_DIGITS]}"
+        is_resumed = part.exists()
+        try:
+            found = self._download(link, part)
+            if found != link.sha256 and is_resumed:
+                part.unlink()
+                found = self._download(link, part)
+        except ObjectGone as error:
+            raise _Lost({link.full_name}, str(error)) from error
+        if found != link.sha256:
+            part.unlink()
+            raise _Lost(
+                {link.full_name},
+                f"{link.full_name}: sha256 is {found[:12]}..., but {link.sha256[:12]}... was published",
+            )
+        return part
+
+    def _download(self, link: Link, part: Path) -> str:
+        """Download the rest of ``part``; returns the file's SHA-256."""
+        digest = hashlib.sha256()
+        with part.open("a+b") as stream:
+            stream.seek(0)
+            while block := stream.read(2**20):
+                digest.update(block)
+            for block in self._counted(link.full_name, start=stream.tell()):
+                stream.write(block)
+                digest.update(block)
+        return digest.hexdigest()
+
+    def _counted(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+        for block in self._objects.read(name, start=start):
+            yield block
+            self.progress += len(block)
+
+    def _show(self, file: Path, folder: Path) -> None:
+        """Move a complete model folder into place with one rename."""
+        temporary = self._directory / f"{_TEMPORARY}{folder.name}"
+        temporary.mkdir()
+        add_companions(temporary, self._model_path)
+        file.rename(temporary / WEIGHTS_FILE)
+        temporary.rename(folder)
+
+    def _collect(self, *, fetched: tuple[int, int]) -> None:
+        """Remove all but the last ``keep`` versions fetched, counting separately those newer than the one just fetched.
+
+        Newer ones belong to a worker that is ahead of this one and may be loading them, or to an earlier run in this
+        directory; the latter were fetched before any of ours, so they are removed first.
+        """
+        found = {path: order for path in self._directory.iterdir() if (order := _order(path)) is not None}
+        came = sorted(found, key=lambda path: (path.stat().st_mtime_ns, found[path]))
+        newer = [path for path in came if found[path] > fetched]
+        older = [path for path in came if found[path] <= fetched]
+        for path in newer[: -self._keep] + older[: -self._keep]:
+            hidden = path.with_name(f"{_TEMPORARY}old-{path.name}")
+            path.rename(hidden)
+            shutil.rmtree(hidden)
+        for path in self._directory.glob(f"{_PART}*"):
+            path.unlink()
+
+
+class _Lost(Exception):
+    """Objects that are missing or corrupt."""
+
+    def __init__(self, objects: set[str], problem: str) -> None:
+        super().__init__(problem)
+        self.objects = objects
+
+
+def _order(path: Path) -> tuple[int, int] | None:
+    match = re.fullmatch(rf"(\d+)-(\d+)-[0-9a-f]{{{_DIGITS}}}", path.name)
+    return None if match is None else (int(match[1]), int(match[2]))

@@ -1,0 +1,397 @@
+"""The arithmetic of the GPU benchmarks: that arms meet the same lengths, what is measured of them, who wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from asyncrl import config
+from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
+from asyncrl.policies.batching.batch import histogram
+from asyncrl.protocols import Generation
+from benchmarks.gpu import arm, lengths, plans, shapes, timeline, window
+from benchmarks.gpu.estimate import arm_seconds
+from benchmarks.gpu.modes import arguments, assignments
+from benchmarks.gpu.rows import command
+from benchmarks.gpu.sweep import RUN_FILE, Scene
+
+LENGTHS = lengths.Lengths(mean=100.0, sigma=1.0, maximum=800, seed=3)
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+async def asked_for(group_id: int, index: int) -> int:
+    """The length that ``capped`` asks an engine for."""
+    asked: list[int | None] = []
+
+    async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        asked.append(max_new_tokens)
+        return Generation(
+            tokens=np.ones(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+            finish_reason="length",
+        )
+
+    prompt = PromptGroup(
+        group_id=group_id,
+        prompt_tokens=np.ones(3, np.int32),
+        group_size=8,
+        sampling=SamplingParams(max_new_tokens=800),
+        metadata=LENGTHS.as_metadata(),
+    )
+    await lengths.capped(prompt, generate, index=index)
+    assert len(asked) == 1
+    assert asked[0] is not None
+    return asked[0]
+
+
+async def test_every_arm_meets_the_same_lengths() -> None:
+    """Whoever makes a sample, whenever: its length is that of its group and place."""
+    places = [(group, index) for group in range(4) for index in range(8)]
+    forward = {place: await asked_for(*place) for place in places}
+    backward = {place: await asked_for(*place) for place in reversed(places)}
+    assert forward == backward
+    assert list(forward.values()) == LENGTHS.drawn(groups=4, group_size=8).tolist()
+    assert len(set(forward.values())) > 16
+
+
+def test_lengths_have_the_mean_and_the_cut_that_were_asked_for() -> None:
+    drawn = LENGTHS.drawn(groups=2000, group_size=8)
+    assert drawn.min() >= 1
+    assert drawn.max() == 800
+    # Cut at 8 means, a lognormal of sigma 1 keeps 1 - 0.057 + 8 x 0.0048 = 98 % of its mean.
+    assert drawn.mean() == pytest.approx(98, rel=0.03)
+
+
+def test_a_histogram_of_octaves_gives_the_quantiles_back() -> None:
+    drawn = LENGTHS.drawn(groups=500, group_size=8)
+    found = lengths.summary(lengths.merged([dataclasses.asdict(histogram(drawn.tolist()))]), drawn)
+    assert found["mean"] == pytest.approx(drawn.mean())
+    assert found["p99"] == pytest.approx(np.quantile(drawn, 0.99))
+    assert found["max"] == drawn.max()
+
+
+def test_a_missing_tail_is_seen() -> None:
+    drawn = LENGTHS.drawn(groups=500, group_size=8)
+    short = dataclasses.asdict(histogram(drawn[drawn < 128].tolist()))
+    found = lengths.summary(lengths.merged([short, short]), drawn)
+    assert found["max"] < 128
+    assert found["count"] == 2 * (drawn < 128).sum()
+    assert lengths.summary({}, drawn) == {"count": 0}
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+def step(number: int, *, time: float, tokens: int = 100, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": number,
+        "time": time,
+        "learner/wait_seconds": 1.0,
+        "learner/step_seconds": 2.5,
+        "staleness/histogram": {"edges": [0, 1, 2, 3], "counts": [tokens - 10, 10, 0]},
+        "staleness/mean": 0.1,
+        "staleness/max": 1.0,
+        "staleness/dropped_groups": 0.0,
+        "staleness/failed_groups": 0.0,
+        "weights/publish_seconds": 0.5,
+        **changes,
+    }
+
+
+def sample(time: float, *running: int, loads: int = 0, pause: float = 0.0, **changes: Any) -> dict[str, Any]:
+    numbers = {"weights/loads": loads, "weights/pause_seconds": pause, "rollout/tokens_per_second": 50.0}
+    return {
+        "time": time,
+        "published": loads,
+        "engines": [{"running": count, "waiting": 0, "version": f"0:{loads}"} for count in running],
+        "actors": {"w0": {"role": "rollout-worker", "version": loads, "waits_for": "", "numbers": numbers}},
+        **changes,
+    }
+
+
+def test_a_window_is_from_the_end_of_the_warm_up_to_the_last_step() -> None:
+    rows = [step(1, time=100.0, tokens=999), step(2, time=104.0), step(3, time=110.0, tokens=300)]
+    found = window.measure(rows, [], warmup=1)
+    assert found["tokens_per_second"] == 400 / 10  # the first step is warm-up
+    assert found["learner_idle"] == 2 / 10
+    assert found["learner_overhead"] == pytest.approx(1 - 7 / 10)
+    assert found["staleness_max"] == 1
+    assert (found["steps"], found["window_seconds"], found["step_seconds"]) == (2, 10.0, 5.0)
+
+
+def test_groups_dropped_in_the_warm_up_do_not_count() -> None:
+    rows = [step(n, time=float(n)) | {"staleness/dropped_groups": dropped} for n, dropped in ((1, 5.0), (2, 7.0))]
+    assert window.measure(rows, [], warmup=1)["dropped_groups"] == 2
+
+
+def test_nothing_behind_the_warm_up_is_no_measurement() -> None:
+    with pytest.raises(ValueError, match="2 steps, of which 2 are warm-up"):
+        window.measure([step(1, time=1.0), step(2, time=2.0)], [], warmup=2)
+
+
+def test_a_window_ends_when_both_seconds_and_steps_are_enough() -> None:
+    rule = window.Rule(warmup=2, seconds=10.0, min_steps=2)
+    rows = [step(n, time=4.0 * n) for n in range(1, 7)]
+    assert [rule.is_enough(rows[:count]) for count in range(7)] == [False] * 5 + [True, True]  # 20 - 8 = 12 s
+    slow = [step(n, time=40.0 * n) for n in range(1, 5)]
+    assert [rule.is_enough(slow[:count]) for count in range(5)] == [False] * 4 + [True]  # two steps though one is 40 s
+
+
+def test_engines_are_idle_when_nothing_runs_in_them() -> None:
+    found = window.engines(
+        [sample(1.0, 4, 0), sample(2.0, 2, 6), sample(3.0, 0, 0), {**sample(4.0), "engines": [None]}]
+    )
+    assert found["engine_idle"] == 3 / 6
+    assert found["engine_running"] == 12 / 6
+    assert found["generated_tokens_per_second"] == 50
+
+
+def test_each_load_counts_once() -> None:
+    looks = [(1.0, 3, 0.2), (1.5, 3, 0.2), (2.0, 4, 0.1), (2.5, 4, 0.1), (3.0, 5, 0.3)]
+    found = window.pauses([sample(time, 1, loads=loads, pause=pause) for time, loads, pause in looks])
+    assert found["loads"] == 2  # what was loaded before the window is not its own
+    assert found["pause_p50"] == pytest.approx(0.2)
+    assert found["pause_p99"] == pytest.approx(0.298)
+
+
+# -- arms against each other -------------------------------------------------------------------------------------------
+
+
+def row(name: str, split: str, speed: float, **changes: Any) -> dict[str, Any]:
+    found = {"arm": name, "split": split, "name": f"{name}-{split}", "tokens_per_second": speed, "staleness_max": 0}
+    return found | {"max_staleness": 0 if name == "sync" else 4} | FREE | changes
+
+
+FREE = {"steps": 2, "publish_seconds": 1.0, "load_seconds": 1.5, "window_seconds": 10.0}
+
+
+def test_arms_are_compared_at_their_best_splits_and_losses_are_said() -> None:
+    rows = [
+        row("async", "2+2", 80.0),
+        row("async", "1+3", 60.0),
+        row("sync", "2+2", 20.0),
+        row("sync", "1+3", 40.0),
+        row("one_step_off", "2+2", 100.0),
+        {"arm": "async_drain", "split": "2+2", "error": "learner ended with exit code 1"},
+    ]
+    sync, one_step_off = window.ratios(rows)
+    assert "async 2+2 / sync" in sync
+    assert "2.00x" in sync
+    assert "LOSES" not in sync
+    assert "0.80x" in one_step_off
+    assert one_step_off.endswith("LOSES")
+
+
+def test_weights_that_move_in_no_time_take_their_seconds_out_of_the_window() -> None:
+    # 400 tokens in 10 s, of which 2 x (1 + 1.5) s went by while the weights moved: 400 in 5 s.
+    assert window.with_free_weights(row("sync", "2+2", 40.0)) == 80
+
+
+def test_a_broken_staleness_bound_is_reported() -> None:
+    assert list(window.broken_promises([row("async", "2+2", 1.0, staleness_max=4)])) == []
+    assert list(window.broken_promises([row("async", "2+2", 1.0, staleness_max=5)])) == [
+        "async-2+2: staleness 5 over the bound 4"
+    ]
+
+
+def test_the_most_telling_arms_run_first() -> None:
+    found = plans.plans(list(plans.KINDS), splits=["2+2", "1+3"], gpus=4)
+    assert [(plan.arm, plan.split) for plan in found[:3]] == [
+        ("async", "2+2"),
+        ("sync_colocated", "4"),
+        ("one_step_off", "2+2"),
+    ]
+    behind = found[len(plans.KINDS) :]
+    assert {plan.split for plan in behind} == {"1+3"}
+    assert not any(plan.is_colocated for plan in behind)
+
+
+def test_learner_and_engines_share_gpus_only_when_colocated() -> None:
+    apart, together = plans.parse_arm("async@1+3", gpus=4), plans.parse_arm("sync_colocated", gpus=4)
+    assert (apart.learner_gpus, apart.engine_gpus) == ((0,), (1, 2, 3))
+    assert together.learner_gpus == together.engine_gpus == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("text", ["async", "async@2+1", "async@0+4", "fast@2+2", "async@two+two"])
+def test_a_split_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text.partition("@")[0]):
+        plans.parse_arm(text, gpus=4)
+
+
+def test_with_a_barrier_every_engine_gets_an_even_part_of_the_batch() -> None:
+    assert plans.parse_arm("sync@1+3", gpus=4).running(64, 8, of_async=256) == 22 * 8
+    assert plans.parse_arm("async@1+3", gpus=4).running(64, 8, of_async=256) == 256
+
+
+def test_an_estimate_counts_whole_steps() -> None:
+    # start 15, one step of warm-up, then ceil(20 / 8) = 3 steps
+    assert arm_seconds(step_seconds=8.0, warmup=1, window_seconds=20.0) == 15 + 4 * 8
+
+
+def test_waits_for_more_or_fewer_answers_are_one_wait() -> None:
+    def look(waits_for: str) -> dict[str, Any]:
+        return {"actors": {"w0": {"waits_for": waits_for}}}
+
+    looks = [look("the next token of 256 answers"), look("the next token of 3 answers"), look("weights"), look("")]
+    assert timeline.waits(looks) == [("w0", "the next token of answers", 0.5), ("w0", "weights", 0.25)]
+
+
+# -- run files and processes -------------------------------------------------------------------------------------------
+
+
+def scene(directory: Path) -> Scene:
+    options = arguments(["--set", "learner.micro_batch_tokens=1024"])
+    return Scene(
+        shape="0.6B",
+        model=directory,
+        data=directory / "prompts.jsonl",
+        dtype="bfloat16",
+        lengths=LENGTHS,
+        gpus=4,
+        groups_per_batch=64,
+        group_size=8,
+        max_staleness=4,
+        running=256,
+        channel="nccl",
+        window_seconds=20.0,
+        warmup=0,
+        max_steps=60,
+        limit_seconds=100.0,
+        seed=0,
+        settings=options.set,
+        out=directory,
+        scratch=directory,
+        command="",
+    )
+
+
+@pytest.mark.parametrize("text", ["async@2+2", "async_drain@1+3", "one_step_off@2+2", "sync@3+1", "sync_colocated"])
+def test_every_arm_is_a_run_file(text: str, tmp_path: Path) -> None:
+    plan = plans.parse_arm(text, gpus=4)
+    run = config.load(RUN_FILE, arm.settings(scene(tmp_path).overrides(plan)))
+    assert run.max_staleness == {"async": 4, "one_step_off": 1, "sync": 0}[run.run.mode]
+    assert run.load == {"async": "in_flight", "async_drain": "drain"}.get(plan.arm, "on_demand")
+    assert run.weights.channel == ("files" if plan.is_colocated else "nccl")
+    assert run.learner.micro_batch_tokens == 1024
+    assert run.rollout.max_running * plan.workers >= 512
+
+
+def test_an_arm_says_what_becomes_of_answers_that_get_too_old(tmp_path: Path) -> None:
+    def run_of(text: str) -> config.RunConfig:
+        return config.load(RUN_FILE, arm.settings(scene(tmp_path).overrides(plans.parse_arm(text, gpus=4))))
+
+    plain, wait, partial = run_of("async@1+3"), run_of("async_wait@1+3"), run_of("async_partial@1+3")
+    assert (plain.staleness.eviction, plain.staleness.stragglers) == ("drop", "wait_whole")
+    assert (wait.staleness.eviction, wait.staleness.stragglers) == ("wait", "wait_whole")
+    assert (partial.staleness.eviction, partial.staleness.stragglers) == ("drop", "partial")
+    assert {plain.load, wait.load, partial.load} == {"in_flight"}
+
+
+def test_settings_reach_the_run_file_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[data]\npath = "d"\n')
+    given = {"model.path": tmp_path, "learner.betas": [0.5, 0.9], "engine.options": {"a-b": True}, "run.steps": 7}
+    run = config.load(file, arm.settings(given))
+    assert (run.model.path, run.learner.betas, run.run.steps) == (str(tmp_path), (0.5, 0.9), 7)
+    assert run.engine.options == {"a-b": True}
+
+
+def test_options_of_the_command_line_are_toml() -> None:
+    assert assignments(["a.b=3", "c=true", "d=word", 'e="3"']) == {"a.b": 3, "c": True, "d": "word", "e": "3"}
+    with pytest.raises(ValueError, match="not KEY=VALUE"):
+        assignments(["nonsense"])
+
+
+def test_a_row_says_the_command_that_repeats_it_and_no_place_of_this_machine() -> None:
+    given = ["--gpus", "4", "--json", "/there/rows.jsonl", "--arms", "async@1+3", "--out=/there", "--window", "15"]
+    assert command("benchmarks.gpu.modes", given) == (
+        "python -m benchmarks.gpu.modes --gpus 4 --arms async@1+3 --window 15"
+    )
+
+
+def test_an_arm_that_fails_is_a_result_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = arm.run_arm(
+        [],
+        run_file=tmp_path / "missing.toml",
+        overrides={},
+        name="broken",
+        learner_gpus=[],
+        directory=tmp_path,
+        limit_seconds=60.0,
+        bus=arm.BusAddress(url="nats://127.0.0.1:1", token="secret"),
+    )
+    assert (result.ended, result.exit_code, result.rows) == ("failed", 2, [])
+    assert result.problem.startswith("learner ended with exit code 2: asyncrl: ")
+    assert "no such run file" in result.problem
+    assert result.problem in capfd.readouterr().out
+
+
+def test_a_half_written_row_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert arm.read_rows(file) == []
+    file.write_text('{"step": 1}\n{"step": 2')
+    assert arm.read_rows(file) == [{"step": 1}]
+
+
+# -- shapes and pictures -----------------------------------------------------------------------------------------------
+
+
+def test_shapes_have_the_parameters_of_the_models_they_are_named_for() -> None:
+    found = {name: round(shapes.num_parameters(shape) / 1e6) for name, shape in shapes.SHAPES.items()}
+    assert (found["0.6B"], found["1.7B"], found["4B"]) == (596, 1721, 4022)
+
+
+def test_a_made_model_has_the_tensors_that_hugging_face_expects(tmp_path: Path) -> None:
+    import safetensors.torch
+    import transformers
+
+    folder = shapes.make_model(shapes.SHAPES["tiny"], tmp_path, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    expected = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[timeline.Record]:
+    """Two steps after one of warm-up; version 2 is announced at 13 s and loaded half a second later."""
+    steps = [step(1, time=10.0), step(2, time=13.0), step(3, time=17.0)]
+    samples = [
+        sample(11.0, 5, loads=1, pause=0.2),
+        {**sample(13.0, 5, loads=1, pause=0.2), "published": 2},
+        {**sample(13.5, 5, loads=2, pause=0.2), "actors": sample(0.0, loads=1)["actors"]},  # its heartbeat comes later
+        sample(15.0, 5, loads=2, pause=0.03),
+        sample(18.0, 5, loads=3),
+    ]
+    file = tmp_path / "timeline.jsonl"
+    lines = [*samples, *({"step": row} for row in steps), {"arm": {"warmup_steps": 1}}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    yield timeline.read(file, seconds=60.0)
+
+
+def test_a_timeline_shows_steady_steps_alone(record: timeline.Record) -> None:
+    assert (record.begin, record.end) == (10.0, 17.0)
+    assert [row["step"] for row in record.steps] == [2, 3]
+    assert [entry["time"] for entry in record.samples] == [11.0, 13.0, 13.5, 15.0]
+
+
+def test_a_timeline_lays_waits_and_steps_end_to_end(record: timeline.Record) -> None:
+    waits = [
+        (start, seconds) for color, start, seconds in timeline.learner_spans(record.steps) if color == timeline.WAIT
+    ]
+    assert waits == [(9.5, 1.0), (13.5, 1.0)]  # each ends where its step of 2.5 s begins
+
+
+def test_a_load_is_drawn_with_the_pause_its_worker_tells_later(record: timeline.Record) -> None:
+    assert list(timeline.published(record.samples)) == [(13.0, 2)]
+    assert list(timeline.loads(record.samples, 0)) == [(13.5, 0.03)]

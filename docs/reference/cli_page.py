@@ -1,0 +1,45 @@
+"""docs/reference/cli.md: every verb of the asyncrl command with its arguments, as its parser prints them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Final
+
+from asyncrl.cli import main
+
+HEAD: Final = """# Command line
+
+Generated from the parsers by `python docs/reference/make.py`; `asyncrl VERB --help` prints the same. Commands write
+results to stdout and everything else to stderr.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | failed; `doctor` and `audit`: found something |
+| 2 | configuration: one line says where, what, and how to mend it |
+| 3 | failed, and would fail again after a restart (every group fails) |
+| 4 | another worker of the run has this worker's name |
+| 5 | a disk takes nothing: full, read-only, an I/O error; `asyncrl run` starts the process again until it does |
+| 70 | a process did not stop in time |
+| 130 | interrupted |
+
+| environment variable | meaning |
+|---|---|
+| `ASYNCRL_BUS_TOKEN` | token of the bus; takes precedence over `bus.token` |
+| `ASYNCRL_BUS_URL` | address of the bus that `asyncrl run` started; set for its processes |
+| `ASYNCRL_VENV` | where `bin/install` makes its environment (default: `.venv`) |
+| `ASYNCRL_TORCH` | requirement that `bin/install` installs for torch |
+
+`bin/demo`, `bin/test`, `bin/chaos`, and `bin/nats-config` explain themselves with `--help` or in their
+first lines.
+"""
+
+
+def page() -> str:
+    os.environ["COLUMNS"] = "100"  # the width that argparse wraps its help at
+    (verbs,) = (action for action in main.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    parts = [
+        f"\n## asyncrl {name}\n\n```text\n{verb.format_help().rstrip()}\n```\n" for name, verb in verbs.choices.items()
+    ]
+    return HEAD + "".join(parts)

@@ -1,0 +1,99 @@
+"""docs/reference/topics.md: what travels on the bus, from the topics and their messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any, Final
+
+from asyncrl.messages import topics
+
+HEAD: Final = """# Topics
+
+What travels on the bus, generated from `asyncrl/messages/topics.py` by `python docs/reference/make.py`. Subjects are
+`asyncrl.RUN.TOPIC.KEY`; messages are msgpack, arrays raw little-endian bytes. Who sends what to whom:
+[architecture](../concepts/architecture.md#the-bus).
+
+- **work**: each message goes to one consumer, and is delivered again until that consumer acknowledges it.
+- **log**: every message is kept; readers hold a cursor, and nobody acknowledges.
+- **state**: the last value per key; a watcher gets the present value first, then every change.
+
+Besides its readers, operators and observers read every log and state; the learner may do everything.
+
+What the learner alone publishes is signed by it and checked by everybody who reads it
+([security](../guides/security.md#signatures)).
+
+| topic | kind | message | published by | signed | read by | kept |
+|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    rows = [
+        f"| `{topic.name}` | {topic.kind} | {_link(topic.message_type)} | {', '.join(topic.publishers)} "
+        f"| {'yes' if topic.is_learners else '-'} | {', '.join(topic.readers) or '-'} | {_kept(topic)} |"
+        for topic in topics.ALL
+    ]
+    services = topics.ALL_SERVICES
+    asked = [
+        f"| `{one.name}` | {_link(one.question_type)} | {_link(one.answer_type)} | {', '.join(one.asked_by)} "
+        f"| {', '.join(one.served_by)} | {'yes' if one.is_answer_signed else '-'} |"
+        for one in services
+    ]
+    types = {topic.message_type for topic in topics.ALL}
+    types |= {kind for one in services for kind in (one.question_type, one.answer_type)}
+    messages = [_message(kind) for kind in sorted(types, key=lambda kind: kind.__name__)]
+    service_head = (
+        "\n\n## Services\n\nA process that serves a question answers it at once; nothing is stored.\n\n"
+        "| service | question | answer | asked by | served by | answer signed |\n|---|---|---|---|---|---|\n"
+    )
+    return HEAD + "\n".join(rows) + service_head + "\n".join(asked) + "\n\n## Messages\n" + "".join(messages)
+
+
+def _kept(topic: topics.Topic[Any]) -> str:
+    if not topic.seconds_to_live:
+        return "until removed"
+    hours = topic.seconds_to_live / 3600
+    return f"{topic.seconds_to_live:g} s" if hours < 1 else f"{hours:g} h" if hours < 24 else f"{hours / 24:g} days"
+
+
+def _link(kind: type) -> str:
+    return f"[`{kind.__name__}`](#{kind.__name__.lower()})"
+
+
+def _message(kind: type) -> str:
+    said = inspect.cleandoc(kind.__doc__ or "")
+    said = "" if said.startswith(f"{kind.__name__}(") else said  # what dataclasses make where there is none
+    names = [field.name for field in dataclasses.fields(kind)]
+    prose, meanings = _split(said, names)
+    rows = [
+        f"| `{field.name}` | `{_cell(str(field.type))}` | {_cell(meanings.get(field.name, ''))} |"
+        for field in dataclasses.fields(kind)
+    ]
+    table = "| field | type | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    return f"\n### {kind.__name__}\n\n" + (f"{prose}\n\n" if prose else "") + table
+
+
+def _split(said: str, names: list[str]) -> tuple[str, dict[str, str]]:
+    """Prose, and the meaning of each field that has a line ``name  meaning`` or ``name, name  meaning``.
+
+    Indented lines continue a meaning.
+    """
+    prose: list[str] = []
+    meanings: dict[str, str] = {}
+    last: list[str] = []
+    for line in said.splitlines():
+        head, _, meaning = line.partition("  ")
+        if meaning and set(head.split(", ")) <= set(names):
+            last = head.split(", ")
+            meanings |= dict.fromkeys(last, meaning.strip())
+        elif last and line.startswith(" "):
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in last}
+        else:
+            prose.append(line)
+            last = []
+    return "\n".join(prose).strip(), meanings
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

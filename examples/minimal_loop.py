@@ -1,0 +1,149 @@
+"""The whole loop in one process: every actor and every part of it made by hand, to read from top to bottom.
+
+    python examples/minimal_loop.py     # half a minute on a CPU; the reward rises from 0.1 to 0.99
+
+    prompt source --prompts--> rollout worker --trajectories--> learner --weights--> rollout worker
+
+The arrows are topics on a bus. While the learner trains, the worker samples on, and takes new weights between two
+tokens. `asyncrl run` makes the same actors from a run file (asyncrl/run/build.py), in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from asyncrl import config
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.actors.learner.prompt_source import PromptSource
+from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.reference import backend as reference
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.data import demo_task
+from asyncrl.data.prompts import PromptDataset
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.messages import SamplingParams
+from asyncrl.metrics.sinks import Console, JsonLines
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.rewards.guard import GuardedReward
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.run import registry
+from asyncrl.state.history import History
+from asyncrl.weights.files import FilesChannel
+
+
+async def main(folder: Path, *, steps: int) -> None:
+    """Learn the demo's task, to count on in octal, from random weights; writes to ``folder``."""
+    demo_task.write(folder)  # a tiny model and 32 prompts
+    files = [f'model.path="{folder / "model"}"', f'data.path="{folder / "prompts.jsonl"}"']
+    run = config.load(Path(__file__).parent / "demo.toml", [*files, f'run.directory="{folder}"', f"run.steps={steps}"])
+    # The bus stands between all actors. This one lives in memory; messages are encoded as on the wire.
+    bus = MemoryBus(max_prompts=run.window, max_log_bytes=2**28, ack_seconds=30.0, max_message_bytes=2**23)
+    # Weight versions are Hugging Face folders that engines load; the bus says which is the newest.
+    weights = FilesChannel(run.weights_directory, keep=4, model_path=Path(run.model.path))
+    learner, prompts = make_learner(run, bus, weights)
+    worker, follower = make_worker(run, bus, weights)
+    # The first actor leads: when the learner is done the others are stopped, and if one fails all are.
+    await supervise(learner, prompts, worker, follower, HeartbeatSender(learner, prompts), HeartbeatSender(worker))
+
+
+def make_worker(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Actor, ...]:
+    """Takes prompts from the bus, samples and rewards answers, and publishes them."""
+    engine = inprocess.InProcessEngine(
+        Path(run.model.path), device="cpu", dtype="float32", version=(0, 0), options=inprocess.Options(threads=1)
+    )
+    # Hears of new weights and has the engine load them, between two tokens ("in_flight").
+    follower = WeightFollower("w0.weights", bus, engine=engine, verify=weights.verify, load="in_flight")
+    worker = training_worker(
+        "w0",
+        bus,
+        engine=engine,
+        follower=follower,
+        rollout=single_turn,  # how a trajectory is made; yours may call the model many times, and tools
+        reward=GuardedReward(demo_task.reward, name="demo", takes_group=False, timeout_seconds=30.0),
+        tokenizer=load_tokenizer(Path(run.model.path)),
+        seed=run.run.seed,
+        max_running=64,
+        max_attempts=3,
+        keep_seconds=10.0,
+    )
+    return worker, follower
+
+
+def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -> tuple[Learner, PromptSource]:
+    """Publishes prompts as far as staleness allows, reads what comes back, trains it, and publishes weights."""
+    algorithm = registry.algorithm(run)  # GRPO: its advantage, loss, and correction for stale tokens
+    backend = reference.ReferenceBackend(
+        Path(run.model.path),
+        algorithm=algorithm,
+        optimizer=OptimizerSettings(weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=1.0),
+        temperature=1.0,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        options=reference.Options(),
+    )
+    # What became of every prompt group, and which may be trained now. Only this table knows; the parts below ask it.
+    state = LearnerState.fresh()
+    table = GroupTable.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
+    history = History(run.run_directory / "history.jsonl", incarnation=0)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history)
+    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    reader = TrajectoryReader(  # log -> table
+        bus,
+        table=table,
+        link=link,
+        progress=progress,
+        changed=changed,
+        validator=Validator(bus),
+        filters=None,
+        max_failed_in_a_row=32,
+    )
+    batcher = Batcher(run, table=table, progress=progress, changed=changed, algorithm=algorithm)  # table -> batch
+    publisher = WeightPublisher(bus, weights, waits=waits)
+    trainer = Trainer(  # batch -> new weights
+        run, backend=backend, training=TrainingStep(backend, algorithm=algorithm), weights=publisher, waits=waits
+    )
+    learner = Learner(
+        "learner",
+        bus,
+        run=run,
+        table=table,
+        reader=reader,
+        batcher=batcher,
+        trainer=trainer,
+        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress),
+        progress=progress,
+        metrics=MetricsReporter(bus, [Console(run.run.steps), JsonLines(run.run_directory / "metrics.jsonl")]),
+    )
+    rows = PromptDataset.open(run.data, tokenizer=load_tokenizer(Path(run.model.path)), seed=run.run.seed)
+    sampling = SamplingParams(max_new_tokens=run.rollout.max_new_tokens)
+    admission = Admission.of(run)  # how many groups may be in flight: (max_staleness + 1) batches
+    prompts = PromptSource(
+        "prompts", bus, rows=rows, admission=admission, sampling=sampling, group_size=8, state=state, link=link
+    )
+    return learner, prompts
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path("runs/minimal"), steps=int(sys.argv[1]) if len(sys.argv) > 1 else 45))

@@ -1,0 +1,234 @@
+"""A disk that takes nothing is waited for: it is said, the run goes on by itself, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.learner import disk
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.errors import WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.policies.health.faults import Finding, Observation, Seen
+from asyncrl.run.account import account_with
+from asyncrl.run.run_folder import RecordedRun
+from asyncrl.state import checkpoint
+from asyncrl.tensors.snapshot import Snapshot
+from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(disk, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+class Full:
+    """Raises what a disk says, while it is full; ``refused``: how often it has."""
+
+    def __init__(self, number: int = errno.ENOSPC) -> None:
+        self.error: Callable[[], Exception] = lambda: OSError(number, os.strerror(number))
+        self.is_full, self.refused = True, 0
+
+    def check(self) -> None:
+        if self.is_full:
+            self.refused += 1
+            raise self.error()
+
+
+@asynccontextmanager
+async def going_on(loop: Loop, bus_factory: Any, full: Full) -> AsyncIterator[asyncio.Task[Any]]:
+    """The loop with a worker until ``full`` has refused three times; inside it is still full. Then to its end."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        learner = group.create_task(loop.run_learner())
+        await until(lambda: full.refused >= 3)
+        yield learner
+        full.is_full = False
+    made = await account_with(RecordedRun(loop.directory), loop.bus)
+    assert (made.problems, made.damage) == ((), ())
+    assert (made.steps, made.incarnations, loop.backend.steps) == (loop.steps, 1, loop.steps)
+    assert [row["step"] for row in loop.recorder.rows] == list(range(1, loop.steps + 1))
+
+
+def findings(loop: Loop) -> list[Finding]:
+    """What a health monitor says of the learner after a while."""
+    beat = loop.learner.heartbeat()
+    return diagnose(Observation(actors={"learner": Seen(beat=beat, seconds=5.9, process="running")}, listened=3.0))
+
+
+def room(loop: Loop) -> list[str]:
+    """What is waited for of a disk."""
+    return [wait.what for wait in loop.learner.heartbeat().waits if wait.on == "room"]
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "full": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "over quota": lambda: OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "read-only": lambda: OSError(errno.EROFS, "Read-only file system"),
+    "not ours": lambda: PermissionError(errno.EACCES, "Permission denied"),
+    "broken": lambda: OSError(errno.EIO, "Input/output error"),
+    "as a library says it": lambda: RuntimeError("Error while serializing: No space left on device (os error 28)"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+async def test_a_checkpoint_waits_for_its_disk(
+    bus_factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    loop = Loop(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
+    full, save = Full(), loop.backend.save
+
+    def refusing(folder: Path) -> None:
+        full.check()
+        save(folder)
+
+    full.error, loop.backend.save = ERRORS[kind], refusing  # type: ignore[method-assign]
+    async with going_on(loop, bus_factory, full):
+        assert loop.backend.steps == 2
+        (what,) = room(loop)
+        assert what.startswith("room for a checkpoint (")
+    said = [record.message for record in caplog.records if "disk" in record.message or "written" in record.message]
+    assert sum("a checkpoint cannot be written: " in line for line in said) == 1
+    assert sum("a checkpoint was written after " in line for line in said) == 1
+    assert [folder.name for folder in checkpoint.complete(tmp_path / "checkpoints")] == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+async def test_the_health_monitor_names_it_and_restarts_nothing(bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
+    full, save = Full(), loop.backend.save
+    loop.backend.save = lambda folder: (full.check(), save(folder))  # type: ignore[method-assign, assignment, func-returns-value]
+    async with going_on(loop, bus_factory, full):
+        wait = next(wait for wait in loop.learner.waits._open if wait.on == "room")
+        wait.since = wait.alive = wait.since - 3600  # an hour later
+        (found,) = findings(loop)
+        assert (found.fault, found.actor, found.cure) == ("no room", "learner", "")
+        assert "waiting for a disk that takes nothing for 360" in found.cause
+        assert "No space left on device" in found.cause
+
+
+async def test_weights_wait_for_their_disk_while_the_learner_trains_and_the_newest_are_written(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    full, written = Full(), list[int]()
+
+    class Refusing(Channel):
+        def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+            if policy_version >= 2:
+                try:
+                    full.check()
+                except OSError as error:
+                    raise WeightsError(
+                        f"/weights: cannot write weights 0-{policy_version}: {error.strerror}"
+                    ) from error
+            written.append(policy_version)
+            return super().publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+
+    loop = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=2, channel=Refusing())
+    async with going_on(loop, bus_factory, full):
+        await until(lambda: loop.backend.steps >= 3)  # as far as the window lets it
+        assert room(loop) == ["room for weights (No space left on device)"]
+    assert 2 not in written or written.index(2) < len(written) - 1
+    assert written == sorted(set(written)) and written[-1] == 8
+
+
+async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_says(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    """Without it, the weights of a step would be out and no record would say what it trained."""
+    loop = Loop(await bus_factory(), tmp_path, steps=4, checkpoint_every=2)
+    full = Full()
+    full.is_full = False
+
+    def fill(step: int) -> None:
+        if step == 2:
+            full.is_full = True
+
+    def refuse(history: Any) -> None:
+        history._file = Refuses(history._file, full)
+
+    loop.backend.before_step = fill
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        learner = group.create_task(loop.run_learner())
+        await until(lambda: hasattr(loop, "learner"))
+        refuse(loop.learner._progress._history)
+        await until(lambda: full.refused >= 3)
+        assert loop.table.step == 3 and loop.recorder.rows[-1]["step"] == 2
+        assert (tmp_path / "history.jsonl").read_bytes().count(b'"trained"') == 2
+        await until(lambda: room(loop))  # it says so behind the refusal, in another thread
+        assert room(loop) == ["room for the history (No space left on device)"]
+        full.is_full = False
+        await learner
+    made = await account_with(RecordedRun(tmp_path), loop.bus)
+    assert (made.problems, made.damage, made.steps) == ((), (), 4)
+
+
+class Refuses:
+    """A file on a full disk: it takes the first bytes of a line, and then none."""
+
+    def __init__(self, file: Any, full: Full) -> None:
+        self._file, self._full = file, full
+
+    def write(self, data: bytes) -> int:
+        if self._full.is_full and self._full.refused:
+            self._full.check()
+        if self._full.is_full:
+            self._full.refused = 1
+            return int(self._file.write(data[:7]))
+        return int(self._file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+async def test_metrics_wait_for_their_disk(bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(await bus_factory(), tmp_path, steps=4)
+    full, write = Full(), loop.recorder.write
+
+    def refusing(step: int, metrics: Any) -> None:
+        full.check()
+        write(step, metrics)
+
+    loop.recorder.write = refusing  # type: ignore[method-assign]
+    async with going_on(loop, bus_factory, full):
+        assert room(loop) == ["room for metrics (No space left on device)"]
+
+
+async def test_what_is_no_matter_of_a_disk_is_not_waited_for() -> None:
+    async def fail() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        await Disk(WaitTracker()).written(fail, what="a checkpoint")
+
+
+async def test_it_is_said_at_once_and_every_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    full = Full(errno.EROFS)
+
+    async def write() -> str:
+        now[0] += 10.0
+        full.is_full = full.refused < 20
+        full.check()
+        return "written"
+
+    made = await Disk(WaitTracker(), clock=lambda: now[0]).written(write, what="a checkpoint")
+    assert made == "written"
+    said = [record.message for record in caplog.records]
+    assert said[0].startswith("a checkpoint cannot be written: a file: Read-only file system. The run waits ")
+    assert [line.rpartition("(")[2] for line in said[1:-1]] == ["for 60 s now)", "for 120 s now)", "for 180 s now)"]
+    assert said[-1] == "a checkpoint was written after 200 s; the run goes on"

@@ -1,0 +1,66 @@
+"""With eviction "wait" the learner holds rather than let a group that is still being generated get too old."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from tests.harness.groups import group
+
+
+def test_waiting_holds_the_step_that_would_make_a_straggler_too_old() -> None:
+    rule = Selection(max_staleness=2)
+    # A group admitted at version 1 and still generating: the step from 3 makes version 4, and 4 - 1 > 2.
+    assert not rule.must_hold(2, [1], count=1)
+    assert rule.must_hold(3, [1], count=1)
+
+
+def test_waiting_leaves_a_turn_to_every_straggler() -> None:
+    """Three from version 1 and two to a batch: from version 3 the last of them would have its turn at 4."""
+    rule = Selection(max_staleness=2)
+    assert not rule.must_hold(1, [1, 1, 1], count=2)
+    assert rule.must_hold(2, [1, 1, 1], count=2)
+    assert not rule.must_hold(2, [1, 1, 2], count=2)
+    assert not rule.must_hold(2, [1, 1, 1], count=3)
+
+
+@given(
+    batch_size=st.integers(1, 4),
+    bound=st.integers(1, 4),
+    slots=st.integers(1, 24),
+    step_ticks=st.integers(1, 6),
+    seed=st.integers(0, 2**32),
+)
+def test_a_learner_that_waits_for_stragglers_drops_none(
+    batch_size: int, bound: int, slots: int, step_ticks: int, seed: int
+) -> None:
+    """A clock of its own: groups take 1 to about 60 ticks, and no more are out than admission allows."""
+    lengths = np.random.default_rng(seed).lognormal(1.0, 1.2, 10_000).astype(int) + 1
+    rule, table = Selection(max_staleness=bound), GroupTable(bound=AdaptiveBound.fixed(bound))
+    is_free_at = 0
+    running: dict[int, tuple[int, int]] = {}  # group -> its version, and when it is done
+    tick = 0
+    while table.step < 12:
+        tick += 1
+        if table.training and tick >= is_free_at:
+            table.trained(max_staleness=0)
+        for group_id, (start, done) in list(running.items()):
+            if done <= tick:
+                del running[group_id]
+                table.arrive(1 + group_id, group(group_id, version=start), now=0.0)
+        if not table.training:
+            table.drop(rule.stale(table))
+            chosen = rule.next_batch(table, count=batch_size)
+            if chosen is not None and not rule.must_hold(table.step, table.oldest_starts, count=batch_size):
+                table.take(chosen)
+                is_free_at = tick + step_ticks
+        while len(running) < slots and len(running) + len(table.buffered | table.training) < (bound + 1) * batch_size:
+            begun = table.next_group_id
+            table.publish(begun, position=begun, oldest_start=table.step)
+            running[begun] = (table.step, tick + lengths[begun])
+        assert tick < 100_000
+    assert table.counts["dropped"] == 0

@@ -1,0 +1,99 @@
+"""Group filters of the run file: what a user's function may do wrong ends the run with one line that names it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import config
+from asyncrl.actors.learner.group_filters import GroupFilters, sample_group
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.run.check import check
+from tests import ROOT
+from tests.harness.fakes import Engine, Loop, run_worker, worker
+
+DEMO = ROOT / "examples" / "demo.toml"
+
+
+def answers(group: TrajectoryGroup) -> Any:
+    return len(group.trajectories)
+
+
+def needs_a_judge(group: TrajectoryGroup) -> bool:
+    return group.trajectories[0].reward_parts["judge"] > 0
+
+
+def test_a_group_is_kept_that_every_filter_keeps() -> None:
+    asked = []
+
+    def says(answer: bool) -> Callable[[TrajectoryGroup], bool]:
+        return lambda group: asked.append(answer) or answer
+
+    assert GroupFilters({}, max_in_a_row=1).keep(sample_group())
+    assert GroupFilters({"one": says(True), "two": says(True)}, max_in_a_row=1).keep(sample_group())
+    assert not GroupFilters({"one": says(False), "two": says(True)}, max_in_a_row=2).keep(sample_group())
+    assert asked == [True, True, False]
+
+
+def test_a_filter_that_keeps_nothing_is_hopeless_and_one_kept_group_starts_the_count_again() -> None:
+    answers = iter([False, False, True, False, False, False])
+    filters = GroupFilters({"picky": lambda group: next(answers)}, max_in_a_row=3)
+    assert [filters.keep(sample_group()) for _ in range(5)] == [False, False, True, False, False]
+    with pytest.raises(HopelessError, match=r"the last 3 groups were all filtered, the newest by picky, with rewar"):
+        filters.keep(sample_group())
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (json.dumps, "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON serializable on group 0"),
+        (answers, "raised TypeError: a filter must return True to keep a group or False, not 2 on group 0"),
+        (needs_a_judge, "raised KeyError: 'judge' on group 0"),
+    ],
+)
+def test_a_filter_that_raises_is_named_with_what_it_raised(function: Any, problem: str) -> None:
+    with pytest.raises(HopelessError, match=problem):
+        GroupFilters({"json:dumps": function}, max_in_a_row=3).keep(sample_group())
+
+
+async def test_a_run_ends_that_would_sample_for_ever(bus: Any, bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(bus, tmp_path)
+    loop.filters, loop.max_filtered_in_a_row = {"nothing": lambda group: False}, 8
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    with pytest.raises(HopelessError, match="the last 8 groups were all filtered, the newest by nothing"):
+        await loop.run_learner()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+def checked(task: Path, name: str) -> None:
+    paths = [f"model.path={task / 'model'}", f"data.path={task / 'prompts.jsonl'}"]
+    check(config.load(DEMO, [*paths, f'algorithm.filters=["{name}"]']))
+
+
+def test_check_asks_each_filter_about_a_group(task: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checked(task, "dynamic_sampling")
+    for name, problem in (
+        ("json:dumps", "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON"),
+        (f"{__name__}:answers", "answers raised TypeError: a filter must return True to keep a group or False, not 2"),
+    ):
+        with pytest.raises(ConfigError, match=f"algorithm.filters: .*{problem}"):
+            checked(task, name)
+    assert not caplog.records
+    checked(task, f"{__name__}:needs_a_judge")
+    assert "needs_a_judge raised KeyError: 'judge' on a made-up group" in caplog.text

@@ -1,0 +1,95 @@
+"""What one bad worker may cost: its own groups. Lies through the real learner, on both buses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl import messages
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.errors import RewardError
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.protocols import Bus, Reward, Sample
+from tests.harness import fakes, groups
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+
+
+@contextlib.asynccontextmanager
+async def asking_for(loop: Loop, *group_ids: int) -> AsyncIterator[asyncio.Task[Any]]:
+    """The learner, once it has asked for these groups."""
+    learner = asyncio.create_task(loop.run_learner())
+    while not {str(group_id) for group_id in group_ids} <= await loop.bus.keys(PROMPTS):
+        await asyncio.sleep(0.01)
+    yield learner
+    loop.learner.drain()
+    await learner
+
+
+async def events(bus: Bus, kind: str) -> list[dict[str, Any]]:
+    last = await bus.last_sequence(EVENTS)
+    async with bus.read(EVENTS) as records:
+        found = [(await anext(records)).message for _ in range(last)]
+    return [event.data for event in found if event is not None and event.kind == kind]
+
+
+async def test_a_worker_on_which_alone_every_group_fails_is_quarantined_and_the_others_go_on(
+    bus_factory: Any, bus: Bus, tmp_path: Path
+) -> None:
+    def broken(samples: Sequence[Sample]) -> Sequence[Reward]:
+        raise RewardError("judge is not reachable")
+
+    held = Engine()
+    held.gate.clear()
+    judged = Validator(bus, rescoring=LogprobMismatch(bound=0.5, every=1000))
+    loop = Loop(bus, tmp_path, max_failed_in_a_row=8, validator=judged)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), held, name="w1", max_running=2)))
+        while "w1" not in await bus.states(ACTORS):
+            await asyncio.sleep(0.01)
+        bad = group.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(broken))))
+        learner = group.create_task(loop.run_learner())
+        while "w0" not in await bus.states(QUARANTINE):
+            await asyncio.sleep(0.01)
+        held.gate.set()
+        await learner
+        bad.cancel()
+    assert "judge is not reachable" in (await bus.states(QUARANTINE))["w0"].reason
+    assert loop.backend.steps == 4
+
+
+async def test_why_a_group_failed_may_be_of_any_length_and_is_cut(bus: Bus, tmp_path: Path) -> None:
+    """As long as a message may be: an event with it would not fit into one."""
+    loop = Loop(bus, tmp_path)
+    long = "E" * (bus.max_message_bytes - 500)
+    prompt = np.zeros(0, np.int32)
+    group = TrajectoryGroup(group_id=0, prompt_tokens=prompt, trajectories=(), worker="w" * 150, error=long)
+    async with asking_for(loop, 0):
+        await bus.publish(TRAJECTORIES, group, key="0")
+        await until(lambda: loop.table.counts["failed"] == 1)
+    assert len(loop.table.problem) == 2000
+
+
+async def test_a_group_that_was_not_asked_for_is_failed_and_another_is_generated(
+    bus: Bus, bus_factory: Any, tmp_path: Path
+) -> None:
+    """One answer of the two that were asked for; a prompt of its own; a worker's name that is no key."""
+    loop = Loop(bus, tmp_path)
+    nameless = messages.replace(groups.group(2), prompt_tokens=np.array([1, 6], np.int32), worker="w\n" * 500)
+    async with asking_for(loop, 0, 1, 2) as learner:
+        for number, group in enumerate((groups.group(0, rewards=(1.0,)), groups.group(1), nameless)):
+            await bus.publish(TRAJECTORIES, group, key=str(number))
+        await until(lambda: loop.table.counts["failed"] == 3)
+        helper = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+        await learner
+        await helper
+    assert loop.trained_groups == 8
+    errors = [event["error"] for event in await events(bus, "failed")]
+    for error, words in zip(errors, ("1 answers", "not the one that was asked", "200 letters"), strict=True):
+        assert words in error

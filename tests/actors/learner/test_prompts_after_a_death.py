@@ -1,0 +1,210 @@
+"""What a learner's death leaves on ``prompts`` can be begun: with the weights that are there, and by the next life."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.rollout import weight_follower
+from asyncrl.messages import PromptGroup, SamplingParams, WeightVersion
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES, WEIGHTS
+from asyncrl.policies.staleness.admission import Admission, version_to_begin
+from asyncrl.protocols import Generation, PartialGeneration
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.tensors.snapshot import Snapshot
+from tests.harness import fakes
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+
+# -- admission, pure ---------------------------------------------------------------------------------------------------
+
+modes = st.sampled_from([("sync", 0), ("one_step_off", 1), ("async", 0), ("async", 1), ("async", 3)])
+
+
+@given(modes, st.integers(1, 4), st.lists(st.sampled_from(["step", "announce", "lose"]), max_size=60), st.data())
+def test_a_group_asks_for_a_version_that_is_there_and_young_enough_for_its_batch(
+    mode: tuple[str, int], size: int, acts: list[str], data: st.DataObject
+) -> None:
+    """However late versions are announced, and however many are passed over.
+
+    A group that is the n-th of those not lost is in batch n // size, which version n // size trains.
+    """
+    name, bound = mode
+    rule = Admission(mode=name, groups_per_batch=size, max_staleness=bound, total_groups=10**6)
+    published = lost = steps = announced = 0
+    for act in ["", *acts]:
+        if act == "step" and published - lost >= size * (steps + 1):
+            steps += 1
+        elif act == "announce":
+            announced = data.draw(st.integers(announced, steps))
+        elif act == "lose" and published - lost > size * steps:
+            lost += 1
+        has_batch = published - lost >= size * (steps + 1)
+        count = rule.may_publish(
+            published=published, lost=lost, batches_taken=steps + has_batch, steps_done=steps, obtainable=announced
+        )
+        asked = min(steps, announced)
+        for _ in range(count):
+            assert asked <= announced
+            assert (published - lost) // size - asked <= bound
+            published += 1
+
+
+def test_where_every_version_is_announced_at_once_nothing_waits_for_it() -> None:
+    rule = Admission(mode="async", groups_per_batch=4, max_staleness=2, total_groups=1000)
+    for steps in range(4):
+        state: dict[str, Any] = {"published": 12, "lost": 0, "batches_taken": steps, "steps_done": steps}
+        assert rule.may_publish(**state, obtainable=steps) == rule.may_publish(**state) == 4 * steps
+
+
+def test_where_no_policy_samples_no_version_is_waited_for() -> None:
+    rule = Admission(mode="async", groups_per_batch=4, max_staleness=2, total_groups=1000)
+    state: dict[str, Any] = {"published": 12, "lost": 0, "batches_taken": 3, "steps_done": 3}
+    assert rule.may_publish(**state, obtainable=None) == 12
+    assert rule.may_publish(**state, obtainable=0) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "engine_incarnation", "expected"),
+    [
+        (25, 0, 25),  # the life that published it
+        (25, 1, 12),  # fell back to 10: what was sampled up to there trains through the step from 11
+        (11, 1, 11),  # the log brings the new history there
+        (3, 1, 3),
+    ],
+)
+def test_a_group_of_a_lost_history_begins_where_the_log_has_nothing_left_before_it(
+    asked: int, engine_incarnation: int, expected: int
+) -> None:
+    assert (
+        version_to_begin(asked, incarnation=0, engine_incarnation=engine_incarnation, fork=10, max_staleness=1)
+        == expected
+    )
+
+
+# -- the actors --------------------------------------------------------------------------------------------------------
+
+
+async def test_no_prompt_asks_for_weights_that_nobody_can_get(
+    bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing version 3 takes until somebody is killed: what steps 3 and later release stays with the learner."""
+    may_write = threading.Event()
+    publish = fakes.Channel.publish
+
+    def write(self: fakes.Channel, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        if policy_version >= 3:
+            assert may_write.wait(timeout=60)
+        return publish(self, snapshot, incarnation=incarnation, policy_version=policy_version)
+
+    monkeypatch.setattr(fakes.Channel, "publish", write)
+    asked: list[int] = []
+
+    async def rollout(prompt: PromptGroup, generate: Any, *, index: int) -> Any:
+        asked.append(prompt.min_policy_version)
+        return await single_turn(prompt, generate, index=index)
+
+    loop = Loop(await bus_factory(), tmp_path, steps=8, max_staleness=1)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=rollout)))
+        learner = group.create_task(loop.run_learner())
+        await until(lambda: hasattr(loop, "learner") and loop.learner.step == 4)  # versions 0 to 2, and a batch more
+        assert await loop.bus.last_sequence(PROMPTS) == 2 * (2 + 1 + 1)
+        assert set(asked) <= {0, 1, 2}
+        may_write.set()
+        await learner
+    assert loop.backend.steps == 8
+
+
+class Stuck(Engine):
+    """Never ends what it begins on version 5 or newer."""
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[Any],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        if self.version[1] >= 5:
+            self.gate.clear()
+        return await super().generate(prompt_tokens, sampling, seed=seed, partial=partial)
+
+
+async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], *, load: str, stuck: int) -> Loop:
+    """A learner and its worker, both killed once the engine answers no more.
+
+    stuck: samples outstanding then. Some groups may have been done before version 5: the learner holds those.
+    """
+    life = Loop(await bus_factory(), folder, steps=100, **settings)
+    engine = Stuck()
+    learner = asyncio.create_task(life.run_learner())
+    rollout = asyncio.create_task(
+        run_worker(worker(await bus_factory(), engine, load=load, max_staleness=settings["max_staleness"]))
+    )
+    await until(lambda: engine.running > 0 and engine.running + 2 * len(life.table.buffered) == stuck)
+    for task in (learner, rollout):
+        task.cancel()
+    await asyncio.wait((learner, rollout))
+    return life
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_staleness", "batches"),
+    [("async", 1, 2), ("async", 0, 1), ("sync", 0, 1), ("one_step_off", 1, 1)],
+)
+async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_for_it(
+    bus_factory: Any, tmp_path: Path, mode: str, max_staleness: int, batches: int
+) -> None:
+    """A window of prompts asks for versions from 5 on, and the next life begins at 0.
+
+    Most of the log is too old from version max_staleness + 1 on, so without those prompts it never gets to 5.
+    """
+    settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
+    load = "in_flight" if mode == "async" else "on_demand"
+    await killed_life(bus_factory, tmp_path, settings, load=load, stuck=2 * 2 * batches)
+    second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(second.run_learner(resume=True))
+        async with second.bus.watch(WEIGHTS) as versions:  # its worker never has the weights that were lost
+            while (await anext(versions)).incarnation == 0:
+                pass
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), load=load, max_staleness=max_staleness)))
+        await learner
+    assert second.learner.incarnation == 1
+    assert second.backend.steps == 8
+    assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness
+
+
+@pytest.mark.parametrize(("mode", "max_staleness", "batches"), [("async", 1, 2), ("sync", 0, 1)])
+async def test_nor_where_what_was_to_bring_it_there_is_lost(
+    bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, max_staleness: int, batches: int
+) -> None:
+    """The next life trains nothing of the worker that has made the whole log."""
+    monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 0.1)
+    settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
+    load = "in_flight" if mode == "async" else "on_demand"
+    first = await killed_life(bus_factory, tmp_path, settings, load=load, stuck=2 * 2 * batches)
+    async with first.bus.read(TRAJECTORIES) as records:
+        made_by = (await anext(records)).message.worker
+    second = Loop(await bus_factory(), tmp_path, steps=8, **settings)
+    second.validator = Validator(second.bus)
+    second.validator.quarantined[made_by], second.validator.lives[made_by] = "its logprobs are off", "before"
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(second.run_learner(resume=True))
+        async with second.bus.watch(WEIGHTS) as versions:
+            while (await anext(versions)).incarnation == 0:
+                pass
+        honest = worker(await bus_factory(), Engine(), name="honest", load=load, max_staleness=max_staleness)
+        group.create_task(run_worker(honest))
+        await learner
+    assert second.backend.steps == 8
+    assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness

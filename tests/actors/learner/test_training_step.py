@@ -1,0 +1,176 @@
+"""A step that needs more models than the policy: who is asked, in which order, and what becomes of what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.policies.advantages import returns
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.losses.kl import Penalty
+from asyncrl.protocols import StepResult
+from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
+
+ANSWERS = (
+    answer([10, 11, 12], reward=1.0),
+    answer([20, 21], reward=0.5, finish_reason="length"),
+    answer([30, 3, 31], reward=0.0, observed=[1]),
+)
+"""Token ids say which answer; 3 was written by an environment."""
+
+
+def tenths(micro_batch: MicroBatch) -> Any:
+    """The value after token 21 is 2.1."""
+    return (micro_batch.tokens / 10).astype(np.float32)
+
+
+def step(
+    algorithm: Algorithm,
+    backend: ScriptedBackend,
+    *,
+    ranks: int = 1,
+    max_tokens: int = 100,
+    number: int = 0,
+    **settings: Any,
+) -> dict[str, float]:
+    batch = built(ANSWERS, algorithm)
+    shares = pack_for_ranks(batch.documents, ranks=ranks, max_tokens=max_tokens)
+    training = TrainingStep(backend, algorithm=algorithm, **settings)
+    return dict(training(batch, shares, step=number, learning_rate=0.1).metrics)
+
+
+def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing_else() -> None:
+    backend, algorithm = ScriptedBackend(), resolve(ALGORITHMS["grpo"])
+    batch = built(ANSWERS, algorithm)
+    shares = pack_for_ranks(batch.documents, ranks=1, max_tokens=100)
+    result = TrainingStep(backend, algorithm=algorithm)(batch, shares, step=0, learning_rate=0.1)
+    assert backend.asked == ["step policy"]
+    assert backend.trained["policy"][0] is shares
+    assert result.metrics == {"loss": 1.0}
+
+
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])
+def test_gae_of_the_step_is_the_pure_function_of_the_whole_batch(ranks: int, max_tokens: int) -> None:
+    """gamma = lam = 1: a return is the reward, and where the answer was cut the value behind it."""
+    backend = ScriptedBackend(scores={"critic": tenths})
+    algorithm = resolve(ALGORITHMS["ppo"], options={"truncated": "bootstrap"})
+    step(algorithm, backend, ranks=ranks, max_tokens=max_tokens, critic_learning_rate=0.3)
+    assert backend.asked == ["score critic", "step policy", "step critic"]
+    (shares,) = backend.trained["policy"]
+    # What each token was chosen in: behind the prompt's 2 the value is 0.2, behind 10 it is 1.0, behind the 3 0.3.
+    values = {10: 0.2, 11: 1.0, 12: 1.1, 20: 0.2, 21: 2.0, 30: 0.2, 31: 0.3}
+    targets = {10: 1.0, 11: 1.0, 12: 1.0, 20: 2.6, 21: 2.6, 30: 0.0, 31: 0.0}  # 2.6: 0.5 and the 2.1 behind the last
+    assert by_tokens(shares, lambda m: m.scores["old_values"]) == pytest.approx(values)
+    assert by_tokens(shares, lambda m: m.scores["returns"]) == pytest.approx(targets)
+    expected = returns.whiten(np.array([targets[token] - values[token] for token in values]))
+    assert by_tokens(shares, lambda m: m.advantages) == pytest.approx(
+        dict(zip(values, expected, strict=True)), abs=1e-5
+    )
+    assert backend.trained["critic"] == [shares]
+    assert backend.learning_rates == {"policy": [0.1], "critic": [0.3]}
+
+
+def test_a_cut_answer_ends_there_unless_it_is_bootstrapped() -> None:
+    backend = ScriptedBackend(scores={"critic": tenths})
+    step(resolve(ALGORITHMS["ppo"]), backend)
+    targets = by_tokens(backend.trained["policy"][0], lambda m: m.scores["returns"])
+    assert targets[21] == targets[20] == 0.5
+
+
+def test_gamma_and_lam_are_options_of_the_row() -> None:
+    backend = ScriptedBackend(scores={"critic": tenths})
+    step(resolve(ALGORITHMS["ppo"], options={"gamma": 0.5, "lam": 0.0}), backend)
+    # lam 0: reward + gamma x the next value. Behind 10 comes 11, chosen at 1.0; the last token has its reward alone.
+    targets = by_tokens(backend.trained["policy"][0], lambda m: m.scores["returns"])
+    assert targets == pytest.approx({10: 0.5, 11: 0.55, 12: 1.0, 20: 1.0, 21: 0.5, 30: 0.15, 31: 0.0})
+
+
+def test_an_answer_that_is_masked_trains_neither_policy_nor_critic() -> None:
+    backend = ScriptedBackend(scores={"critic": tenths})
+    step(dataclasses.replace(resolve(ALGORITHMS["ppo"]), masks_truncated=True), backend)
+    (shares,) = backend.trained["policy"]
+    assert set(by_tokens(shares, lambda m: m.advantages)) == {10, 11, 12, 30, 31}
+    for micro_batch in shares[0]:
+        assert not micro_batch.advantages[~micro_batch.response_mask].any()
+        assert not micro_batch.loss_weights[~micro_batch.response_mask].any()
+
+
+def test_the_critic_learns_alone_while_it_warms_up() -> None:
+    backend, algorithm = ScriptedBackend(scores={"critic": tenths}), resolve(ALGORITHMS["ppo"])
+    rows = [step(algorithm, backend, number=number, critic_warmup_steps=2) for number in range(4)]
+    assert backend.asked == ["score critic", "step critic"] * 2 + ["score critic", "step policy", "step critic"] * 2
+    assert [row.get("learner/learning_rate") for row in rows[:2]] == [0.0, 0.0]
+    training = TrainingStep(backend, algorithm=algorithm, critic_warmup_steps=2)
+    assert [training.policy_steps(steps) for steps in range(5)] == [0, 0, 0, 1, 2]
+
+
+def test_a_batch_that_the_policy_skipped_does_not_train_the_critic() -> None:
+    """It may be trained once more, without the groups that are not finite."""
+
+    class Overflowing(ScriptedBackend):
+        def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
+            super().step(shares, learning_rate=learning_rate, model=model)
+            return StepResult(metrics={"learner/skipped_steps": 1.0})
+
+    backend = Overflowing(scores={"critic": tenths})
+    row = step(resolve(ALGORITHMS["ppo"]), backend)
+    assert backend.asked == ["score critic", "step policy"]
+    assert row["learner/skipped_steps"] == 1.0
+
+
+def test_a_reference_and_a_teacher_reach_the_loss() -> None:
+    backend = ScriptedBackend(scores={"reference": lambda m: -tenths(m), "teacher": lambda m: -2 * tenths(m)})
+    step(resolve(ALGORITHMS["opd"], kl=Penalty(coef=0.1, estimate="k2", place="loss")), backend, max_tokens=5)
+    assert backend.asked == ["score reference", "score teacher", "step policy"]
+    (shares,) = backend.trained["policy"]
+    assert by_tokens(shares, lambda m: m.scores["ref_logprobs"])[21] == pytest.approx(-2.1)
+    assert by_tokens(shares, lambda m: m.scores["teacher_logprobs"])[21] == pytest.approx(-4.2)
+    assert set(by_tokens(shares, lambda m: m.advantages).values()) == {0.0}
+
+
+def test_kl_in_the_reward_is_taken_off_every_token_that_the_policy_sampled() -> None:
+    """k1 = log policy - log reference is 0.5 everywhere: with coefficient 0.2 each token costs 0.1."""
+    backend = ScriptedBackend(scores={"reference": lambda m: -tenths(m), "policy": lambda m: 0.5 - tenths(m)})
+    kl = Penalty(coef=0.2, estimate="k1", place="reward")
+    step(resolve(ALGORITHMS["topr"], loss="reinforce", correction="tis_token", kl=kl), backend)
+    assert backend.asked == ["score policy", "score reference", "step policy"]
+    costs = by_tokens(backend.trained["policy"][0], lambda m: m.advantages)
+    # returns-to-go: the last token of the first answer has 1 - 0.1, the first 1 - 0.3.
+    expected = {10: 0.7, 11: 0.8, 12: 0.9, 20: 0.3, 21: 0.4, 30: -0.2, 31: -0.1}
+    assert costs == pytest.approx(expected, abs=1e-6)
+
+
+def test_p3o_gets_the_effective_fraction_of_the_whole_batch() -> None:
+    """Ratios 2 on the first answer's three tokens and 1 on the other four: (6 + 4)^2 / (7 x (12 + 4))."""
+
+    def policy(micro_batch: MicroBatch) -> Any:
+        return np.where(micro_batch.tokens // 10 == 1, math.log(2) - 1, -1).astype(np.float32)
+
+    backend = ScriptedBackend(scores={"policy": policy})
+    step(resolve(ALGORITHMS["p3o"]), backend, max_tokens=5)
+    fractions = by_tokens(backend.trained["policy"][0], lambda m: m.scores["effective_fraction"])
+    assert fractions == pytest.approx(dict.fromkeys(fractions, 100 / 112))
+
+
+def test_m2po_drops_tokens_of_the_whole_batch_not_of_each_micro_batch() -> None:
+    """Log ratios 0.3 on the first answer's three tokens, 0 on the other four."""
+
+    def policy(micro_batch: MicroBatch) -> Any:
+        return np.where(micro_batch.tokens // 10 == 1, 0.3 - 1, -1).astype(np.float32)
+
+    backend = ScriptedBackend(scores={"policy": policy})
+    step(resolve(ALGORITHMS["m2po"]), backend, max_tokens=5)
+    keep = by_tokens(backend.trained["policy"][0], lambda m: m.scores["keep"])
+    assert sum(keep.values()) == 4 + 3  # 3 x 0.09 / 7 < 0.04; of the first answer alone none but one would be kept
+    sharper = ScriptedBackend(scores={"policy": policy})
+    step(resolve(ALGORITHMS["m2po"], options={"threshold": 0.02}), sharper, max_tokens=5)
+    keep = by_tokens(sharper.trained["policy"][0], lambda m: m.scores["keep"])
+    assert sum(keep.values()) == 4 + 1  # 2 x 0.09 / 6 is over, 0.09 / 5 below

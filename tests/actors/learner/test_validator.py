@@ -1,0 +1,276 @@
+"""Bad workers and steps that go nowhere, through the real learner: named, dropped, told, and never in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import HopelessError
+from asyncrl.messages import Heartbeat, Quarantine, SamplingParams
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.protocols import Bus, Generation
+from tests.conftest import BUS_SIZES
+from tests.harness.fakes import Backend, Engine, Loop, Rows, run_worker, until, worker
+
+
+class Trainer(Backend):
+    """Scores as the fake engine says it sampled: -1 a token."""
+
+    def score(self, shares: Any, *, model: str = "policy") -> list[list[NDArray[np.float32]]]:
+        def of(micro_batch: MicroBatch) -> NDArray[np.float32]:
+            return np.full(micro_batch.num_tokens, -1.0, np.float32)
+
+        return [[of(micro_batch) for micro_batch in share] for share in shares]
+
+
+class Liar(Engine):
+    """Whose logprobs are not those of what it samples from."""
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int) -> Generation:
+        made = await super().generate(prompt_tokens, sampling, seed=seed)
+        return Generation(
+            tokens=made.tokens,
+            logprobs=np.full(len(made.tokens), -4.0, np.float32),
+            version_spans=made.version_spans,
+            finish_reason=made.finish_reason,
+        )
+
+
+def judged_loop(bus: Bus, directory: Path, *, steps: int = 6) -> Loop:
+    validator = Validator(
+        bus, validation=GroupValidation(vocabulary_size=14), rescoring=LogprobMismatch(bound=0.5, every=1)
+    )
+    loop = Loop(bus, directory, steps=steps, validator=validator)
+    loop.backend = Trainer()
+    return loop
+
+
+async def events(bus: Bus, kind: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    last = await bus.last_sequence(EVENTS)
+    async with bus.read(EVENTS) as records:
+        for _ in range(last):
+            record = await anext(records)
+            if record.message is not None and record.message.kind == kind:
+                found.append(record.message.data)
+    return found
+
+
+async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_longer_trained(
+    bus: Bus, bus_factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = judged_loop(bus, tmp_path, steps=8)
+    liar, honest = Liar(), Engine()
+    honest.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), honest, name="w1", max_running=2)))
+        await until_alive(bus, "w1")
+        group.create_task(run_worker(worker(await bus_factory(), liar, name="w0", max_running=2)))
+        learner = group.create_task(loop.run_learner())
+        while not await bus.states(QUARANTINE):
+            await asyncio.sleep(0.01)
+        honest.gate.set()
+        await learner
+    (told,) = (await bus.states(QUARANTINE)).values()
+    assert told.worker == "w0"
+    assert "3 nats per token off" in told.reason
+    assert [event["worker"] for event in await events(bus, "quarantined")] == ["w0"]
+    assert any("quarantined this worker" in record.getMessage() for record in caplog.records)
+    behavior = [one.behavior_logprobs.min() for step in loop.backend.trained for one in step]
+    assert behavior[-4:] == [-1.0] * 4  # the liar's are -4
+    assert loop.recorder.rows[-1]["rollout/quarantined"] == 1
+    assert loop.backend.steps == 8
+
+
+async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_trained(
+    bus: Bus, bus_factory: Any, tmp_path: Path
+) -> None:
+    loop = judged_loop(bus, tmp_path, steps=8)
+    idle = Engine()
+    idle.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        keeps_the_run_up = group.create_task(run_worker(worker(await bus_factory(), idle, name="w1", max_running=2)))
+        await until_alive(bus, "w1")
+        liar = group.create_task(run_worker(worker(await bus_factory(), Liar(), name="w0")))
+        learner = group.create_task(loop.run_learner())
+        while (beat := (await bus.states(ACTORS)).get("w0")) is None or beat.phase != "quarantined":
+            await asyncio.sleep(0.01)
+        assert "3 nats per token off" in beat.problem
+        liar.cancel()
+        await asyncio.wait((liar,))
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), name="w0")))
+        while loop.backend.steps < 4:  # w1 has made nothing yet
+            await asyncio.sleep(0.01)
+        idle.gate.set()
+        await learner
+        keeps_the_run_up.cancel()
+    assert loop.backend.steps == 8
+    assert loop.recorder.rows[-1]["rollout/quarantined"] == 0
+    assert await bus.states(QUARANTINE) == {}
+
+
+async def test_the_second_life_that_lies_is_quarantined_too_and_that_is_said(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    validator = judged_loop(bus, tmp_path).validator
+    assert validator is not None
+    for life in ("first", "second"):
+        await bus.put(ACTORS, Heartbeat(actor="w0", role="rollout-worker", life=life), key="w0")
+        assert ("w0" not in validator.quarantined) or await validator.is_another_life("w0")
+        with pytest.raises(HopelessError):
+            await validator.quarantine("w0", "it lies", incarnation=0)
+        assert not await validator.is_another_life("w0")
+        assert (await bus.states(QUARANTINE))["w0"].life == life
+
+
+async def until_alive(bus: Bus, name: str) -> None:
+    while name not in await bus.states(ACTORS):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_run_whose_every_worker_is_quarantined_ends_with_the_reason(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path)
+    victim = asyncio.create_task(run_worker(worker(bus, Liar())))
+    with pytest.raises(HopelessError, match="every rollout worker is quarantined; the last, w0, for its behavior"):
+        await loop.run_learner()
+    victim.cancel()
+    await asyncio.wait((victim,))
+
+
+async def test_a_worker_whose_groups_cannot_be_is_quarantined_after_three(tmp_path: Path) -> None:
+    """Every answer of the fake engine holds tokens from 4 to 13, and this model knows 0 to 3."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path)
+    loop.validator = Validator(
+        bus, validation=GroupValidation(vocabulary_size=4), rescoring=LogprobMismatch(bound=0.5, every=1)
+    )
+    victim = asyncio.create_task(run_worker(worker(bus, Engine())))
+    with pytest.raises(HopelessError, match="every rollout worker is quarantined; the last, w0, for 3 groups"):
+        await loop.run_learner()
+    failed = await events(bus, "failed")
+    assert all("outside the vocabulary" in event["error"] for event in failed)
+    assert loop.backend.steps == 0
+    victim.cancel()
+    await asyncio.wait((victim,))
+
+
+async def test_a_quarantined_worker_waits_in_sight_and_gives_its_work_back(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path)
+    engine = Engine()
+    engine.gate.clear()
+    bad, follower = worker(bus, engine)
+    async with asyncio.TaskGroup() as group:
+        learner = group.create_task(loop.run_learner())
+        group.create_task(run_worker((bad, follower)))
+        await until(lambda: engine.running > 0)
+        await bus.put(
+            QUARANTINE, Quarantine(worker="w0", incarnation=0, reason="a test says so", life=bad.life), key="w0"
+        )
+        await until(lambda: "quarantined by the learner, a test says so" in bad.heartbeat().waits_for)
+        await until(lambda: engine.running == 0)
+        group.create_task(run_worker(worker(bus, Engine(), name="w1")))
+        await learner
+    assert loop.backend.steps == 6
+
+
+# -- steps that change nothing -----------------------------------------------------------------------------------------
+
+
+async def run_skipping(loop: Loop, skipped: set[int]) -> None:
+    loop.backend.measures = lambda step: {
+        "learner/skipped_steps": float(step in skipped),
+        "loss": math.nan if step in skipped else 0.5,
+    }
+    async with asyncio.TaskGroup() as group:
+        others = group.create_task(run_worker(worker(loop.bus, Engine())))
+        try:
+            await loop.run_learner()
+        finally:
+            others.cancel()
+
+
+async def test_a_skipped_step_is_said_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = Loop(bus, tmp_path, steps=4, max_skipped_steps=2)
+    await run_skipping(loop, {1, 3})
+    assert loop.backend.steps == 4
+    (first, second) = await events(bus, "skipped")
+    assert (first["step"], second["step"], len(first["group_ids"])) == (1, 3, 2)
+    assert any(record.levelno == logging.ERROR and "loss nan" in record.getMessage() for record in caplog.records)
+
+
+async def test_too_many_skipped_steps_in_a_row_end_the_run_and_leave_their_groups_in_the_log(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = Loop(bus, tmp_path, steps=9, max_skipped_steps=3, checkpoint_every=1)
+    with pytest.raises(ExceptionGroup) as ended:
+        await run_skipping(loop, {2, 3, 4})
+    (error,) = ended.value.exceptions
+    assert isinstance(error, HopelessError)
+    assert error.exit_code == 3
+    assert "learner.max_skipped_steps" in str(error) and "3 in a row" in str(error)
+    assert loop.backend.steps == 4
+    skipped = [group_id for event in await events(bus, "skipped") for group_id in event["group_ids"]]
+    assert {str(group_id) for group_id in skipped} <= await bus.keys(TRAJECTORIES)
+    assert len(loop.recorder.rows) == 4  # the last one too says what it was
+
+
+# -- prompts that kill -------------------------------------------------------------------------------------------------
+
+
+class Watched(Engine):
+    """Remembers which prompts it answered side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: list[tuple[int, ...]] = []
+        self.together: set[frozenset[tuple[int, ...]]] = set()
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, seed: int) -> Generation:
+        prompt = tuple(prompt_tokens.tolist())
+        self.now.append(prompt)
+        self.together.add(frozenset(self.now))
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)  # long enough for others to come
+            return await super().generate(prompt_tokens, sampling, seed=seed)
+        finally:
+            self.now.remove(prompt)
+
+
+async def test_a_group_on_its_last_attempt_has_the_worker_to_itself(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = Loop(bus, tmp_path, steps=3, rows=Rows(count=100))
+    engine = Watched()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(loop.run_learner())
+        while await bus.depth(PROMPTS) < 6:
+            await asyncio.sleep(0)
+        attempts = DeliveryAttempts(bus, worker="another", max_attempts=3)
+        async with bus.consume(PROMPTS) as deliveries:  # two attempts of group 0, of prompt (1, 4), came to nothing
+            held = [await anext(deliveries) for _ in range(6)]
+            await held[0].retry()
+            again = await anext(deliveries)
+            assert (again.key, again.attempt) == ("0", 2)
+            await attempts.begin(again)
+            for delivery in held[1:]:
+                await delivery.retry()
+            await again.retry()
+        group.create_task(run_worker(worker(bus, engine, max_running=100)))
+    suspect = (1, 4)
+    assert {prompts for prompts in engine.together if suspect in prompts} == {frozenset({suspect})}
+    assert any(len(prompts) > 1 for prompts in engine.together)
+    assert loop.backend.steps == 3

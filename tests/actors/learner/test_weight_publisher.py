@@ -1,0 +1,119 @@
+"""The publisher on the memory bus: what is announced, what is written, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import WEIGHTS
+from asyncrl.tensors.snapshot import Snapshot
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness import fakes
+from tests.harness.fakes import until
+from tests.harness.weights import SNAPSHOT, Sender
+
+
+class Channel(fakes.Channel):
+    """Writes a version when it is told to."""
+
+    def __init__(self, sender: Sender | None) -> None:
+        self.sender: Any = sender
+        self.may_write = threading.Semaphore(0)
+        self.writing: list[int] = []
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        self.writing.append(policy_version)
+        assert self.may_write.acquire(timeout=20)
+        return super().publish(snapshot, incarnation=incarnation, policy_version=policy_version)
+
+
+class Recorded(MemoryBus):
+    """Remembers what was announced."""
+
+    def __init__(self) -> None:
+        super().__init__(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        self.announced: list[tuple[str, int]] = []
+
+    async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
+        await super().put(topic, message, key=key)
+        self.announced.append((key or "folder", message.policy_version))
+
+
+@contextlib.asynccontextmanager
+async def publishing(channel: Channel) -> AsyncIterator[tuple[Recorded, WeightPublisher, Any]]:
+    """A publisher, and ``publish(version)``."""
+    bus = Recorded()
+    publisher = WeightPublisher(bus, channel)
+    async with asyncio.TaskGroup() as group:
+
+        async def publish(version: int) -> None:
+            await publisher.publish(SNAPSHOT, incarnation=0, policy_version=version, group=group)
+
+        yield bus, publisher, publish
+    publisher.close()
+
+
+async def test_what_is_held_is_announced_before_its_folder_is_written() -> None:
+    channel = Channel(Sender())
+    async with publishing(channel) as (bus, publisher, publish):
+        await publish(1)
+        assert bus.announced == [("sent", 1)]
+        assert channel.sender.held == (0, 1)
+        channel.may_write.release()
+        await publisher.wait()
+        assert bus.announced == [("sent", 1), ("folder", 1)]
+
+
+async def test_the_newest_version_is_written_next_and_those_between_never() -> None:
+    channel = Channel(Sender())
+    async with publishing(channel) as (bus, publisher, publish):
+        await publish(1)
+        await until(lambda: channel.writing == [1])
+        for version in (2, 3, 4):
+            await publish(version)
+        channel.may_write.release(2)
+        await publisher.wait()
+    assert channel.writing == [1, 4]
+    assert bus.announced == [("sent", 1), ("sent", 2), ("sent", 3), ("sent", 4), ("folder", 1), ("folder", 4)]
+
+
+async def test_who_waits_waits_for_the_newest_version() -> None:
+    channel = Channel(None)
+    async with publishing(channel) as (bus, publisher, publish):
+        await publish(1)
+        await until(lambda: channel.writing == [1])
+        waiting = asyncio.create_task(publisher.wait())
+        await publish(2)
+        channel.may_write.release()
+        await until(lambda: channel.writing == [1, 2])
+        assert not waiting.done()
+        channel.may_write.release()
+        await waiting
+        assert bus.announced == [("folder", 1), ("folder", 2)]
+
+
+async def test_a_channel_without_a_sender_announces_folders_only() -> None:
+    channel = Channel(None)
+    async with publishing(channel) as (bus, publisher, publish):
+        assert not publisher.sends
+        for version in (1, 2):
+            await publish(version)
+            channel.may_write.release()
+            await publisher.wait()
+    assert bus.announced == [("folder", 1), ("folder", 2)]
+
+
+async def test_every_announcement_says_how_many_engines_take_turns() -> None:
+    channel = Channel(Sender())
+    async with publishing(channel) as (bus, publisher, publish):
+        publisher.num_engines = 16
+        channel.may_write.release()
+        await publish(1)
+        await publisher.wait()
+        assert {weights.num_engines for weights in (await bus.states(WEIGHTS)).values()} == {16}

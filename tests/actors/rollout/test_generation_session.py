@@ -1,0 +1,138 @@
+"""A session's calls: their seeds, budgets and versions, and what is known of them from before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
+from asyncrl.actors.rollout.group_progress import GroupProgress, Recorded, assembled
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.topics import SEGMENTS
+from asyncrl.protocols import Generation, PartialGeneration
+from tests.conftest import BUS_SIZES
+from tests.harness import fakes
+
+PROMPT = np.array([5, 6], np.int32)
+
+
+class Engine(fakes.Engine):
+    """Remembers (max_new_tokens, seed, whether it can be followed) of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int, bool]] = []
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        self.asked.append((sampling.max_new_tokens, seed, partial is not None))
+        return await super().generate(prompt_tokens, sampling, seed=seed)
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+        self.engine = Engine()
+        follower = WeightFollower(
+            "w0.weights", self.bus, engine=self.engine, verify=fakes.Channel().verify, load="in_flight"
+        )
+        self.shared = SharedEngine(self.engine, follower=follower, max_running=8)
+        self.entered: list[str] = []
+
+    def session(self, *, progress: GroupProgress | None = None) -> GenerationSession:
+        return GenerationSession(
+            self.shared,
+            sampling=SamplingParams(max_new_tokens=4),
+            weights=self.weights,
+            seed=lambda call: sample_seed(0, 3, 1, call),
+            index=1,
+            progress=progress,
+        )
+
+    @contextlib.asynccontextmanager
+    async def weights(self) -> AsyncIterator[None]:
+        self.entered.append("in")
+        yield
+        self.entered.append("out")
+
+
+async def test_each_call_has_a_seed_and_may_have_a_budget_of_its_own() -> None:
+    setup = Setup()
+    session = setup.session()
+    await session(PROMPT)
+    await session(PROMPT, max_new_tokens=2)
+    assert setup.engine.asked == [(4, sample_seed(0, 3, 1, 0), False), (2, sample_seed(0, 3, 1, 1), False)]
+    assert (session.num_calls, session.num_tokens) == (2, 8)
+    assert setup.entered == ["in", "out", "in", "out"]  # the weights are asked for again in each call
+
+
+async def test_a_session_begins_at_the_version_of_its_first_call() -> None:
+    setup = Setup()
+    session = setup.session()
+    assert session.first_version is None
+    setup.engine.version = (0, 3)
+    await session(PROMPT)
+    setup.engine.version = (0, 5)
+    await session(PROMPT)
+    assert session.first_version == 3
+
+
+async def saved(setup: Setup) -> dict[Any, Recorded]:
+    """What another worker saved of the session's first call, which it had finished at version 2."""
+    setup.engine.version = (0, 2)
+    progress = GroupProgress(3, attempt=1)
+    await setup.session(progress=progress)(PROMPT)
+    await progress.save(setup.bus, worker="other")
+    setup.engine.asked.clear()
+    setup.engine.version = (0, 4)
+    return assembled((await setup.bus.states(SEGMENTS)).values())
+
+
+async def test_a_finished_call_is_answered_from_what_was_saved() -> None:
+    setup = Setup()
+    progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
+    session = setup.session(progress=progress)
+    answer = await session(PROMPT)
+    assert setup.engine.asked == []
+    assert len(answer.tokens) == 4
+    assert session.first_version == 2  # the age of the sample counts from there
+    await session(PROMPT)
+    assert [seed for _, seed, _ in setup.engine.asked] == [sample_seed(0, 3, 1, 1)]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+async def test_only_what_is_saved_is_followed_while_it_grows(is_saved: bool) -> None:
+    setup = Setup()
+    await setup.session(progress=GroupProgress(3, attempt=1, is_saved=is_saved))(PROMPT)
+    assert [followed for _, _, followed in setup.engine.asked] == [is_saved]
+
+
+async def test_time_in_a_call_is_no_wait_for_the_rollout_function() -> None:
+    setup = Setup()
+    session = setup.session()
+    seen: list[list[str]] = []
+    generate = setup.engine.generate
+
+    async def looked_at(*arguments: Any, **named: Any) -> Generation:
+        seen.append([wait.on for wait in setup.shared.waits.now()])
+        return await generate(*arguments, **named)
+
+    setup.engine.generate = looked_at  # type: ignore[method-assign]
+    async with session.waiting():
+        seen.append([wait.on for wait in setup.shared.waits.now()])
+        await session(PROMPT)
+    assert seen == [["rollout"], []]

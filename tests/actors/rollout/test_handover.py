@@ -1,0 +1,43 @@
+"""A worker that is told twice to leave hands over what it has generated so far, and loses no more than a token each."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
+from asyncrl.protocols import Bus
+from tests.harness import fakes
+from tests.harness.partial_rollouts import StepEngine, Worker, publish_prompt
+
+
+async def test_what_a_hurried_worker_has_goes_to_another_at_once(bus: Bus) -> None:
+    await publish_prompt(bus, 0)
+    leaving, heir = Worker(bus, "w0"), Worker(bus, "w1")
+    actors = fakes.worker(
+        bus, leaving.engine, name="w0", max_attempts=3, max_running=64, partial_rollouts=leaving.partial_rollouts
+    )
+    running = asyncio.create_task(fakes.run_worker(actors))
+    await leaving.begun(2)
+    await leaving.engine.steps(41)
+    actors[0].drain()
+    await leaving.engine.steps(1)
+    assert not running.done()  # asked once, it finishes what it holds
+    actors[0].drain()
+    await running
+    assert await bus.depth(PROMPTS) == 1
+    async with heir.working():
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
+    assert leaving.engine.generated + heir.engine.generated - 200 == 2  # of each answer the newest token
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_a_hurried_worker_that_holds_nothing_just_leaves(bus: Bus) -> None:
+    engine = StepEngine((0, 0))
+    actors = fakes.worker(bus, engine, name="w0", max_running=64)
+    actors[0].drain()
+    actors[0].drain()
+    await fakes.run_worker(actors)
+    assert engine.generated == 0
+    assert await bus.depth(TRAJECTORIES) == 0

@@ -1,0 +1,387 @@
+"""A worker that dies in the middle of long answers loses little: another resumes its partial rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.rollout.group_progress import GroupProgress, assembled
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan
+from asyncrl.messages.topics import PROGRESS, SEGMENTS
+from asyncrl.protocols import Bus, Generate, Generation, PartialGeneration
+from asyncrl.rollouts.builtin import single_turn
+from tests.conftest import BUS_SIZES
+from tests.harness.buses import first_event, taken
+from tests.harness.partial_rollouts import FakeGeneration, Worker, publish_prompt
+
+PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
+
+
+@pytest.mark.parametrize("killed_at", [300, 701, 1999])
+async def test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth(bus: Bus, killed_at: int) -> None:
+    """A round every 13 steps, which leaves the newest token: of 300 or more at most 13/300 = 4.3 % are lost."""
+    first_worker, second = Worker(bus, "w0"), Worker(bus, "w1")
+    for number in range(2):
+        await publish_prompt(bus, number, group_size=3, max_new_tokens=2000)
+    async with first_worker.working():
+        await first_worker.begun(6)
+        for step in range(killed_at):
+            if step % 13 == 12:
+                await first_worker.partial_rollouts.save()
+            await first_worker.engine.steps(1)
+        unsaved = first_worker.partial_rollouts.unsaved_tokens
+    async with second.working():
+        await second.begun(6)
+        groups = await second.until_published(bus, 2)
+    generated = first_worker.engine.generated
+    assert generated == 6 * killed_at
+    trained = sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories)
+    lost = generated + second.engine.generated - trained
+    assert trained == 6 * 2000
+    assert 0 < lost <= 0.05 * generated
+    assert lost == unsaved
+    assert second.partial_rollouts.resumed_tokens == generated - lost
+
+
+async def test_resumed_tokens_keep_their_logprobs_and_versions(bus: Bus) -> None:
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0", version=3).working() as dying:
+        await dying.begun(2)
+        await dying.engine.steps(41)
+        await dying.partial_rollouts.save()
+        sampled = [answer.so_far() for answer in dying.engine.answers]
+    async with Worker(bus, "w1", version=5).working() as heir:
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    for trajectory, had in zip(group.trajectories, sampled, strict=True):
+        assert trajectory.tokens[:40].tolist() == had.tokens[:40].tolist()  # of 41 the newest might have been the end
+        assert trajectory.behavior_logprobs[:40].tolist() == had.logprobs[:40].tolist()
+        assert len(trajectory.tokens) == 100
+        assert [(span.start, span.policy_version) for span in trajectory.version_spans] == [(0, 3), (40, 5)]
+    assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
+    event = await first_event(bus, "resumed")
+    assert (event.kind, event.actor) == ("resumed", "w1")
+    assert event.data == {"group_id": 0, "from": "w0", "tokens": 80, "too_old_tokens": 0}
+
+
+async def test_a_published_group_leaves_no_segments(bus: Bus) -> None:
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0").working() as worker:
+        await worker.begun(2)
+        await worker.engine.steps(50)
+        await worker.partial_rollouts.save()
+        assert (await bus.states(SEGMENTS)).keys() == {"0/1/0"}
+        await worker.partial_rollouts.save()
+        await worker.engine.steps(5)
+        await worker.partial_rollouts.save()
+        assert (await bus.states(SEGMENTS)).keys() == {"0/1/0", "0/1/1"}
+        await worker.until_published(bus, 1)
+        await worker.partial_rollouts.save()
+        assert await bus.states(SEGMENTS) == {}
+    assert worker.partial_rollouts.unsaved_tokens == 0
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+
+
+async def two_turns(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """Ten tokens and more for each sample, two that a tool says, and as many again."""
+    answer = await generate(prompt.prompt_tokens, max_new_tokens=10 * (index + 1))
+    said = np.array([4 + len(answer.tokens) % 7, 5], np.int32)
+    more = await generate(np.concatenate([prompt.prompt_tokens, answer.tokens, said]), max_new_tokens=50)
+    return joined(answer, said, more)
+
+
+def joined(answer: Generation, said: Any, more: Generation) -> Trajectory:
+    mask = np.concatenate([np.ones(len(answer.tokens)), np.zeros(len(said)), np.ones(len(more.tokens))]).astype(bool)
+    return Trajectory(
+        tokens=np.concatenate([answer.tokens, said, more.tokens]),
+        response_mask=mask,
+        behavior_logprobs=np.concatenate([answer.logprobs, np.zeros(len(said), np.float32), more.logprobs]),
+        version_spans=answer.version_spans,
+    )
+
+
+async def test_finished_calls_are_answered_without_the_engine(bus: Bus) -> None:
+    """Killed when sample 0 is done, 1 is in its second turn and 8 in its first."""
+    await publish_prompt(bus, 0, group_size=9)
+    await publish_prompt(bus, 1, group_size=9)
+    async with Worker(bus, "w0").working(rollout=two_turns) as dying:
+        await dying.begun(18)
+        await dying.engine.steps(75)
+        for _ in range(10):  # until the newest answers are taken
+            await asyncio.sleep(0)
+        await dying.partial_rollouts.save()
+        finished = {answer.seed for answer in dying.engine.answers if answer.done.done()}
+    async with Worker(bus, "w1").working(rollout=two_turns) as heir:
+        await heir.begun(1)
+        groups = await heir.until_published(bus, 2)
+    asked = [seed for seed, _, _ in heir.engine.asked]
+    assert finished
+    assert finished.isdisjoint(asked)
+    assert len(set(asked)) == len(asked)
+    for group in groups:
+        assert [len(t.tokens) for t in group.trajectories] == [10 * (n + 1) + 2 + 50 for n in range(9)]
+
+
+async def test_a_group_that_was_killed_is_the_group_it_would_have_been(bus_factory: Any) -> None:
+    bus = await bus_factory()
+    await publish_prompt(bus, 0, group_size=4)
+    await publish_prompt(bus, 1, group_size=4)
+    async with Worker(bus, "w0").working(rollout=two_turns) as dying:
+        await dying.begun(8)
+        await dying.engine.steps(33)
+        await dying.partial_rollouts.save()
+        await dying.engine.steps(5)
+    async with Worker(bus, "w1").working(rollout=two_turns) as heir:
+        resumed = await heir.until_published(bus, 2)
+    other = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    await publish_prompt(other, 0, group_size=4)
+    await publish_prompt(other, 1, group_size=4)
+    async with Worker(other, "w2").working(rollout=two_turns) as alone:
+        undisturbed = await alone.until_published(other, 2)
+    for one, two in zip(by_id(resumed), by_id(undisturbed), strict=True):
+        assert [t.tokens.tolist() for t in one.trajectories] == [t.tokens.tolist() for t in two.trajectories]
+        assert [t.reward for t in one.trajectories] == [t.reward for t in two.trajectories]
+
+
+def by_id(groups: list[Any]) -> list[Any]:
+    return sorted(groups, key=lambda group: group.group_id)
+
+
+async def test_a_second_death_loses_nothing_that_the_first_worker_saved(bus: Bus) -> None:
+    """The second worker saves sample 1's longer answer and dies before sample 0 asks for its second turn again."""
+    never = asyncio.Event()
+
+    async def turns(prompt: PromptGroup, generate: Generate, *, index: int, hold: bool = False) -> Trajectory:
+        answer = await generate(prompt.prompt_tokens, max_new_tokens=300 if index else 50)
+        if hold:
+            await never.wait()
+        return joined(answer, np.array([5], np.int32), await generate(prompt.prompt_tokens[:1]))
+
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0", max_attempts=5).working(rollout=turns) as dying:
+        await dying.begun(2)
+        await dying.engine.steps(50)
+        await dying.begun(3)
+        await dying.engine.steps(60)
+        await dying.partial_rollouts.save()
+    async with Worker(bus, "w1", max_attempts=5).working(rollout=functools.partial(turns, hold=True)) as also:
+        await also.begun(1)
+        await also.engine.steps(100)
+        await also.partial_rollouts.save()
+    async with Worker(bus, "w2", max_attempts=5).working(rollout=turns) as heir:
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    begins = sorted(begin for _, _, begin in heir.engine.asked)
+    assert begins[0] == 0  # sample 1's second turn
+    assert begins[1] >= 55  # sample 0's
+    assert begins[2] >= 200  # sample 1's first
+    assert [len(trajectory.tokens) for trajectory in group.trajectories] == [151, 401]
+
+
+async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fickle(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        tokens = prompt.prompt_tokens if index else prompt.prompt_tokens[:1]
+        return await single_turn(prompt, lambda _: generate(tokens), index=index)  # type: ignore[arg-type]
+
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0").working() as dying:
+        await dying.begun(2)
+        await dying.engine.steps(41)
+        await dying.partial_rollouts.save()
+    async with Worker(bus, "w1").working(rollout=fickle) as heir:
+        await heir.begun(2)
+        with caplog.at_level(logging.WARNING):
+            await heir.until_published(bus, 1)
+    assert sorted(begin for _, _, begin in heir.engine.asked) == [0, 40]
+    assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (40, 40)
+    assert "asked for something else" in caplog.text
+
+
+# -- what is not taken over --------------------------------------------------------------------------------------------
+
+
+async def killed_after_a_save(bus: Bus, **options: Any) -> None:
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0", version=3, **options).working() as dying:
+        await dying.begun(2)
+        await dying.engine.steps(41)
+        await dying.partial_rollouts.save()
+
+
+@pytest.mark.parametrize(("learner_at", "begins"), [(7, [40, 40]), (8, [0, 0])])
+async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
+    bus: Bus, learner_at: int, begins: list[int]
+) -> None:
+    """Version 3 under a bound of 4: the step from 7 is the last that may train it."""
+    await killed_after_a_save(bus)
+    await bus.put(PROGRESS, Progress(incarnation=0, step=learner_at, policy_version=learner_at))
+    async with Worker(bus, "w1", version=5).working() as heir:
+        await heir.begun(2)
+        await heir.until_published(bus, 1)
+    assert [begin for _, _, begin in heir.engine.asked] == begins
+    assert heir.partial_rollouts.resumed_tokens + heir.partial_rollouts.discarded_tokens == 80
+
+
+async def test_the_last_attempt_begins_anew(bus: Bus) -> None:
+    await killed_after_a_save(bus, max_attempts=2)
+    async with Worker(bus, "w1", max_attempts=2).working() as heir:
+        await heir.begun(2)
+        await heir.until_published(bus, 1)
+        assert await bus.states(SEGMENTS) == {}
+    assert [begin for _, _, begin in heir.engine.asked] == [0, 0]
+
+
+async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The trajectories fit, but not all that was sampled for them."""
+
+    async def wasteful(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        for _ in range(3):
+            made = await single_turn(prompt, generate, index=index)
+        return made
+
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=3500)
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0").working(rollout=wasteful) as worker:
+        await worker.begun(2)
+        with caplog.at_level(logging.WARNING):
+            await worker.engine.steps(250)
+            for _ in range(5):
+                await worker.partial_rollouts.save()
+                await worker.engine.steps(5)
+        (group,) = await worker.until_published(bus, 1)
+    assert len(group.trajectories) == 2
+    assert len([record for record in caplog.records if "saved no more" in record.message]) == 1
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def begun(progress: GroupProgress, *, length: int = 1000) -> FakeGeneration:
+    """The answer to the first call of sample 0, which goes on from what is known of it."""
+    partial = progress.begin(0, 0, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
+    done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+    answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
+    partial.follow(answer)
+    return answer
+
+
+async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:
+    progress = GroupProgress(0, attempt=1)
+    answer = begun(progress)
+    for _ in range(3):
+        answer.tokens += [4] * 100
+        await progress.save(bus, worker="w0")
+        await progress.save(bus, worker="w0")  # nothing new but the newest token
+    segments = await bus.states(SEGMENTS, under="0/1/")
+    held = [(key, one.calls[0].start, len(one.calls[0].tokens)) for key, one in sorted(segments.items())]
+    assert held == [("0/1/0", 0, 99), ("0/1/1", 99, 100), ("0/1/2", 199, 100)]
+    assert progress.num_unsaved == 1
+
+
+async def test_segments_are_put_together_again(bus: Bus) -> None:
+    progress = GroupProgress(0, attempt=1)
+    answer = begun(progress, length=8)
+    for _ in range(4):
+        answer.step()
+        answer.step()
+        if answer.done.done():
+            progress.finish(0, 0, answer.so_far())
+        await progress.save(bus, worker="w0")
+    found = await bus.states(SEGMENTS)
+    assert len(found) == 4
+    (call,) = assembled(found[key] for key in sorted(found)).values()
+    assert call.generation.tokens.tolist() == answer.so_far().tokens.tolist()
+    assert call.generation.version_spans == answer.so_far().version_spans
+    assert call.generation.finish_reason == "length"
+
+
+async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
+    """The first was only slow, and goes on. Who comes third goes on from the second's, all of it."""
+    await publish_prompt(bus, 0)
+    sampling = SamplingParams(max_new_tokens=100)
+    prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
+    async with Worker(bus, "w0", max_attempts=9).working() as slow:
+        await slow.begun(2)
+        await slow.engine.steps(21)
+        await slow.partial_rollouts.save()
+        second = Worker(bus, "w1", max_attempts=9).partial_rollouts
+        answer = begun(await second.open(prompt, attempt=2), length=100)
+        answer.tokens += [13] * 11
+        await second.save()
+        await slow.engine.steps(50)
+        await slow.partial_rollouts.save()
+        third = await Worker(bus, "w2", max_attempts=9).partial_rollouts.open(prompt, attempt=3)
+        known = [third.begin(index, 0, PROMPT_TOKENS, sampling).prefix.tokens.tolist() for index in range(2)]
+        sampled = [answer.tokens[:20] for answer in slow.engine.answers]
+    assert known == [sampled[0] + [13] * 10, sampled[1]]  # sample 1 the second had not even begun again
+
+
+async def test_an_engine_that_begins_anew_is_right_too(bus: Bus) -> None:
+    await killed_after_a_save(bus)
+    heir = Worker(bus, "w1")
+    generate = heir.engine.generate
+
+    async def ignoring(tokens: Any, sampling: SamplingParams, *, seed: int, partial: PartialGeneration) -> Generation:
+        made = await generate(tokens, sampling, seed=seed + 1)
+        await heir.partial_rollouts.save()
+        return made
+
+    heir.engine.generate = ignoring  # type: ignore[assignment]
+    async with heir.working():
+        await heir.begun(2)
+        (group,) = await heir.until_published(bus, 1)
+    assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
+    assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (0, 80)
+
+
+async def test_tokens_whose_logprobs_are_nan_are_not_saved() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 4
+
+        def so_far(self, begin: int = 0) -> Generation:
+            logprobs = np.array([-1, -1, np.nan, -1], np.float32)[begin:]
+            tokens = np.arange(begin, 4, dtype=np.int32)
+            return Generation(tokens=tokens, logprobs=logprobs, version_spans=(), finish_reason="")
+
+    partial = PartialGeneration()
+    partial.follow(Broken())
+    assert partial.so_far().tokens.tolist() == [0, 1]
+    assert partial.so_far(1).tokens.tolist() == [1]
+
+
+def test_what_comes_after_some_tokens_joins_them_again() -> None:
+    spans = tuple(VersionSpan(start=start, incarnation=0, policy_version=start) for start in (0, 3, 4, 8))
+    tokens = np.arange(10, dtype=np.int32)
+    whole = Generation(tokens=tokens, logprobs=-tokens.astype(np.float32), version_spans=spans, finish_reason="stop")
+    for count in range(1, 10):
+        again = whole.first(count).then(whole.after(count))
+        assert again.tokens.tolist() == tokens.tolist()
+        assert again.version_spans == spans
+        assert whole.after(count).version_spans[0].start == 0
+        assert again.finish_reason == "stop"
+
+
+async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus: Bus) -> None:
+    """Two workers have the group ready and leave: it is delivered for the fourth time, and begins for the second."""
+    await killed_after_a_save(bus)
+    for _ in range(2):
+        async with taken(bus, 1):
+            pass
+    async with Worker(bus, "w1", version=3).working() as heir:
+        await heir.begun(2)
+        await heir.until_published(bus, 1)
+        assert await bus.states(SEGMENTS) == {}
+    assert [begin for _, _, begin in heir.engine.asked] == [40, 40]

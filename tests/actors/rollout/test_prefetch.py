@@ -1,0 +1,197 @@
+"""Prompt groups that a worker keeps ready: how many, what becomes of them, and what that costs nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.messages import Progress
+from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES
+from asyncrl.policies.prefetch import MOST, groups_ahead
+from asyncrl.protocols import Bus
+from tests.harness import fakes
+from tests.harness.buses import first, progress, publish_prompts, taken
+
+NUM_SLOTS = 2  # one group of tests.harness.buses.prompt
+
+
+@contextlib.asynccontextmanager
+async def working(bus: Bus, engine: fakes.Engine, *, ahead: int, **changes: Any) -> AsyncIterator[Any]:
+    """(worker, task) until the end of the block, where it is killed."""
+    actors = fakes.worker(bus, engine, groups_ahead=lambda: ahead, **({"max_running": NUM_SLOTS} | changes))
+    task = asyncio.create_task(fakes.run_worker(actors))
+    try:
+        yield actors[0], task
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def gated() -> fakes.Engine:
+    engine = fakes.Engine()
+    engine.gate.clear()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("rate", "round_trip", "groups"),
+    [
+        (12.0, 0.2, 8),  # 12 x 0.2 x 3 = 7.2 groups are begun in three round trips
+        (1.2, 0.2, 1),
+        (0.1, 0.2, 0),  # long answers
+        (12.0, 0.002, 0),  # near
+        (0.0, 10.0, 0),
+        (1000.0, 1.0, MOST),
+    ],
+)
+def test_as_many_are_ready_as_are_begun_in_three_round_trips(rate: float, round_trip: float, groups: int) -> None:
+    assert groups_ahead(groups_per_second=rate, round_trip_seconds=round_trip) == groups
+
+
+async def test_a_worker_holds_what_it_runs_and_what_it_keeps_ready_and_no_more(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0)
+    async with working(await bus_factory(), engine, ahead=2):
+        await fakes.until(lambda: engine.running == 2)
+        await publish_prompts(bus, 1, 2, 3, 4)
+        async with taken(other, 2) as theirs:
+            assert {delivery.attempt for delivery in theirs} == {1}
+            engine.version = (0, 3)
+            engine.gate.set()
+            records = await first(bus, 3)
+    versions = {
+        record.key: {span.policy_version for one in record.message.trajectories for span in one.version_spans}
+        for record in records
+    }
+    assert versions.pop("0") == {0, 3}
+    assert list(versions.values()) == [{3}, {3}]  # they began with the newest weights
+
+
+async def test_who_drains_gives_back_at_once_what_it_has_not_begun(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0, 1, 2)
+    async with working(await bus_factory(), engine, ahead=2) as (worker, task):
+        await fakes.until(lambda: engine.running == 2)
+        worker.drain()
+        async with taken(other, 2) as theirs:
+            assert {delivery.key for delivery in theirs} == {"1", "2"}
+            assert not task.done()
+            engine.gate.set()
+            await task
+            assert await bus.depth(PROMPTS) == 2
+
+
+async def test_what_is_given_back_before_it_began_has_used_no_attempt(bus_factory: Any) -> None:
+    """Ready at a worker that drains, and begun once by one that is killed with it: its last attempt is left."""
+    bus = await bus_factory()
+    engine = gated()
+    await publish_prompts(bus, 0, 1)
+    async with working(await bus_factory(), engine, ahead=1, max_attempts=2) as (worker, task):
+        await fakes.until(lambda: engine.running == 2)
+        worker.drain()
+        engine.gate.set()
+        await task
+    engine = gated()
+    async with working(await bus_factory(), engine, ahead=0, max_attempts=2):
+        await fakes.until(lambda: engine.running == 2)
+    async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=2):
+        records = await first(bus, 2)
+        assert {record.key: record.message.error for record in records} == {"0": "", "1": ""}
+        while await bus.states(SEGMENTS):  # no note of it stays behind
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2, 3])
+async def test_however_often_it_is_given_back_the_next_attempt_is_the_first(
+    bus_factory: Any, max_attempts: int
+) -> None:
+    bus = await bus_factory()
+    attempts = DeliveryAttempts(bus, worker="w0", max_attempts=max_attempts)
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        for number in (1, 2, 3):
+            delivery = await anext(deliveries)
+            assert (delivery.attempt, await attempts.number(delivery)) == (number, 1)
+            await attempts.give_back(delivery)
+        delivery = await anext(deliveries)
+        await attempts.begin(delivery)
+        await delivery.retry()
+        assert await attempts.number(await anext(deliveries)) == 2
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+async def test_a_delivery_that_never_began_fails_nothing(bus_factory: Any, max_attempts: int) -> None:
+    """Four workers have it ready and die; the fifth makes it."""
+    bus = await bus_factory()
+    await publish_prompts(bus, 1)
+    for _ in range(4):
+        async with taken(bus, 1):
+            pass
+    async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=max_attempts):
+        (record,) = await first(bus, 1)
+        while await bus.states(SEGMENTS):  # no note of it stays behind
+            await asyncio.sleep(0.01)
+    assert (record.key, record.message.error) == ("1", "")
+
+
+async def test_a_group_that_is_published_leaves_no_note_that_it_was_begun(bus_factory: Any) -> None:
+    """Where a group has one attempt alone, its first delivery is noted too."""
+    bus = await bus_factory()
+    await publish_prompts(bus, 1)
+    async with working(await bus_factory(), fakes.Engine(), ahead=0, max_attempts=1) as (worker, task):
+        await first(bus, 1)
+        worker.drain()
+        await task
+    assert await bus.states(SEGMENTS) == {}
+
+
+async def test_each_delivery_that_began_is_an_attempt(bus_factory: Any) -> None:
+    """Killed with it three times, it is failed by the fourth worker; what was ready beside it is not."""
+    bus = await bus_factory()
+    await publish_prompts(bus, 1, 2)
+    for _ in range(3):
+        engine = gated()
+        async with working(await bus_factory(), engine, ahead=1, max_attempts=3):
+            await fakes.until(lambda engine=engine: engine.running == 2)
+    async with working(await bus_factory(), fakes.Engine(), ahead=1, max_attempts=3):
+        records = await first(bus, 2)
+    errors = {record.key: record.message.error for record in records}
+    assert sorted(map(bool, errors.values())) == [False, True]
+    assert "gave up after 3 attempts" in "".join(errors.values())
+
+
+async def test_two_workers_that_keep_groups_ready_train_the_same_run(bus_factory: Any, tmp_path: Path) -> None:
+    """Synchronous, where a group that waits at one worker is waited for by all."""
+    loop = fakes.Loop(await bus_factory(), tmp_path, steps=4)
+    loop.mode, loop.max_staleness = "sync", 0
+    async with contextlib.AsyncExitStack() as stack:
+        for name in ("w0", "w1"):
+            actors = fakes.worker(
+                await bus_factory(), fakes.Engine(), name=name, load="on_demand", groups_ahead=lambda: 3
+            )
+            task = asyncio.create_task(fakes.run_worker(actors))
+            stack.callback(task.cancel)
+        await loop.run_learner()
+    assert [row["staleness/max"] for row in loop.recorder.rows] == [0.0] * 4
+    assert await loop.bus.last_sequence(TRAJECTORIES) == 8
+
+
+async def test_prompts_that_are_no_groups_do_not_stop_a_worker(bus_factory: Any, tmp_path: Path) -> None:
+    """They take no slots, so no sample that ends says that another prompt is wanted."""
+    bus = await bus_factory()
+    for number in range(5):
+        await bus.publish(dataclasses.replace(PROMPTS, message_type=Progress), progress(1), key=f"no-group-{number}")
+    loop = fakes.Loop(bus, tmp_path, steps=2)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(fakes.run_worker(fakes.worker(await bus_factory(), fakes.Engine())))
+        await loop.run_learner()
+    assert loop.backend.steps == 2

@@ -1,0 +1,176 @@
+"""What a user's RolloutFn can count on: which sample it makes, and a budget of its own for each turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import HopelessError
+from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
+from asyncrl.messages.topics import QUARANTINE
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.protocols import Generate, Generation, PartialGeneration
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness import fakes
+
+GROUPS_SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+class Engine(fakes.Engine):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[SamplingParams, int]] = []
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        self.asked.append((sampling, seed))
+        return await super().generate(prompt_tokens, sampling, seed=seed)
+
+
+async def train(rollout: Any, directory: Path) -> tuple[Engine, fakes.Loop]:
+    """One step on two groups of two samples."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop, engine = fakes.Loop(bus, directory, steps=1), Engine()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fakes.run_worker(fakes.worker(bus, engine, rollout=rollout)))
+        await loop.run_learner()
+    return engine, loop
+
+
+async def test_a_rollout_knows_which_sample_of_its_group_it_makes(tmp_path: Path) -> None:
+    made: set[tuple[int, int]] = set()
+
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        made.add((prompt.group_id, index))
+        return await single_turn(prompt, generate, index=index)
+
+    await train(rollout, tmp_path)
+    assert {(group_id, index) for group_id, index in made if group_id < 2} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+async def test_a_turn_may_have_a_budget_of_its_own(tmp_path: Path) -> None:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        await generate(prompt.prompt_tokens, max_new_tokens=2 + index)
+        return await single_turn(prompt, generate, index=index)
+
+    engine, _ = await train(rollout, tmp_path)
+    asked = [sampling for sampling, _ in engine.asked]
+    assert {sampling.max_new_tokens for sampling in asked} == {2, 3, 4}
+    assert {of_the_groups_length(sampling) for sampling in asked} == {GROUPS_SAMPLING}
+    assert len({seed for _, seed in engine.asked}) == len(engine.asked)
+
+
+def of_the_groups_length(sampling: SamplingParams) -> SamplingParams:
+    """The sampling with the group's length: all else stays the group's."""
+    return SamplingParams(
+        max_new_tokens=GROUPS_SAMPLING.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> None:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        if prompt.group_id == 0:
+            await generate(prompt.prompt_tokens, max_new_tokens=0)
+        return await single_turn(prompt, generate, index=index)
+
+    _, loop = await train(rollout, tmp_path)
+    assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
+    assert loop.trained_groups == 2
+
+
+CONTEXT = 32
+
+
+async def train_overlong(directory: Path, **worker: Any) -> fakes.Loop:
+    """Two steps; a user's function makes the first groups too long for the model's context."""
+
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        turns = TrajectoryBuilder(prompt.prompt_tokens)
+        turns.answered(await generate(turns.tokens))
+        if prompt.group_id < MOST_IMPOSSIBLE:
+            turns.observed(range(CONTEXT))
+        return turns.trajectory()
+
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    judges = Validator(
+        bus, validation=GroupValidation(context_tokens=CONTEXT), rescoring=LogprobMismatch(bound=9.0, every=100)
+    )
+    loop = fakes.Loop(bus, directory, steps=2, validator=judges)
+    working = asyncio.create_task(fakes.run_worker(fakes.worker(bus, fakes.Engine(), rollout=rollout, **worker)))
+    try:
+        await loop.run_learner()
+    finally:
+        working.cancel()
+        await asyncio.wait((working,))
+    return loop
+
+
+async def test_conversations_too_long_for_the_model_fail_their_groups_and_nobody_is_quarantined(tmp_path: Path) -> None:
+    loop = await train_overlong(tmp_path, context_tokens=CONTEXT)
+    assert loop.recorder.rows[-1]["staleness/failed_groups"] == MOST_IMPOSSIBLE
+    assert await loop.bus.states(QUARANTINE) == {}
+
+
+async def test_a_worker_that_sends_them_all_the_same_is_quarantined_with_the_reason(tmp_path: Path) -> None:
+    reason = f"3 groups that cannot be, the last because prompt and answer have .* the model's context {CONTEXT}$"
+    with pytest.raises(HopelessError, match=reason):
+        await train_overlong(tmp_path)
+
+
+async def test_a_group_whose_longest_answer_is_missing_holds_one_place(tmp_path: Path) -> None:
+    """Two places, groups of two: sample 1 of each group is held back, so a group is taken with every sample 0 done."""
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop, gate, begun = fakes.Loop(bus, tmp_path, steps=1), asyncio.Event(), list[tuple[int, int]]()
+
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        begun.append((prompt.group_id, index))
+        if index == 1:
+            await gate.wait()
+        return await single_turn(prompt, generate, index=index)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fakes.run_worker(fakes.worker(bus, fakes.Engine(), rollout=rollout, max_running=2)))
+        learner = group.create_task(loop.run_learner())
+        await fakes.until(lambda: len({group_id for group_id, _ in begun}) == 2)
+        assert {index for _, index in begun} == {0, 1}
+        gate.set()
+        await learner
+    assert loop.trained_groups == 2
+
+
+async def test_a_sample_that_takes_longer_than_it_may_fails_its_group_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def stuck(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        turns = TrajectoryBuilder(prompt.prompt_tokens)
+        turns.answered(await generate(turns.tokens))
+        if prompt.group_id == index == 0:
+            await asyncio.Event().wait()
+        return turns.trajectory(reward=1.0)
+
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    loop = fakes.Loop(bus, tmp_path, steps=1)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fakes.run_worker(fakes.worker(bus, Engine(), rollout=stuck, sample_seconds=0.5)))
+        await loop.run_learner()
+    assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1

@@ -1,0 +1,71 @@
+"""Sample slots: who waits for one, and who has all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.actors.rollout.slots import SampleSlots
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_group_begins_once_one_slot_is_free() -> None:
+    slots = SampleSlots(4)
+    first = await slots.take(4)
+    second = asyncio.create_task(slots.take(3))
+    await settle()
+    assert not second.done()
+    first.release()
+    assert (slots.has_free, slots.num_free) == (True, 1)
+    (await second).close()
+    assert slots.num_free == 1  # 3 samples of the first are in progress
+    first.close()
+    first.close()
+    assert slots.num_free == 4
+
+
+async def test_a_group_that_needs_the_worker_waits_for_all_others_and_keeps_others_out() -> None:
+    slots = SampleSlots(8)
+    running = await slots.take(2)
+    alone = asyncio.create_task(slots.take_alone(2))
+    await settle()
+    late = asyncio.create_task(slots.take(1))
+    await settle()
+    assert (alone.done(), late.done(), slots.is_reserved) == (False, False, True)
+    running.close()
+    lease = await alone
+    lease.release()
+    lease.release()
+    await settle()
+    assert not late.done()  # its samples are done, but it is not yet rewarded
+    lease.close()
+    await late
+    assert not slots.is_reserved
+
+
+async def test_two_groups_that_need_the_worker_have_it_one_after_the_other() -> None:
+    slots = SampleSlots(8)
+    first = await slots.take_alone(2)
+    second = asyncio.create_task(slots.take_alone(2))
+    await settle()
+    assert not second.done()
+    first.close()
+    (await second).close()
+    assert not slots.is_reserved
+
+
+async def test_a_group_that_stops_waiting_for_the_worker_lets_others_in() -> None:
+    slots = SampleSlots(8)
+    running = await slots.take(2)
+    waiting = [asyncio.create_task(slots.take_alone(2)) for _ in range(2)]
+    await settle()
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert not slots.is_reserved
+    (await slots.take(1)).close()
+    running.close()
+    assert slots.num_free == 8

@@ -1,0 +1,343 @@
+"""Followers on the memory bus: what is loaded, from where, in which order, and how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+
+from asyncrl.actors.rollout import weight_follower
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import WeightsError
+from asyncrl.messages.topics import TRANSFERS
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.fakes import until
+from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
+
+
+@pytest.fixture
+def bus() -> MemoryBus:
+    return MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_follower, "RETRY_SECONDS", 0.01)
+
+
+# -- from where --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_the_learner_sends_is_preferred_to_its_folder(bus: MemoryBus) -> None:
+    engine, sender = Engine(), Sender()
+    async with learner(bus, sender), running(follow(bus, engine)):
+        await announce(bus, 1, folder=True)
+        await hold(bus, sender, 2)
+        await announce(bus, 2, folder=True)
+        await until(lambda: engine.version == (0, 2))
+        await hold(bus, sender, 3)
+        await until(lambda: engine.version == (0, 3))
+    assert engine.took[-2:] == [("sent", 2), ("sent", 3)]
+
+
+async def test_an_engine_that_cannot_receive_loads_folders(bus: MemoryBus) -> None:
+    engine, sender = Engine(receives=False), Sender()
+    async with learner(bus, sender), running(follow(bus, engine)):
+        await hold(bus, sender, 2)
+        await announce(bus, 1, folder=True)
+        await until(lambda: engine.version == (0, 1))
+        await announce(bus, 2, folder=True)
+        await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 1), ("folder", 2)]
+
+
+async def test_nobody_answers_so_the_folder_is_taken(bus: MemoryBus) -> None:
+    engine = Engine()
+    await announce(bus, 1, folder=True)
+    await announce(bus, 1, folder=False)
+    async with running(follow(bus, engine)):
+        await until(lambda: engine.version == (0, 1))
+    assert engine.took == [("folder", 1)]
+
+
+@pytest.mark.parametrize("load", ["in_flight", "drain"])
+async def test_sending_fails_and_the_folder_is_taken_when_it_is_written(bus: MemoryBus, load: str) -> None:
+    """The folder of a large model comes minutes later: until then the old weights go on, and nothing dies."""
+    engine, sender = Engine(), Sender()
+    engine.receiver.fails = True
+    follower = follow(bus, engine, load=load)
+    async with learner(bus, sender), running(follower):
+        await hold(bus, sender, 1)
+        await until(lambda: sender.sent == [("w0", 1)])
+        async with follower.generation(0):
+            pass
+        for _ in range(20 * weight_follower.ATTEMPTS):
+            await asyncio.sleep(weight_follower.RETRY_SECONDS / 10)
+        assert sender.sent == [("w0", 1)]
+        await announce(bus, 1, folder=True)
+        await until(lambda: engine.version == (0, 1))
+        engine.receiver.fails = False
+        await hold(bus, sender, 2)
+        await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 1), ("sent", 2)]
+
+
+async def test_what_cannot_be_sent_is_soon_not_asked_for(bus: MemoryBus) -> None:
+    """Engines that never can meet the learner do not lose time with every version."""
+    engine, sender = Engine(), Sender()
+    engine.receiver.fails = True
+    async with learner(bus, sender), running(follow(bus, engine)):
+        for version in range(1, weight_follower.ATTEMPTS + 3):
+            await hold(bus, sender, version)
+            await announce(bus, version, folder=True)
+            await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
+    assert len(sender.sent) == weight_follower.ATTEMPTS
+    assert [kind for kind, _ in engine.took] == ["folder"] * (weight_follower.ATTEMPTS + 2)
+
+
+async def test_a_version_that_comes_while_the_last_transfer_fails_is_not_waited_for_without_end(bus: MemoryBus) -> None:
+    """It is neither asked for any more nor written yet: who looked for it all the time let nobody else run."""
+    engine, sender = Engine(), Sender()
+    joins = 0
+
+    async def join(offer: TransferOffer) -> None:
+        nonlocal joins
+        joins += 1
+        await hold(bus, sender, joins + 1)
+        await asyncio.sleep(0.01)
+        raise WeightsError("cannot reach the learner")
+
+    engine.receiver.join = join
+    follower = follow(bus, engine)
+    async with learner(bus, sender), running(follower):
+        await hold(bus, sender, 1)
+        await until(lambda: follower._failures == weight_follower.ATTEMPTS)
+        await announce(bus, joins + 1, folder=True)
+        await until(lambda: engine.version == (0, joins + 1))
+    assert engine.took == [("folder", joins + 1)]
+
+
+async def test_an_older_folder_is_better_than_none(bus: MemoryBus) -> None:
+    engine, sender = Engine(), Sender()
+    engine.receiver.fails = True
+    await announce(bus, 1, folder=True)
+    async with learner(bus, sender), running(follow(bus, engine)):
+        await hold(bus, sender, 2)
+        await until(lambda: engine.version == (0, 1))
+    assert engine.took == [("folder", 1)]
+
+
+@pytest.mark.parametrize("newest", ["sent", "folder"])
+async def test_the_newest_of_both_wins(bus: MemoryBus, newest: str) -> None:
+    """A folder is newer than what is sent when another learner wrote it, which sends nothing."""
+    engine, sender = Engine(), Sender()
+    sender.hold(SNAPSHOT, incarnation=0, policy_version=5)
+    await announce(bus, 5, folder=newest != "sent")
+    await announce(bus, 4, folder=newest == "sent")
+    follower = follow(bus, engine)
+    if newest == "sent":
+        async with learner(bus, sender), running(follower):
+            await until(lambda: engine.version == (0, 5))
+    else:
+        async with running(follower):
+            await until(lambda: engine.version == (0, 5))
+    assert engine.took[-1] == (newest, 5)
+
+
+async def test_versions_that_came_while_one_was_loaded_are_skipped(bus: MemoryBus) -> None:
+    engine, sender = Engine(), Sender()
+    async with learner(bus, sender), running(follow(bus, engine)):
+        engine.gate.clear()
+        await hold(bus, sender, 1)
+        await until(lambda: engine.is_paused)
+        for version in (2, 3, 4):
+            await hold(bus, sender, version)
+        engine.gate.set()
+        await until(lambda: engine.version == (0, 4))
+    assert engine.took == [("sent", 1), ("sent", 4)]
+
+
+async def test_a_folder_that_nobody_can_read_ends_the_worker(bus: MemoryBus) -> None:
+    engine = Engine(receives=False)
+    engine.unreadable = {1}
+    await announce(bus, 1, folder=True)
+    with pytest.raises(ExceptionGroup) as raised:
+        await follow(bus, engine).run()
+    assert raised.group_contains(WeightsError, match="torn")
+
+
+async def test_a_folder_that_nobody_can_read_is_passed_by_for_a_newer_version(bus: MemoryBus) -> None:
+    engine = Engine(receives=False)
+    engine.unreadable = {1}
+    async with running(follow(bus, engine)):
+        await announce(bus, 1, folder=True)
+        await asyncio.sleep(0)
+        await announce(bus, 2, folder=True)
+        await until(lambda: engine.version == (0, 2))
+    assert engine.took == [("folder", 2)]
+
+
+# -- meeting the learner -----------------------------------------------------------------------------------------------
+
+
+async def test_the_learner_is_met_before_anything_runs(bus: MemoryBus) -> None:
+    engine, sender = Engine(), Sender()
+    async with learner(bus, sender):
+        await hold(bus, sender, 0)
+        await follow(bus, engine).start()
+    assert engine.receiver.joins == ["w0-1"]
+    assert engine.took == [("sent", 0)]
+
+
+async def test_a_start_without_a_learner_meets_nobody(bus: MemoryBus) -> None:
+    engine = Engine()
+    await follow(bus, engine).start()
+    await announce(bus, 0, folder=False)  # of one that is gone
+    await follow(bus, engine).start()
+    assert engine.took == engine.receiver.joins == []
+
+
+async def test_an_engine_torn_at_its_start_takes_the_folder_of_the_version_it_began_with(bus: MemoryBus) -> None:
+    """It is paused, and no newer version comes before its own answers are trained."""
+    engine, sender = Engine(), Sender()
+    engine.receiver.tears = True
+    follower = follow(bus, engine)
+    await announce(bus, 0, folder=True)
+    async with learner(bus, sender):
+        await hold(bus, sender, 0)
+        async with running(follower), follower.generation(0):
+            assert engine.version == (0, 0)
+    assert engine.took == [("folder", 0)]
+
+
+async def test_another_life_of_the_learner_is_met_anew(bus: MemoryBus) -> None:
+    engine, first, second = Engine(), Sender(), Sender()
+    async with running(follow(bus, engine)):
+        async with learner(bus, first):
+            await hold(bus, first, 3)
+            await until(lambda: engine.version == (0, 3))
+        async with learner(bus, second):
+            await hold(bus, second, 2, incarnation=1)  # refused: it knows no such group
+            await announce(bus, 2, folder=True, incarnation=1)
+            await until(lambda: engine.version == (1, 2))
+            await hold(bus, second, 3, incarnation=1)
+            await until(lambda: engine.version == (1, 3))
+    assert engine.receiver.joins == ["w0-1", "w0-2"]
+    assert engine.took[-1] == ("sent", 3)
+
+
+# -- the learner's end -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fate", ["fails", "never ends"])
+async def test_a_transfer_that_goes_wrong_keeps_nobody_else_waiting(bus: MemoryBus, fate: str) -> None:
+    """Nor the learner's exit."""
+    over = threading.Event()
+
+    class Wrong(Sender):
+        def begin(self, request: TransferRequest) -> Transfer:
+            transfer = super().begin(request)
+            if request.engine == "w0":
+                transfer.send = fail if fate == "fails" else over.wait  # type: ignore[method-assign, assignment]
+            return transfer
+
+    def fail() -> None:
+        raise WeightsError("the engine is gone")
+
+    sender, engine = Wrong(), Engine("w1")
+    async with learner(bus, sender), running(follow(bus, engine, name="w1")):
+        sender.hold(SNAPSHOT, incarnation=0, policy_version=1)
+        offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=10)
+        assert offer is not None and offer.order == (0, 1)
+        await hold(bus, sender, 2)
+        await until(lambda: engine.version == (0, 2))
+    over.set()
+
+
+async def test_no_request_is_asked_twice_so_that_no_old_answer_fits_a_new_one(bus: MemoryBus) -> None:
+    engine, asked = Engine(), []
+
+    class Remembering(Sender):
+        def begin(self, request: TransferRequest) -> Transfer:
+            asked.append(request)
+            return super().begin(request)
+
+    sender = Remembering()
+    async with learner(bus, sender), running(follow(bus, engine)):
+        for version in (1, 2, 3):
+            await hold(bus, sender, version)
+            await until(lambda version=version: engine.version == (0, version))  # type: ignore[misc]
+    assert len(asked) >= 4
+    assert len({request.nonce for request in asked}) == len(asked)
+
+
+async def test_an_engine_is_told_why_nothing_is_sent(bus: MemoryBus) -> None:
+    async with learner(bus, Sender()):
+        offer = await bus.ask(TRANSFERS, TransferRequest(engine="w0", group="w0-1", num_ranks=1), seconds=10)
+    assert offer is not None and "nothing yet" in offer.problem
+
+
+# -- taking turns ------------------------------------------------------------------------------------------------------
+
+
+async def most_paused_at_once(bus: MemoryBus, num_engines: int, *, load: str = "in_flight") -> int:
+    """Every load waits until nobody else can begin one."""
+    engines = [Engine(f"w{n}", receives=n % 2 == 0) for n in range(num_engines)]
+    for engine in engines:
+        engine.gate.clear()
+    sender = Sender()
+    sender.hold(SNAPSHOT, incarnation=0, policy_version=1)
+    most = 0
+    async with learner(bus, sender):
+        followers = [follow(bus, engine, name=f"w{n}", load=load) for n, engine in enumerate(engines)]
+        async with running(*followers):
+            await announce(bus, 1, folder=True, num_engines=num_engines)
+            await announce(bus, 1, folder=False, num_engines=num_engines)
+            while any(engine.version != (0, 1) for engine in engines):
+                await settled(engines)
+                most = max(most, sum(engine.is_paused for engine in engines))
+                next(engine for engine in engines if engine.is_paused).gate.set()
+                await asyncio.sleep(0)
+    return most
+
+
+async def settled(engines: list[Engine]) -> None:
+    """Everybody who may begin to load has begun: the set of paused engines stays as it is."""
+    quiet, paused = 0, -1
+    while quiet < 100:
+        await asyncio.sleep(0.0002)
+        now = sum(engine.is_paused and not engine.gate.is_set() for engine in engines)
+        waits = any(engine.version == (0, 1) for engine in engines) or now
+        quiet = quiet + 1 if now == paused and waits else 0
+        paused = now
+
+
+@pytest.mark.parametrize(("num_engines", "most"), [(16, 2), (3, 1)])
+async def test_an_eighth_of_the_engines_load_at_once(bus: MemoryBus, num_engines: int, most: int) -> None:
+    assert await most_paused_at_once(bus, num_engines) == most
+
+
+@pytest.mark.parametrize("load", ["drain", "on_demand"])
+async def test_engines_that_are_quiet_wait_for_no_turn(bus: MemoryBus, load: str) -> None:
+    engine = Engine(receives=False)
+    follower = follow(bus, engine, load=load)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(bus.lease("load-0", holder="another"))
+        async with running(follower):
+            await announce(bus, 1, folder=True)
+            async with follower.generation(1):
+                assert engine.version == (0, 1)
+
+
+async def test_an_engine_that_generates_waits_for_its_turn_and_says_so(bus: MemoryBus) -> None:
+    engine = Engine(receives=False)
+    follower = follow(bus, engine)
+    async with running(follower):
+        async with bus.lease("load-0", holder="another"):
+            await announce(bus, 1, folder=True)
+            await until(lambda: "turn" in follower.heartbeat().waits_for)
+            assert engine.version == (0, 0)
+        await until(lambda: engine.version == (0, 1))

@@ -1,0 +1,81 @@
+"""A process that lies to a run: it takes prompts as a worker does and answers them with lies (tests/harness/lies.py).
+
+    python -m tests.chaos.liar FOLDER SEED COUNTS
+
+FOLDER is a storm's; the run's bus is where its bus.json says, and that changes with each life of the run. COUNTS gets
+how many messages were stored. It takes at most half of the prompts, so that honest workers have some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from asyncrl import config, os_process
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.errors import AsyncRLError
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES
+from asyncrl.run import registry
+from tests.harness import lies
+
+PAUSE_SECONDS: Final = 0.03
+_MAX_BYTES: Final = 2**20
+_TOPICS: Final = {topic.name: topic for topic in (ACTORS, EVENTS, TRAJECTORIES)}
+
+
+async def lie(folder: Path, random: Random, counts: Path) -> None:
+    """Until we are killed."""
+    run = config.load(folder / "run.toml")
+    told = 0
+
+    def note(count: int) -> None:
+        counts.write_text(str(count))
+
+    while True:
+        with contextlib.suppress(AsyncRLError, OSError, ValueError, TimeoutError):
+            bus: Any = await registry.connect(run, token="")
+            assert isinstance(bus, JetStreamBus)
+            try:
+                async with bus.consume(PROMPTS) as deliveries:
+                    while True:
+                        told += await _one(bus, deliveries, random)
+                        note(told)
+                        await asyncio.sleep(PAUSE_SECONDS)
+            finally:
+                with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
+                    await bus.close()
+        await asyncio.sleep(0.2)
+
+
+async def _one(bus: JetStreamBus, deliveries: Any, random: Random) -> int:
+    """One lie, or an answer and what else is told with it; how many messages were stored."""
+    async with asyncio.timeout(5.0):
+        delivery = await anext(deliveries)
+    prompt = delivery.message
+    if prompt is None or random.random() < 0.1:
+        await delivery.retry()
+        return 0
+    await _put(bus, "trajectories", delivery.key, lies.answer_to(prompt, random, max_bytes=_MAX_BYTES))
+    await delivery.ack()
+    if random.random() < 0.5:
+        return 1
+    key = lies.key_of_nobody(random, newest=prompt.group_id)
+    topic, key, data = random.choice([("trajectories", key, random.randbytes(50)), lies.said_elsewhere(random)])
+    await _put(bus, topic, key, data)
+    return 2
+
+
+async def _put(bus: JetStreamBus, topic: str, key: str, data: bytes) -> None:
+    """As ``publish``, without a message."""
+    subject = bus._layout.subject(_TOPICS[topic], key)
+    await bus._connection.store(subject, data, headers={})
+
+
+if __name__ == "__main__":
+    os_process.signal_on_parent_death(signal.SIGKILL)
+    asyncio.run(lie(Path(sys.argv[1]), Random(int(sys.argv[2])), Path(sys.argv[3])))

@@ -1,0 +1,90 @@
+"""Disks that take nothing for a while, under a run of real processes: it waits, says so, goes on, and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.messages.topics import ACTORS
+from tests.chaos.storm import Storm
+from tests.chaos.test_trouble import assert_is_clean, fill, small_disk
+from tests.harness.faults.injections import full_disk
+from tests.harness.forked import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CANNOT, WAS = "cannot be written", "was written after"
+
+
+@contextlib.asynccontextmanager
+async def waiting(storm: Storm, seen: Any, *, what: str, is_mute: bool = False) -> AsyncIterator[None]:
+    """Inside, the learner waits for a disk and says so; behind, it goes on, and nobody was restarted."""
+    before = storm.pids()
+    if not is_mute:
+        await storm.until(lambda: f"{what} {CANNOT}" in storm.output, "the learner says so")
+    while not await _says_so(storm):
+        await asyncio.sleep(0.1)
+    await storm.until(lambda: "has been waiting for a disk that takes nothing" in storm.output, "and the monitor")
+    yield
+    steps = seen.step
+    await storm.until(lambda: f"{what} {WAS}" in storm.output and seen.step > steps, "it goes on")
+    await storm.until(lambda: seen.step[1] > steps[1] + 5, "all work again")
+    assert storm.pids() == before
+    assert seen.step[0] == 0  # the same incarnation
+
+
+async def _says_so(storm: Storm) -> bool:
+    assert storm.bus is not None
+    beat = (await storm.bus.states(ACTORS)).get("learner")
+    return beat is not None and any(wait.on == "room" for wait in beat.waits)
+
+
+async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: ForkServer) -> None:
+    """None of them, what it says to the run's output included: its history first, and it tells nothing that is not on
+    record."""
+    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
+    async with storm.up() as seen:
+        limit = contextlib.ExitStack()
+        limit.enter_context(full_disk(storm.pids()["learner"]))
+        with limit:
+            async with waiting(storm, seen, what="the history", is_mute=True):
+                limit.close()
+    audit = await asyncio.to_thread(storm.audit)
+    assert_is_clean(audit)
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    fill(disk)
+    yield
+    (disk / "filler").unlink()
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    for mode in ("ro", "rw"):
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True)
+        if mode == "ro":
+            yield
+
+
+@pytest.mark.parametrize("trouble", [full, read_only])
+@pytest.mark.parametrize(("folder", "what"), [("checkpoints", "a checkpoint"), ("weights", "weights")])
+async def test_a_disk_under_checkpoints_or_weights_is_waited_for(
+    tmp_path: Path, forks: ForkServer, trouble: Callable[[Path], Any], folder: str, what: str
+) -> None:
+    storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
+    with small_disk(storm.run_directory / folder, megabytes=16) as disk:
+        async with storm.up() as seen:
+            with contextlib.ExitStack() as lasting:
+                lasting.enter_context(trouble(disk))
+                async with waiting(storm, seen, what=what):
+                    lasting.close()
+        audit = await asyncio.to_thread(storm.audit)
+    assert_is_clean(audit)

@@ -1,0 +1,70 @@
+"""Faults injected into a run of real processes on a real nats-server: each is named, and our own are fixed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.harness.faults.injections import hanging, stopped
+from tests.harness.faults.run import prepare, running
+from tests.harness.forked import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    prepare(tmp_path)
+    return tmp_path
+
+
+def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: ForkServer) -> None:
+    with running(folder, forks=forks) as run:
+        faults = {
+            "reward function has not returned": ("reward", hanging(folder, "reward")),
+            "engine has not answered": ("engine", hanging(folder, "engine")),
+            "worker w1 is stopped (SIGSTOP)": ("frozen", stopped(run.pid("w1"))),
+            "learner is stopped (SIGSTOP)": ("frozen", stopped(run.pid("learner"))),
+            "nats-server has not answered": ("bus", stopped(run.pid("nats-server"))),
+        }
+        for text, (fault, injected) in faults.items():
+            before = len(run.said)
+            with injected, ThreadPoolExecutor(1) as beside:
+                # Who is frozen is on the bus for as long as its last heartbeat lives there: doctor comes before that.
+                early = beside.submit(run.doctor) if fault == "frozen" else None
+                run.wait_for(text, after=before)
+                if fault in ("reward", "frozen"):
+                    code, found = early.result() if early is not None else run.doctor()
+                    assert (code, fault in [one["fault"] for one in found["findings"]]) == (1, True)
+            run.wait_for(f": {fault} of", after=before)
+            run.wait_for_steps(2)
+        assert run.doctor()[0] == 0
+        assert run.process.poll() is None
+
+
+def test_a_worker_that_stays_frozen_is_restarted(folder: Path, forks: ForkServer) -> None:
+    with running(folder, "run.stall_seconds=7", forks=forks) as run:
+        pid = run.pid("w0")
+        with stopped(pid):
+            assert "w0 ended with signal SIGKILL (worker w0 is stopped" in run.wait_for("restart 1 of 3")
+        while run.pid("w0") in (0, pid):
+            time.sleep(0.1)
+        run.wait_for_steps(2)
+
+
+def test_a_learner_that_cannot_come_back_ends_the_run_with_the_reason(folder: Path, forks: ForkServer) -> None:
+    with running(folder, "run.stall_seconds=7", "run.restarts=0", forks=forks) as run, stopped(run.pid("learner")):
+        assert "learner is stopped (SIGSTOP)" in run.wait_for("ending the run")
+        assert run.process.wait(60) == 70
+
+
+def test_a_run_whose_learner_was_drained_from_outside_is_no_success(folder: Path, forks: ForkServer) -> None:
+    with running(folder, forks=forks) as run:
+        os.kill(run.pid("learner"), signal.SIGTERM)
+        assert "continue with --resume" in run.wait_for("drained by somebody else")
+        assert run.process.wait(60) == 130

@@ -1,0 +1,332 @@
+"""What every Bus promises of work, over every adapter; of logs, states, services and leases: test_bus_*.py."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import BusFull
+from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.protocols import Bus
+from tests.harness.buses import (
+    SHORT,
+    first,
+    group,
+    group_ids,
+    heartbeat,
+    progress,
+    prompt,
+    publish_groups,
+    publish_prompts,
+    taken,
+)
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+async def test_arrays_survive(bus: Bus) -> None:
+    await bus.publish(TRAJECTORIES, group(1), key="1")
+    (record,) = await first(bus, 1)
+    sent, got = group(1).trajectories[0], record.message.trajectories[0]
+    for name in ("tokens", "response_mask", "behavior_logprobs"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+        assert getattr(got, name).dtype == getattr(sent, name).dtype
+    assert got.version_spans == sent.version_spans
+    assert (record.key, record.problem) == ("1", "")
+
+
+async def test_a_key_is_published_once(bus: Bus) -> None:
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is True
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False
+    assert await bus.depth(PROMPTS) == 1
+
+
+async def test_a_key_that_was_acked_a_moment_ago_is_still_known(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (delivery,):
+        await delivery.ack()
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False
+
+
+async def test_a_key_is_stored_once_in_a_log(bus: Bus) -> None:
+    assert await bus.publish(TRAJECTORIES, group(1), key="1") is True
+    assert await bus.publish(TRAJECTORIES, group(1), key="1") is False
+    assert await bus.last_sequence(TRAJECTORIES) == 1
+
+
+@pytest.mark.parametrize("key", ["a.b", "with space", "a/b*c>", "ünï", "=41", "A", "", "-_"])
+async def test_any_text_is_a_key(bus: Bus, key: str) -> None:
+    await bus.publish(PROMPTS, prompt(1), key=key)
+    await bus.put(ACTORS, heartbeat("x"), key=key)
+    assert await bus.keys(PROMPTS) == {key}
+    assert set(await bus.states(ACTORS)) == {key}
+    async with taken(bus, 1) as (delivery,):
+        assert delivery.key == key
+
+
+async def test_a_full_topic_pushes_back_until_something_is_acked(bus: Bus) -> None:
+    await publish_prompts(bus, *range(8))
+    with pytest.raises(BusFull, match="prompts"):
+        await bus.publish(PROMPTS, prompt(8), key="8")
+    assert await bus.publish(PROMPTS, prompt(1), key="1") is False  # a known key is no news even then
+    async with taken(bus, 1) as (delivery,):
+        await delivery.ack()
+    assert await bus.publish(PROMPTS, prompt(8), key="8") is True
+
+
+async def test_a_full_log_pushes_back_until_it_is_trimmed(bus_factory: Any) -> None:
+    bus = await bus_factory(max_log_bytes=100_000)
+    large = [group(number, tokens=4_000) for number in range(4)]  # 36 kB each: two fit, three do not
+    await bus.publish(TRAJECTORIES, large[0], key="0")
+    await bus.publish(TRAJECTORIES, large[1], key="1")
+    with pytest.raises(BusFull, match="trajectories"):
+        await bus.publish(TRAJECTORIES, large[2], key="2")
+    await bus.trim(TRAJECTORIES, through=1)
+    assert await bus.publish(TRAJECTORIES, large[2], key="2") is True
+
+
+async def test_work_comes_in_the_order_it_was_published(bus: Bus) -> None:
+    await publish_prompts(bus, 3, 1, 2)
+    async with taken(bus, 3) as deliveries:
+        assert [delivery.key for delivery in deliveries] == ["3", "1", "2"]
+
+
+async def test_a_retried_message_comes_again_as_the_next_attempt(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        assert delivery.attempt == 1
+        await delivery.retry()
+        again = await anext(deliveries)
+        assert (again.key, again.attempt) == ("1", 2)
+        await again.retry(delay=0.1)
+        third = await anext(deliveries)
+        assert (third.key, third.attempt) == ("1", 3)
+        await third.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_a_delayed_retry_lets_others_go_first(bus: Bus) -> None:
+    await publish_prompts(bus, 1, 2)
+    async with bus.consume(PROMPTS) as deliveries:
+        await (await anext(deliveries)).retry(delay=0.2)
+        assert (await anext(deliveries)).key == "2"
+        assert (await anext(deliveries)).key == "1"
+
+
+async def test_a_lost_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1, 2)
+    with pytest.raises(RuntimeError, match="died"):
+        async with taken(bus, 2) as deliveries:
+            await deliveries[0].ack()
+            raise RuntimeError("died")
+    async with taken(other, 1) as (delivery,):
+        assert (delivery.key, delivery.attempt) == ("2", 2)
+
+
+async def test_a_cancelled_consumer_gives_its_messages_back(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1)
+    has_taken = asyncio.Event()
+
+    async def worker() -> None:
+        async with taken(bus, 1):
+            has_taken.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(worker())
+    await has_taken.wait()
+    task.cancel()
+    async with taken(other, 1) as (delivery,):
+        assert delivery.attempt == 2
+    assert task.cancelled()
+
+
+async def test_a_consumer_that_is_cancelled_twice_gives_its_messages_back(bus_factory: Any) -> None:
+    """As when its engine dies and the supervisor stops its actors in the same moment."""
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1)
+    has_taken = asyncio.Event()
+
+    async def worker() -> None:
+        async with bus.consume(PROMPTS) as deliveries:
+            await anext(deliveries)
+            has_taken.set()
+            await anext(deliveries)
+
+    task = asyncio.create_task(worker())
+    await has_taken.wait()
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    async with taken(other, 1) as (delivery,):
+        assert delivery.attempt == 2
+    assert task.cancelled()
+
+
+async def test_a_consumer_that_waits_in_vain_takes_nothing_with_it(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as deliveries:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await anext(deliveries)
+        await publish_prompts(bus, 1)  # may go to the consumer that gave up waiting
+    async with taken(other, 1) as (delivery,):
+        assert delivery.key == "1"
+
+
+async def test_a_consumer_that_no_longer_waits_leaves_the_work_to_others(bus_factory: Any) -> None:
+    """As a worker does that drains: it finishes what it holds and takes nothing new."""
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as deliveries:
+        waiting = asyncio.ensure_future(anext(deliveries))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await asyncio.shield(waiting)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await publish_prompts(bus, 1)
+        async with taken(other, 1) as (delivery,):
+            assert (delivery.key, delivery.attempt) == ("1", 1)
+            await delivery.ack()
+
+
+async def test_what_is_lent_ahead_comes_in_order_and_no_more_than_is_wanted(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, *range(8))
+    async with bus.consume(PROMPTS) as deliveries:
+        deliveries.want(4)
+        assert [(await anext(deliveries)).key for _ in range(4)] == ["0", "1", "2", "3"]
+        async with taken(other, 4) as theirs:
+            assert {(delivery.key, delivery.attempt) for delivery in theirs} == {(key, 1) for key in "4567"}
+
+
+async def test_who_wants_many_leaves_others_their_share(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    async with bus.consume(PROMPTS) as ours, other.consume(PROMPTS) as theirs:
+        for deliveries in (ours, theirs):
+            deliveries.want(4)
+        waiting = [asyncio.ensure_future(anext(deliveries)) for deliveries in (ours, theirs)]
+        for queue in (bus, other):
+            await queue.depth(PROMPTS)  # by now both orders stand
+        await publish_prompts(bus, 0, 1)
+        assert {(await one).key for one in waiting} == {"0", "1"}
+
+
+async def test_what_was_lent_ahead_goes_to_others_when_its_consumer_stops(bus_factory: Any) -> None:
+    """As a worker does that drains: what it has begun stays its own."""
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 0, 1, 2)
+    async with bus.consume(PROMPTS) as deliveries:
+        deliveries.want(3)
+        begun = await anext(deliveries)
+        await deliveries.stop()
+        async with taken(other, 2) as theirs:
+            assert {delivery.key for delivery in theirs} == {"1", "2"}
+            await begun.ack()
+            assert await bus.depth(PROMPTS) == 2
+        deliveries.want(1)
+        assert (await anext(deliveries)).key in "12"
+
+
+async def test_a_retry_is_not_undone_by_a_keep_in_the_same_moment(bus: Bus) -> None:
+    await publish_prompts(bus, 1)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(delivery.keep())
+            group.create_task(delivery.retry(delay=0.1))
+            group.create_task(delivery.keep())
+        assert (await anext(deliveries)).attempt == 2
+
+
+async def test_a_wait_that_was_given_up_can_be_taken_up_again(bus: Bus) -> None:
+    async with bus.consume(PROMPTS) as deliveries, bus.read(TRAJECTORIES) as records, bus.watch(PROGRESS) as states:
+        for waiting in (deliveries, records, states):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await anext(waiting)
+        await publish_prompts(bus, 1)
+        await publish_groups(bus, 1)
+        await bus.put(PROGRESS, progress(1))
+        assert (await anext(deliveries)).key == "1"
+        assert (await anext(records)).key == "1"
+        assert (await anext(states)).step == 1
+
+
+async def test_a_silent_consumer_loses_its_messages(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (silent,), taken(other, 1) as (delivery,):
+        assert (delivery.key, delivery.attempt, silent.attempt) == ("1", 2, 1)
+        await delivery.ack()
+
+
+async def test_what_a_slow_consumer_gives_back_late_is_acked_by_the_next_one(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with other.consume(PROMPTS) as others:
+        async with taken(bus, 1) as (slow,):
+            delivery = await anext(others)
+            assert delivery.attempt == 2
+            await slow.retry()
+        await delivery.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_what_a_slow_consumer_finished_is_finished(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (slow,), taken(other, 1):
+        await slow.ack()
+        assert await bus.depth(PROMPTS) == 0
+
+
+async def test_keep_postpones_redelivery(bus_factory: Any) -> None:
+    bus, other = await bus_factory(ack_seconds=SHORT), await bus_factory(ack_seconds=SHORT)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as (delivery,), other.consume(PROMPTS) as others:
+        for _ in range(6):  # six waits of a quarter of a second: three times ack_seconds in all
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(SHORT / 2):
+                    await anext(others)
+            await delivery.keep()
+        await delivery.ack()
+    assert await bus.depth(PROMPTS) == 0
+
+
+async def test_two_consumers_share_the_work(bus_factory: Any) -> None:
+    bus, other = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, *range(8))
+    async with taken(bus, 4) as ours, taken(other, 4) as theirs:
+        assert group_ids(ours) | group_ids(theirs) == set(range(8))
+        assert group_ids(ours).isdisjoint(group_ids(theirs))
+
+
+async def test_an_ack_has_been_counted_when_it_returns(bus_factory: Any) -> None:
+    bus, observer = await bus_factory(), await bus_factory()
+    await publish_prompts(bus, 1, 2, 3)
+    async with taken(bus, 3) as deliveries:
+        assert await observer.depth(PROMPTS) == 3
+        for left, delivery in zip((2, 1, 0), deliveries, strict=True):
+            await delivery.ack()
+            assert await observer.depth(PROMPTS) == left
+
+
+async def test_what_was_acked_does_not_come_back(bus: Bus) -> None:
+    await publish_prompts(bus, 1, 2)
+    async with taken(bus, 2) as (one, two):
+        await one.ack()
+        await one.ack()  # twice is once
+        await one.retry()  # and too late
+        await two.retry()
+    async with taken(bus, 1) as (delivery,):
+        assert delivery.key == "2"
+        assert await bus.keys(PROMPTS) == {"2"}

@@ -1,0 +1,47 @@
+"""What a service on the bus promises, over both buses."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.messages.topics import TRANSFERS
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.protocols import Bus
+
+REQUEST = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+
+
+async def serve_once(bus: Bus, ready: asyncio.Event, version: int) -> TransferRequest:
+    async with bus.serve(TRANSFERS) as questions:
+        ready.set()
+        async for asked in questions:
+            await asked.answer(TransferOffer(policy_version=version))
+            return asked.question
+    raise AssertionError
+
+
+async def test_a_question_gets_the_answer_of_who_serves(bus: Bus) -> None:
+    ready = asyncio.Event()
+    server = asyncio.create_task(serve_once(bus, ready, 7))
+    await ready.wait()
+    answer = await bus.ask(TRANSFERS, REQUEST, seconds=10)
+    assert answer is not None and answer.policy_version == 7
+    assert await server == REQUEST
+
+
+async def test_nobody_there_is_an_answer(bus: Bus) -> None:
+    assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
+
+
+async def test_who_left_serves_no_more(bus: Bus) -> None:
+    ready = asyncio.Event()
+    server = asyncio.create_task(serve_once(bus, ready, 7))
+    await ready.wait()
+    await bus.ask(TRANSFERS, REQUEST, seconds=10)
+    await server
+    assert await bus.ask(TRANSFERS, REQUEST, seconds=10) is None
+
+
+async def test_no_answer_in_time_is_none(bus: Bus) -> None:
+    async with bus.serve(TRANSFERS):
+        assert await bus.ask(TRANSFERS, REQUEST, seconds=0.05) is None

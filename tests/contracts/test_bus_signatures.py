@@ -1,0 +1,173 @@
+"""What is forged or said again on the learner's topics is not taken, over both buses."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.kept_states import KeptStates
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import Progress, PromptGroup, WeightVersion
+from asyncrl.messages.signing import Signatures, SigningKey
+from asyncrl.messages.topics import PROGRESS, PROMPTS, QUARANTINE, TRANSFERS, WEIGHTS
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.protocols import Bus
+from asyncrl.protocols.rejections import Rejections
+from tests.harness.buses import progress, prompt, taken
+
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+LEARNER, EVIL = SigningKey(b"l" * 32), SigningKey(b"e" * 32)
+REQUEST = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+
+Speak = Callable[[Signatures], Awaitable[Bus]]
+
+
+def learner() -> Signatures:
+    return Signatures(run="r", own=LEARNER, life=1, learner=LEARNER.public)
+
+
+def reader() -> Signatures:
+    return Signatures(run="r", learner=LEARNER.public)
+
+
+def forger() -> Signatures:
+    return Signatures(run="r", own=EVIL, life=10**6)
+
+
+@pytest.fixture
+def speak(bus_factory: Any) -> Speak:
+    """``await speak(SIGNATURES)``: one more connection to the same run, with what it signs and checks with."""
+
+    async def open_one(signatures: Signatures) -> Bus:
+        if not isinstance(await bus_factory(), MemoryBus):
+            return await bus_factory(signatures=signatures)  # type: ignore[no-any-return]
+        other = copy.copy(await bus_factory())  # another way to what one process shares
+        other._signatures, other._kept, other.rejections = signatures, KeptStates(signatures), Rejections()
+        return other  # type: ignore[no-any-return]
+
+    return open_one
+
+
+async def test_a_state_of_the_learner_is_read(speak: Speak) -> None:
+    here, there = await speak(learner()), await speak(reader())
+    await here.put(PROGRESS, progress(3))
+    assert (await there.states(PROGRESS))[""].step == 3
+    async with there.watch(PROGRESS) as states:
+        assert (await anext(states)).step == 3
+
+
+async def test_a_forged_state_is_passed_over_and_counted(speak: Speak) -> None:
+    here, there, evil = await speak(learner()), await speak(reader()), await speak(forger())
+    await here.put(PROGRESS, progress(3))
+    async with there.watch(PROGRESS) as states:
+        assert (await anext(states)).step == 3
+        await evil.put(PROGRESS, Progress(incarnation=9, step=9, policy_version=9, finished=True))
+        waiting = asyncio.ensure_future(anext(states))
+        while not there.rejections.total:
+            await asyncio.sleep(0.01)
+        assert await there.states(PROGRESS) == {}
+        await here.put(PROGRESS, progress(4))
+        assert (await waiting).step == 4
+    (row,) = {where for where, _, _ in there.rejections.counts}
+    assert row == "progress"
+
+
+async def test_what_the_learner_said_before_is_not_taken_again(speak: Speak) -> None:
+    here, there, evil = await speak(learner()), await speak(reader()), await speak(Signatures())
+    recorded = await recording(here, evil, lambda: here.put(PROGRESS, progress(3)))
+    async with there.watch(PROGRESS) as states:
+        assert (await anext(states)).step == 3
+        await here.put(PROGRESS, progress(4))
+        assert (await anext(states)).step == 4
+        waiting = asyncio.ensure_future(anext(states))
+        await recorded()
+        while not there.rejections.total:
+            await asyncio.sleep(0.01)
+        await here.put(PROGRESS, progress(5))
+        assert (await waiting).step == 5
+
+
+async def test_the_learner_puts_again_what_was_replaced_or_removed(speak: Speak) -> None:
+    here, evil = await speak(learner()), await speak(forger())
+    weights = WeightVersion(incarnation=0, policy_version=4, uri="/w/4", sha256="ab", num_bytes=9)
+    await here.put(WEIGHTS, weights)
+    await here.put(PROGRESS, progress(3))
+    assert await here.restore() == []
+    await evil.put(WEIGHTS, WeightVersion(incarnation=9, policy_version=9, uri="/evil"))
+    await evil.forget(PROGRESS, key="")
+    assert sorted(await here.restore()) == ["progress", "weights"]
+    there = await speak(reader())
+    assert (await there.states(WEIGHTS)) == {"": weights}
+    assert (await there.states(PROGRESS))[""].step == 3
+    await here.forget(PROGRESS, key="")
+    assert await here.restore() == []
+
+
+async def test_a_newer_learner_is_not_put_aside(speak: Speak) -> None:
+    here = await speak(learner())
+    newer = await speak(Signatures(run="r", own=LEARNER, life=2, learner=LEARNER.public))
+    await here.put(PROGRESS, progress(3))
+    await newer.put(PROGRESS, progress(4))
+    assert await here.restore() == []
+
+
+async def test_a_forged_prompt_is_a_problem_and_no_prompt(speak: Speak) -> None:
+    here, there, evil = await speak(learner()), await speak(reader()), await speak(forger())
+    await evil.publish(PROMPTS, prompt(1), key="1")
+    await here.publish(PROMPTS, prompt(2), key="2")
+    async with taken(there, 2) as (forged, honest):
+        assert forged.message is None and "the run's learner is" in forged.problem
+        assert honest.message is not None and not honest.problem
+
+
+async def test_a_prompt_is_no_other_groups(speak: Speak) -> None:
+    here, there, evil = await speak(learner()), await speak(reader()), await speak(Signatures())
+    recorded = await recording(here, evil, lambda: here.publish(PROMPTS, prompt(1), key="1"), topic=PROMPTS, key="2")
+    await recorded()
+    async with taken(there, 2) as deliveries:
+        problems: dict[str, PromptGroup | None] = {one.key: one.message for one in deliveries}
+    assert problems["1"] is not None and problems["2"] is None
+
+
+async def test_an_offer_of_weights_is_the_learners(speak: Speak) -> None:
+    there = await speak(reader())
+    for signatures, version in ((forger(), 0), (learner(), 7)):
+        server = await speak(signatures)
+        async with server.serve(TRANSFERS) as questions:
+            asking = asyncio.ensure_future(there.ask(TRANSFERS, REQUEST, seconds=10))
+            await (await anext(questions)).answer(TransferOffer(policy_version=7))
+            answer = await asking
+        assert (answer.policy_version if answer else 0) == version
+
+
+async def recording(
+    here: Any, evil: Any, say: Callable[[], Awaitable[Any]], **at: Any
+) -> Callable[[], Awaitable[None]]:
+    """Say something, and return how somebody says the same bytes again (under a ``topic`` and ``key`` of their own)."""
+    sealed: list[bytes] = []
+    seal = here._signatures.seal
+
+    def overhear(topic: Any, key: str, data: bytes) -> bytes:
+        sealed.append(seal(topic, key, data))
+        return sealed[-1]
+
+    here._signatures.seal = overhear
+    await say()
+    here._signatures.seal = seal
+
+    async def again() -> None:
+        topic, key = at.get("topic", PROGRESS), at.get("key", "")
+        evil._signatures.seal = lambda *_: sealed[0]
+        message: Any = prompt(1) if topic is PROMPTS else progress(1)
+        await (evil.publish(topic, message, key=key) if topic is PROMPTS else evil.put(topic, message, key=key))
+
+    return again
+
+
+def test_the_learner_alone_speaks_on_its_topics() -> None:
+    assert all(topic.is_learners for topic in (PROGRESS, PROMPTS, WEIGHTS, QUARANTINE))

@@ -1,0 +1,356 @@
+"""The promises of the Engine port, kept by every adapter: in-process, SGLang launched, SGLang attached and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import safetensors.torch
+
+from asyncrl.config import EngineSection
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.errors import ConfigError, EngineError, WeightsError
+from asyncrl.messages import SamplingParams, VersionSpan
+from asyncrl.protocols import Engine, Generation, PartialGeneration
+from tests.harness import contract_adapters
+from tests.harness.engines import (
+    LONG,
+    PROMPT,
+    SHORT,
+    TOLERANCE,
+    Check,
+    Model,
+    announce,
+    start_inprocess,
+    switched_logprobs,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+SERVER = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
+ADAPTERS = [
+    "inprocess",
+    *contract_adapters.extra("engine"),
+    pytest.param("sglang", marks=SERVER),
+    pytest.param("sglang-stream", marks=SERVER),
+]
+
+
+@pytest.fixture
+def old(old_model: Model) -> Model:
+    return old_model
+
+
+@pytest.fixture
+def new(new_model: Model) -> Model:
+    return new_model
+
+
+@pytest.fixture(params=ADAPTERS)
+def adapter(request: pytest.FixtureRequest) -> tuple[str, sglang.SGLangEngine | None]:
+    """The adapter's name, and the server if it needs one."""
+    needs_server = request.param.startswith("sglang")
+    return request.param, request.getfixturevalue("sglang_server") if needs_server else None
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(adapter: tuple[str, sglang.SGLangEngine | None], old: Model, tmp_path: Path) -> AsyncIterator[Engine]:
+    """A started engine that samples from the old model as version 0:1."""
+    name, server = adapter
+    if contract_adapters.is_extra(name):
+        run = contract_adapters.run_of(model=old.folder, directory=tmp_path, engine=EngineSection(kind=name))
+        built = contract_adapters.load(name).build(run, name="w0")
+        await built.start()
+        await built.load(old.version(1))
+        yield built
+        await built.close()
+    elif server is None:
+        made = await start_inprocess(old)
+        yield made
+        await made.close()
+    elif name == "sglang":
+        await server.load(old.version(1))
+        yield server
+    else:
+        options = sglang.Options(url=server.url, version_source="stream")
+        attached = sglang.SGLangEngine(
+            old.folder,
+            device="cpu",
+            dtype="float32",
+            version=(0, 0),
+            options=options,
+            log_path=tmp_path / "unused.log",
+        )
+        await attached.start()
+        await attached.load(old.version(1))
+        yield attached
+        await attached.close()
+
+
+async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
+    """A long generation that has some tokens: a short one begun with it is done."""
+    task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
+    await engine.generate(PROMPT, SHORT, seed=2)
+    assert not task.done()
+    return task
+
+
+# -- what is sampled ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(
+    engine: Engine, old: Model, temperature: float
+) -> None:
+    sampling = SamplingParams(max_new_tokens=120, temperature=temperature, ignore_eos=True)
+    generation = await engine.generate(PROMPT, sampling, seed=3)
+    assert len(generation.tokens) == 120
+    assert Check(old, temperature)(generation) < TOLERANCE
+
+
+async def test_tokens_follow_the_distribution(engine: Engine, old: Model) -> None:
+    """2000 first tokens against the model's softmax: a chi-square of 40-odd cells beyond 110 has p < 1e-6."""
+    sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(2000)))
+    vocabulary = old.network.config.vocab_size
+    ids = np.arange(vocabulary, dtype=np.int32)
+    expected = 2000 * np.exp([old.logprobs(PROMPT, ids[n : n + 1])[0] for n in range(vocabulary)])
+    counts = np.bincount([int(generation.tokens[0]) for generation in generations], minlength=vocabulary)
+    cells = expected > 5
+    assert ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum() < 110
+
+
+async def test_the_end_token_is_part_of_the_answer(engine: Engine, old: Model) -> None:
+    sampling = SamplingParams(max_new_tokens=2000)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(8)))
+    stopped = [generation for generation in generations if generation.finish_reason == "stop"]
+    assert stopped, "2000 tokens of a nearly flat distribution over 44 tokens hold an end token"
+    for generation in stopped:
+        assert generation.tokens[-1] == old.end_token
+        assert old.end_token not in generation.tokens[:-1]
+        assert len(generation.logprobs) == len(generation.tokens)
+        assert Check(old)(generation) < TOLERANCE
+
+
+async def test_an_answer_that_is_cut_off_says_length(engine: Engine) -> None:
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert (generation.finish_reason, len(generation.tokens)) == ("length", 20)
+
+
+async def test_many_generations_run_at_once_and_each_is_right(engine: Engine, old: Model) -> None:
+    prompts = [np.arange(4, 5 + n % 30, dtype=np.int32) for n in range(48)]
+    samplings = [SamplingParams(max_new_tokens=1 + 7 * (n % 9), ignore_eos=True) for n in range(48)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(engine.generate(prompt, sampling, seed=n))
+            for n, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+    for prompt, sampling, task in zip(prompts, samplings, tasks, strict=True):
+        assert len(task.result().tokens) == sampling.max_new_tokens
+        assert Check(old)(task.result(), prompt) < TOLERANCE
+    assert engine.stats().running == engine.stats().queued == 0
+    assert engine.stats().tokens_generated >= sum(sampling.max_new_tokens for sampling in samplings)
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])
+async def test_truncated_sampling_is_refused(engine: Engine, truncation: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="truncated"):
+        await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **truncation), seed=0)
+
+
+@pytest.mark.parametrize("prompt", [[], [4, 10_000], [4] * 5000])
+async def test_a_prompt_the_model_cannot_continue_fails_alone(engine: Engine, prompt: list[int]) -> None:
+    with pytest.raises(EngineError):
+        await engine.generate(np.array(prompt, dtype=np.int32), SHORT, seed=0)
+    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 20
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_carry_the_version_that_sampled_them(engine: Engine, new: Model) -> None:
+    before = await engine.generate(PROMPT, SHORT, seed=0)
+    await engine.load(new.version(2))
+    after = await engine.generate(PROMPT, SHORT, seed=0)
+    assert before.version_spans == (VersionSpan(start=0, incarnation=0, policy_version=1),)
+    assert after.version_spans == (VersionSpan(start=0, incarnation=0, policy_version=2),)
+    assert engine.version == (0, 2)
+
+
+async def test_a_new_generation_sees_nothing_of_the_old_weights(engine: Engine, old: Model, new: Model) -> None:
+    """The same long prompt before and after: keys of the old weights must not be found in a prefix cache."""
+    prompt = np.tile(PROMPT, 20)
+    assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+    await engine.load(new.version(2))
+    assert Check(new)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+    await engine.load(old.version(2))  # the same version again, with other weights
+    assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
+
+
+async def test_a_generation_goes_on_through_a_load(
+    engine: Engine, adapter: tuple[str, object], old: Model, new: Model
+) -> None:
+    """Up to the boundary the old model's logprobs; from it on those of the new weights on the old keys."""
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        report = await engine.load(new.version(2))
+        assert not task.done()
+    generation = task.result()
+    assert 0 <= report.pause_seconds <= report.load_seconds
+    assert len(generation.tokens) == LONG.max_new_tokens
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
+    boundary = int(np.argmax(distance > 1e-3))
+    # A streamed chunk is labelled with its oldest version: the true boundary may lie up to a chunk before the label.
+    early = sglang.Options().stream_interval if adapter[0] == "sglang-stream" else 0
+    assert second.start - early <= boundary <= second.start
+    expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
+    assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
+
+
+async def test_several_loads_pass_under_one_generation(engine: Engine, old: Model, new: Model) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        for version, model in ((2, new), (3, old), (4, new)):
+            await engine.load(model.version(version))
+            await engine.generate(PROMPT, SHORT, seed=version)
+    versions = [span.policy_version for span in task.result().version_spans]
+    assert versions == [1, 2, 3, 4]
+
+
+async def test_versions_may_be_skipped_and_epochs_change(engine: Engine, new: Model) -> None:
+    await engine.load(new.version(7, incarnation=2))
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert engine.version == (2, 7)
+    assert generation.version_spans == (VersionSpan(start=0, incarnation=2, policy_version=7),)
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "cut", "mis-shaped", "incomplete", "foreign"])
+async def test_weights_that_cannot_be_read_leave_the_old_ones(
+    engine: Engine, old: Model, new: Model, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "version"
+    shutil.copytree(new.folder, folder)
+    file = folder / "model.safetensors"
+    message = announce(folder, 2)
+    if damage == "missing":
+        shutil.rmtree(folder)
+    elif damage == "torn":
+        file.write_bytes(file.read_bytes()[:1000])
+    else:
+        tensors = safetensors.torch.load_file(file)
+        name = sorted(tensors)[-1]
+        if damage == "mis-shaped":
+            tensors[name] = tensors[name][:-1].clone()
+        elif damage == "incomplete":
+            del tensors[name]
+        elif damage == "foreign":
+            tensors["somebody.weight"] = tensors[name].clone()
+        safetensors.torch.save_file(tensors, file)
+        if damage == "cut":  # of the length it had when it was announced
+            file.write_bytes(file.read_bytes()[:1000])
+        message = announce(folder, 2)
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        with pytest.raises(WeightsError):
+            await engine.load(message)
+    assert engine.version == (0, 1)
+    assert [span.policy_version for span in task.result().version_spans] == [1]
+    assert Check(old)(task.result()) < TOLERANCE
+
+
+# -- in parts ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_generation_in_progress_can_be_seen(engine: Engine) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        partial = PartialGeneration()
+        task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=partial))
+        await engine.generate(PROMPT, SHORT, seed=2)
+        while partial.num_tokens < 2:
+            await asyncio.sleep(0.001)
+        seen = partial.so_far()
+        assert not task.done()
+    whole, count = task.result(), len(seen.tokens)
+    assert 0 < count < len(whole.tokens)
+    assert not seen.finish_reason
+    assert seen.tokens.tolist() == whole.tokens[:count].tolist()
+    assert seen.logprobs.tolist() == whole.logprobs[:count].tolist()
+    assert seen.version_spans == whole.version_spans == (VersionSpan(start=0, incarnation=0, policy_version=1),)
+
+
+@pytest.mark.parametrize("cut", [1, 19, 59])
+async def test_a_generation_cut_anywhere_goes_on_from_there(
+    engine: Engine, adapter: tuple[str, object], old: Model, cut: int
+) -> None:
+    sampling = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    whole = await engine.generate(PROMPT, sampling, seed=4)
+    partial = PartialGeneration(whole.first(cut))
+    resumed = await engine.generate(PROMPT, sampling, seed=4, partial=partial)
+    assert (len(resumed.tokens), resumed.finish_reason) == (60, "length")
+    assert resumed.tokens[:cut].tolist() == whole.tokens[:cut].tolist()
+    assert resumed.logprobs[:cut].tolist() == whole.logprobs[:cut].tolist()
+    assert resumed.version_spans == whole.version_spans
+    assert Check(old)(resumed) < TOLERANCE
+    assert partial.num_tokens >= cut
+    if adapter[0] == "inprocess":  # the random numbers are its positions'
+        assert resumed.tokens.tolist() == whole.tokens.tolist()
+
+
+async def test_what_goes_on_with_other_weights_says_so(engine: Engine, new: Model) -> None:
+    begun = await engine.generate(PROMPT, SHORT, seed=0)
+    await engine.load(new.version(2))
+    sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    generation = await engine.generate(PROMPT, sampling, seed=0, partial=PartialGeneration(begun.first(20)))
+    assert [(span.start, span.policy_version) for span in generation.version_spans] == [(0, 1), (20, 2)]
+    rest = generation.tokens[20:]
+    expected = new.logprobs(np.concatenate([PROMPT, begun.tokens]), rest)
+    assert np.abs(expected - generation.logprobs[20:]).max() < TOLERANCE
+
+
+async def test_an_answer_that_goes_on_ends_at_its_end_token(engine: Engine, old: Model) -> None:
+    sampling = SamplingParams(max_new_tokens=2000)
+    begun = await engine.generate(PROMPT, SHORT, seed=0)
+    prefix = begun.first(20)
+    generations = await asyncio.gather(
+        *(engine.generate(PROMPT, sampling, seed=n, partial=PartialGeneration(prefix)) for n in range(8))
+    )
+    for generation in generations:
+        assert generation.tokens[:20].tolist() == prefix.tokens.tolist()
+        assert (generation.tokens[-1] == old.end_token) == (generation.finish_reason == "stop")
+
+
+async def test_a_watched_generation_knows_where_the_weights_changed(
+    engine: Engine, adapter: tuple[str, object], old: Model, new: Model
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=PartialGeneration()))
+        await engine.generate(PROMPT, SHORT, seed=2)
+        await engine.load(new.version(2))
+    generation = task.result()
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    boundary = int(np.argmax(np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs) > 1e-3))
+    early = sglang.Options().stream_interval if adapter[0] == "sglang-stream" else 0
+    assert second.start - early <= boundary <= second.start
+
+
+# -- life and death ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_generation_frees_its_place(engine: Engine) -> None:
+    forever = SamplingParams(max_new_tokens=4000, ignore_eos=True)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(engine.generate(PROMPT, forever, seed=n)) for n in range(8)]
+        await engine.generate(PROMPT, SHORT, seed=9)
+        for task in running:
+            task.cancel()
+    await engine.generate(PROMPT, SHORT, seed=9)
+    assert all(task.cancelled() for task in running)
+    assert engine.stats().running == 0

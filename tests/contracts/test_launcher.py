@@ -1,0 +1,104 @@
+"""What every Launcher promises, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.actors.health_monitor import process_state
+from asyncrl.config.launcher import LauncherSection
+from asyncrl.launchers.local import LocalLauncher
+from asyncrl.launchers.ray import RayLauncher
+from asyncrl.launchers.ray_options import Options
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.protocols.launcher import Launcher, ProcessSpec
+from tests.harness import contract_adapters
+
+RAY = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+
+
+@pytest.fixture(params=["local", *contract_adapters.extra("launcher"), pytest.param("ray", marks=RAY)])
+async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Launcher]:
+    if request.param == "local":
+        made: Launcher = LocalLauncher(run_name="fleet", log_directory=tmp_path, options=None)
+    elif contract_adapters.is_extra(request.param):
+        section = LauncherSection(kind=request.param)
+        made = contract_adapters.load(request.param).build(
+            contract_adapters.run_of(directory=tmp_path, launcher=section)
+        )
+    else:
+        cluster = request.getfixturevalue("two_nodes")
+        cluster.leave()
+        made = RayLauncher(run_name="fleet", log_directory=tmp_path, options=Options(address=cluster.address))
+    made.connect()
+    yield made
+    await made.close()
+    if request.param == "ray":
+        cluster.watch()
+        assert cluster.left_behind() == []
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[str]:
+    """The address of a server that takes connections and says nothing: who connects waits for it."""
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(wait, "127.0.0.1", 0)
+    yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+def spec(*arguments: str, name: str = "w0", **environment: str) -> ProcessSpec:
+    return ProcessSpec(name=name, role=WORKER, arguments=arguments, environment=environment)
+
+
+def waiting(silent: str, name: str = "w0") -> ProcessSpec:
+    return spec("rollout-worker", "--join", silent, "--run", "x", name=name)
+
+
+async def test_a_process_ends_with_its_exit_code(launcher: Launcher) -> None:
+    done, refused = await launcher.start(spec("--version")), await launcher.start(spec("nonsense", name="w1"))
+    assert (await done.ended(), await refused.ended()) == (0, 2)
+    assert await done.ended() == 0
+    done.signal(signal.SIGTERM)
+
+
+async def test_it_is_where_it_says(launcher: Launcher, silent: str) -> None:
+    process = await launcher.start(waiting(silent))
+    assert process.node == socket.gethostname()
+    assert process_state(process.pid) == "running"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_signal_ends_it_and_says_so(launcher: Launcher, silent: str, number: int) -> None:
+    process = await launcher.start(waiting(silent))
+    process.signal(number)
+    assert await process.ended() == -number
+
+
+async def test_nothing_is_left_when_it_is_closed(launcher: Launcher, silent: str) -> None:
+    processes = [await launcher.start(waiting(silent, name)) for name in ("w0", "w1")]
+    await launcher.close()
+    for process in processes:
+        assert await process.ended() == -signal.SIGKILL
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+
+
+async def test_a_name_that_was_released_may_be_started_again(launcher: Launcher) -> None:
+    for _ in range(2):
+        assert await (await launcher.start(spec("--version"))).ended() == 0
+        await launcher.release("w0")
+
+
+def test_what_is_in_the_environment_is_shown_nowhere() -> None:
+    assert "hidden" not in repr(spec(ASYNCRL_BUS_TOKEN="hidden"))

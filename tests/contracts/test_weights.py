@@ -1,0 +1,249 @@
+"""What every WeightChannel promises (asyncrl/protocols/weights.py): over files, and over both object stores."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.memory.stores import Objects
+from asyncrl.config import WeightsSection
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import WeightsError
+from asyncrl.messages import replace
+from asyncrl.protocols import WeightChannel
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights import files
+from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.objects.channel import ObjectsChannel
+from tests.conftest import BUS_SIZES
+from tests.harness import contract_adapters
+from tests.harness.weights import object_store
+
+MODEL_CHARACTERS = "0123456789"
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), characters=MODEL_CHARACTERS)
+
+
+@pytest.fixture
+def files_channel(tmp_path: Path, model_path: Path) -> FilesChannel:
+    return FilesChannel(tmp_path / "weights", keep=2, model_path=model_path)
+
+
+@pytest.fixture(params=["files", "memory", "jetstream", *contract_adapters.extra("channel")])
+def channel(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) -> Iterator[WeightChannel]:
+    directory = tmp_path / "weights"
+    if request.param == "files":
+        yield FilesChannel(directory, keep=2, model_path=model_path)
+    elif contract_adapters.is_extra(request.param):
+        section = WeightsSection(channel=request.param, keep=2)
+        run = contract_adapters.run_of(model=model_path, directory=tmp_path, weights=section)
+        yield contract_adapters.load(request.param).build(run, bus=MemoryBus(**BUS_SIZES, max_message_bytes=2**20))
+    elif request.param == "memory":
+        yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=Objects())
+    else:
+        with closing(object_store(request.getfixturevalue("nats_server"))) as objects:
+            yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=objects)
+
+
+def tensors(value: float = 1.0) -> Snapshot:
+    return Snapshot.of([("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))])
+
+
+def visible(channel: FilesChannel) -> set[str]:
+    return {path.name for path in channel._directory.iterdir() if not path.name.startswith(".tmp-")}
+
+
+def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel) -> None:
+    generator = torch.Generator().manual_seed(0)
+    published = {
+        "odd.bf16": torch.randn(3, 5, generator=generator).bfloat16(),
+        "f32": torch.randn(7, generator=generator),
+        "transposed": torch.randn(4, 6, generator=generator).t(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    weights = channel.publish(Snapshot.of(published.items()), incarnation=0, policy_version=1)
+    read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
+    assert read.keys() == published.keys()
+    for name, tensor in published.items():
+        assert read[name].dtype == tensor.dtype and read[name].shape == tensor.shape
+        assert read[name].reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8)), name
+
+
+def test_a_version_loads_as_a_hugging_face_model(channel: WeightChannel, model_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    for version in (1, 2):  # the second takes config and tokenizer from the first
+        weights = channel.publish(Snapshot.of(model.state_dict().items()), incarnation=0, policy_version=version)
+    folder = channel.verify(weights)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.lm_head.weight.equal(model.lm_head.weight)
+    assert loaded.generation_config.eos_token_id == 1
+    assert transformers.AutoTokenizer.from_pretrained(folder).encode("12") == [5, 6]
+
+
+def test_the_version_says_what_was_published(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), incarnation=3, policy_version=7)
+    assert weights.order == (3, 7)
+    file = Path(weights.uri) / "model.safetensors"
+    assert Path(weights.uri).is_absolute()
+    assert file.stat().st_size == weights.num_bytes
+    # Another process, given the same directory, verifies it.
+    other = FilesChannel(file.parent.parent, keep=2, model_path=file.parent)
+    assert other.verify(weights) == Path(weights.uri)
+
+
+def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = files_channel.publish(tensors(), incarnation=0, policy_version=0)
+
+    def killed(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt  # between the last byte and the rename
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.Path, "rename", killed)
+        files_channel.publish(tensors(), incarnation=0, policy_version=1)
+    assert visible(files_channel) == {"0-0"}
+    assert files_channel.verify(first)
+    files_channel.publish(tensors(), incarnation=0, policy_version=2)  # the next one removes what was left
+    assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
+
+
+def test_a_version_of_a_resumed_run_is_read_though_its_number_is_lower(channel: WeightChannel) -> None:
+    channel.publish(tensors(1.0), incarnation=0, policy_version=9)
+    weights = channel.publish(tensors(2.0), incarnation=1, policy_version=5)
+    read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
+    assert read["b"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_publishing_and_reading_are_seen_to_get_on(channel: WeightChannel) -> None:
+    channel.publish(tensors(1.0), incarnation=0, policy_version=1)
+    first = channel.progress
+    channel.publish(tensors(2.0), incarnation=0, policy_version=2)
+    assert channel.progress > first > 0
+    assert channel.published_bytes > 0
+
+
+def test_a_wrong_byte_is_refused(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    with (Path(weights.uri) / "model.safetensors").open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"\xff")
+    with pytest.raises(WeightsError, match="sha256"):
+        files_channel.verify(weights)
+
+
+def test_a_truncated_file_is_refused(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    with (Path(weights.uri) / "model.safetensors").open("r+b") as stream:
+        stream.truncate(weights.num_bytes - 1)
+    with pytest.raises(WeightsError, match=f"{weights.num_bytes - 1} bytes, but {weights.num_bytes} were published"):
+        files_channel.verify(weights)
+
+
+def test_a_wrong_checksum_is_refused(channel: WeightChannel) -> None:
+    weights = channel.publish(tensors(), incarnation=0, policy_version=0)
+    with pytest.raises(WeightsError, match="000000000000"):
+        channel.verify(replace(weights, sha256="0" * 64))
+
+
+def test_a_missing_version_is_refused(channel: WeightChannel) -> None:
+    weights = channel.publish(tensors(), incarnation=0, policy_version=0)
+    with pytest.raises(WeightsError, match="not found"):
+        channel.verify(replace(weights, uri=weights.uri + "9"))
+
+
+def test_versions_beyond_keep_are_collected_and_the_newest_never(files_channel: FilesChannel) -> None:
+    published = [files_channel.publish(tensors(), incarnation=0, policy_version=version) for version in range(5)]
+    assert visible(files_channel) == {"0-3", "0-4"}
+    with pytest.raises(WeightsError, match="not found"):
+        files_channel.verify(published[2])
+    # Ten comes after nine: versions are numbers, not text. A skipped version is nothing special.
+    files_channel.publish(tensors(), incarnation=0, policy_version=9)
+    files_channel.publish(tensors(), incarnation=0, policy_version=10)
+    assert visible(files_channel) == {"0-9", "0-10"}
+
+
+def test_a_resumed_run_supersedes_higher_versions_of_the_life_before(files_channel: FilesChannel) -> None:
+    files_channel.publish(tensors(), incarnation=0, policy_version=8)
+    files_channel.publish(tensors(), incarnation=0, policy_version=9)
+    rolled_back = files_channel.publish(tensors(), incarnation=1, policy_version=5)
+    assert visible(files_channel) == {"0-9", "1-5"}
+    assert files_channel.verify(rolled_back)
+
+
+def test_leftovers_of_another_run_do_not_displace_the_newest(files_channel: FilesChannel, model_path: Path) -> None:
+    files_channel.publish(tensors(), incarnation=2, policy_version=50)
+    fresh = FilesChannel(files_channel._directory, keep=2, model_path=model_path)
+    weights = fresh.publish(tensors(), incarnation=0, policy_version=0)
+    assert visible(fresh) == {"0-0"}
+    assert fresh.verify(weights)
+
+
+def test_publishing_a_version_again_replaces_it(channel: WeightChannel) -> None:
+    channel.publish(tensors(1.0), incarnation=0, policy_version=1)
+    weights = channel.publish(tensors(2.0), incarnation=0, policy_version=1)
+    read = safetensors.torch.load_file(channel.verify(weights) / "model.safetensors")
+    assert read["b"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(1.0), incarnation=0, policy_version=0)
+    with safetensors.safe_open(files_channel.verify(weights) / "model.safetensors", "pt") as reader:
+        for version in range(1, 4):
+            files_channel.publish(tensors(2.0), incarnation=0, policy_version=version)
+        assert not Path(weights.uri).exists()
+        assert reader.get_tensor("b").tolist() == [1.0, 1.0, 1.0]
+
+
+FULL_DISK = """
+import resource, sys, torch
+from pathlib import Path
+from asyncrl.errors import WeightsError
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.files import FilesChannel
+directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+channel = FilesChannel(directory, keep=2, model_path=model_path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    channel.publish(Snapshot.of([("a", torch.zeros(1 << 20))]), incarnation=0, policy_version=1)
+except WeightsError as error:
+    print(error)
+print(sorted(path.name for path in directory.iterdir()))
+"""
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model_path: Path) -> None:
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    directory = tmp_path / "weights"
+    command = [sys.executable, "-c", FULL_DISK, str(directory), str(model_path), str(1 << 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    error, left = done.stdout.splitlines()
+    # 4 x 2^20 bytes of data, 8 of length, 104 of header (a multiple of 8).
+    assert error.startswith(f"{directory}: cannot write weights 0-1: File too large; it needs 4,194,416 bytes"), error
+    assert left == "[]"
+
+
+def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.safetensors_file, "write", full)
+    with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free"):
+        files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    assert list(files_channel._directory.iterdir()) == []

@@ -1,0 +1,170 @@
+"""Every code block of README.md and docs/ works, or says why it is not run.
+
+A fenced block has a language. What is asked of each:
+
+bash      a marker in the line above: ``<!-- run -->`` (``<!-- run: exit code 2 -->``) or ``<!-- not run: REASON -->``.
+          Whatever starts with ``asyncrl`` parses, run or not. What is run is run in one folder, the tutorial
+          first, after the files that it shows were written there.
+toml      is part of a run file: known keys, values in range. ``<!-- not run: REASON -->`` for any other.
+python    compiles; tests/docs/test_guides.py and tests/unit/policies import and use the modules that are shown.
+text      is output, and is not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.cli import main
+from asyncrl.data import demo_task
+from tests import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIAL = ROOT / "docs" / "start" / "tutorial.md"
+FENCE = re.compile(r"(?m)^(?:<!-- (?P<marker>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL)
+LANGUAGES = {"bash", "toml", "python", "text"}
+EXIT_CODE = re.compile(r"run: exit code (\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    page: Path
+    language: str
+    text: str
+    marker: str = ""
+
+    @property
+    def is_run(self) -> bool:
+        return self.marker == "run" or EXIT_CODE.match(self.marker) is not None
+
+    @property
+    def exit_code(self) -> int:
+        said = EXIT_CODE.match(self.marker)
+        return int(said[1]) if said else 0
+
+    @property
+    def reason(self) -> str:
+        return self.marker.removeprefix("not run: ") if self.marker.startswith("not run: ") else ""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0] if self.text else ''}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = FENCE.finditer(page.read_text())
+    return [
+        Block(page=page, language=block["language"], text=block["text"], marker=block["marker"] or "")
+        for block in found
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RUN = [block for block in BLOCKS if block.is_run]
+"""Those of the tutorial are run first, as the others look at the run that they leave."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command, without comments; a line that ends in a backslash goes on."""
+    lines = text.replace("\\\n", " ").splitlines()
+    parts = [part for line in lines for part in re.split(r"&&|;|\|", line.split(" #")[0])]
+    return [words for part in parts if (words := shlex.split(part, comments=True))]
+
+
+def test_every_fence_is_found() -> None:
+    for page in PAGES:
+        assert len(re.findall(r"(?m)^```", page.read_text())) == 2 * len(blocks_of(page)), page
+
+
+def test_every_block_has_a_language_that_says_what_it_is() -> None:
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+def test_every_command_is_run_or_says_why_not() -> None:
+    silent = [block for block in BLOCKS if block.language == "bash" and not block.is_run and len(block.reason) < 10]
+    assert [str(block) for block in silent] == []
+
+
+def test_every_asyncrl_command_parses() -> None:
+    shown = [words for block in BLOCKS if block.language == "bash" for words in commands(block.text)]
+    called = [words[1:] for words in shown if words[0] == "asyncrl" and words[1:] != ["--version"]]
+    assert len(called) > 20
+    for words in called:
+        if "--help" not in words:
+            main.parser().parse_args(words)  # SystemExit with the reason where it does not
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml" and not block.reason], ids=str)
+def test_every_part_of_a_run_file_has_known_keys_and_values_in_range(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(block.text)
+    shown = tomllib.loads(block.text)
+    needed = [f"{section}.path=somewhere" for section in ("model", "data") if "path" not in shown.get(section, {})]
+    assert config.load(tmp_path / "run.toml", needed)
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "python" and not block.reason], ids=str
+)
+def test_every_python_block_compiles(block: Block) -> None:
+    compile(block.text, str(block.page), "exec")
+
+
+def test_the_output_of_check_is_as_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [block.text for block in blocks_of(TUTORIAL)]
+    shown = texts[texts.index("asyncrl check my_run.toml\n") + 1].splitlines()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    demo_task.write(Path("runs/demo"))
+    try:
+        assert main.main(["check", "my_run.toml"]) == 0
+    finally:
+        sys.modules.pop("my_rewards", None)  # other pages have one, too
+    assert capsys.readouterr().out.splitlines()[-len(shown) :] == shown
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands are run: the files of the tutorial, the examples, and an ``asyncrl`` of this repository."""
+    made = tmp_path_factory.mktemp("docs")
+    (made / "examples").symlink_to(ROOT / "examples")
+    for block in blocks_of(TUTORIAL):
+        if block.marker == "file":
+            (made / block.text.splitlines()[0].removeprefix("# ")).write_text(block.text)
+        elif block.marker.startswith("file: "):
+            (made / block.marker.removeprefix("file: ")).write_text(block.text)
+    (made / "bin").mkdir()
+    for name, command in (("asyncrl", f"{sys.executable} -m asyncrl"), ("python", sys.executable)):
+        (made / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (made / "bin" / name).chmod(0o755)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a dozen starts of Python with torch, on a busy machine
+def test_what_is_shown_as_run_runs(folder: Path) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    for block in sorted(RUN, key=lambda block: block.page != TUTORIAL):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == block.exit_code, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

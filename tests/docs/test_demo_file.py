@@ -1,0 +1,98 @@
+"""examples/demo.toml is the reference of the run file: every section, every key, a comment for each."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from asyncrl import config
+from asyncrl.rewards.load import KINDS
+from asyncrl.run import registry
+from tests import ROOT
+
+DEMO = ROOT / "examples" / "demo.toml"
+
+NOT_FOR_USERS = {"bus": {"address"}}
+"""`asyncrl run` tells its processes."""
+
+
+def shown() -> dict[str, dict[str, str]]:
+    """Section -> key -> its line. What is commented out counts; [SECTION.options] is the key ``options``."""
+    sections: dict[str, dict[str, str]] = {}
+    keys: dict[str, str] = {}
+    for line in DEMO.read_text().splitlines():
+        if header := re.match(r"(?:# )?\[(\w+)(\.options)?\]", line):
+            keys = sections.setdefault(header[1], {})
+            if header[2]:
+                keys["options"], keys = line, {}
+        elif key := re.match(r"(?:# )?(\w+) = ", line):
+            keys[key[1]] = line
+    return sections
+
+
+def section_class(hint: Any) -> Any:
+    """Of a field of RunConfig: the dataclass, also of one that may be None."""
+    return hint if dataclasses.is_dataclass(hint) else typing.get_args(hint)[0]
+
+
+def test_it_has_every_section_and_every_key_and_no_others() -> None:
+    hints = typing.get_type_hints(config.RunConfig)
+    known = {name: {field.name for field in dataclasses.fields(section_class(hint))} for name, hint in hints.items()}
+    assert {name: set(keys) for name, keys in shown().items()} == {
+        name: keys - NOT_FOR_USERS.get(name, set()) for name, keys in known.items()
+    }
+
+
+def test_every_key_has_a_comment() -> None:
+    bare = [line for keys in shown().values() for line in keys.values() if "#" not in line.removeprefix("# ")]
+    assert bare == []
+
+
+TABLES: dict[str, Collection[str]] = {
+    "reward.kind": KINDS,
+    "rollout.function": registry.ROLLOUTS,
+    "engine.kind": registry.ENGINES,
+    "learner.backend": registry.BACKENDS,
+    "weights.channel": registry.CHANNELS,
+    "launcher.kind": registry.LAUNCHERS,
+    "bus.kind": registry.BUSES,
+    "algorithm.filters": registry.FILTERS,
+}
+
+
+def meaning(key: str) -> str:
+    """The text under a key in asyncrl/config."""
+    section, _, name = key.partition(".")
+    kind = section_class(typing.get_type_hints(config.RunConfig)[section])
+    (made,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(made, ast.ClassDef)
+    for field, text in zip(made.body, made.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == name and isinstance(text, ast.Expr):
+            return str(ast.literal_eval(text.value))
+    raise AssertionError(key)
+
+
+def choices(text: str) -> set[str]:
+    """Names that a text offers: ``a | b``, ``a, b``, ``a: what it does. b: ...`` or ``["a"]``, before your own."""
+    offered = re.sub(r"\([^()]*\)", "", text.partition('"package.module')[0])
+    if quoted := re.findall(r'"(\w+)"', offered):
+        return set(quoted)
+    if explained := re.findall(r"(?:^|\. |\n)(\w+):", offered):
+        return set(explained)
+    names = (name.strip() for name in re.split(r"[|,]", offered))
+    return {name for name in names if name not in ("", "or")}
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_the_names_that_are_offered_are_those_that_there_are(key: str) -> None:
+    section, _, name = key.partition(".")
+    comment = shown()[section][name].partition("#")[2]
+    assert choices(comment) == set(TABLES[key])
+    assert choices(meaning(key)) == set(TABLES[key])

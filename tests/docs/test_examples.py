@@ -1,0 +1,54 @@
+"""The run files of examples/: every key is known, and what a newcomer would run can work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.run.check import check
+from tests import ROOT
+from tests.harness.rollouts import on_demo
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
+def test_every_example_is_a_run_file(name: str) -> None:
+    assert config.load(EXAMPLES / name).run.steps > 0
+
+
+def test_the_example_for_gpus_works_with_any_model(demo: Path) -> None:
+    """Here with the demo's, whose context has 64 tokens; where there is no GPU nobody gets one."""
+    check(config.load(EXAMPLES / "gpu.toml", [*on_demo(demo), "rollout.max_new_tokens=8"]))
+
+
+def test_the_demo_works_with_sglang_as_its_first_lines_say(demo: Path) -> None:
+    said = (EXAMPLES / "demo.toml").read_text()
+    overrides = ["engine.kind=sglang", "engine.options={}"]
+    assert " ".join(f"--set {item}" for item in overrides) in said
+    check(config.load(EXAMPLES / "demo.toml", [*overrides, *on_demo(demo)]))
+
+
+@pytest.mark.slow
+def test_the_loop_wired_by_hand_learns(tmp_path: Path) -> None:
+    """In a process of its own, as a reader starts it; ten steps triple the reward of random weights."""
+    code = f"import asyncio, minimal_loop; asyncio.run(minimal_loop.main(Path({str(tmp_path)!r}), steps=10))"
+    command = [sys.executable, "-c", f"from pathlib import Path; {code}"]
+    environment = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert rows[0]["reward/mean"] < 0.15
+    assert rows[-1]["reward/mean"] > 0.2
+    assert max(row["staleness/max"] for row in rows) <= 4
+
+
+def test_the_loop_wired_by_hand_is_a_page() -> None:
+    assert len((EXAMPLES / "minimal_loop.py").read_text().splitlines()) < 150

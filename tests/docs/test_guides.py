@@ -1,0 +1,117 @@
+"""docs/guides/rewards.md and rollouts.md: the modules and run files that they show work as the pages say."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl import config
+from asyncrl.data.tiny_model import make_tokenizer
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.load import load_reward
+from asyncrl.run.check import check
+from tests import ROOT
+from tests.harness.rollouts import load, on_demo, prompt_of, sample_of, saying
+
+PAGES = [ROOT / "docs" / "guides" / name for name in ("rewards.md", "rollouts.md")]
+SHOWN = "\n".join(page.read_text() for page in PAGES)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The pages' modules, which can be imported by the names in their first lines, and the one that they import."""
+    names = ["my_verl_rewards"]
+    for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", SHOWN, re.DOTALL):
+        (tmp_path / f"{name}.py").write_text(code)
+        names.append(name)
+    verls = "def compute_score(source, solution, truth, extra=None):\n    return float(solution == truth)\n"
+    (tmp_path / "my_verl_rewards.py").write_text(verls)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield names
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+async def rewards(kind: str, samples: Sequence[Sample], **options: Any) -> list[Reward]:
+    reward = load_reward(config.RewardSection(kind=kind, options=options))
+    try:
+        return list(await reward(samples))
+    finally:
+        await reward.close()
+
+
+def test_every_module_of_the_page_has_a_name_and_every_run_file_says_what_there_is(
+    modules: list[str], demo: Path, tmp_path: Path
+) -> None:
+    assert len(re.findall(r"```python\n", SHOWN)) == len(modules) - 1
+    blocks = re.findall(r"```toml\n(.*?)```", SHOWN, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        path = tmp_path / "run.toml"
+        path.write_text(block)
+        smaller = ["engine.kind=inprocess", "learner.backend=reference", "rollout.max_new_tokens=8"]
+        check(config.load(path, on_demo(demo) + smaller))
+
+
+async def test_the_rewards_of_the_page_judge_as_it_says(modules: list[str]) -> None:
+    right, wrong = sample_of("7, please", label=7), sample_of("8", label=7, length=4)
+    assert [r.value for r in await rewards("my_rewards:contains", [right, wrong])] == [1, 0]
+    assert [r.value for r in await rewards("my_rewards:shortest", [right, wrong])] == [1, 0.25]
+    assert await rewards("my_rewards:in_parts", [right]) == [Reward(value=1.1, parts={"right": 1, "polite": 0.1})]
+    assert await rewards("my_rewards:watched", [right]) == [Reward(value=1, parts={"characters": 9})]
+    assert [r.value for r in await rewards("from_verl:score", [sample_of("7", label="7"), wrong])] == [1, 0]
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[str]:
+    """The address of a server that gives a point for each character."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response({"points": len((await request.json())["text"])})
+
+    application = web.Application()
+    application.router.add_post("/points", handler)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/points"
+    await runner.cleanup()
+
+
+async def test_the_judge_of_the_page_asks_its_server(modules: list[str], judge: str) -> None:
+    samples = [sample_of("12345"), sample_of("1")]
+    assert [r.value for r in await rewards("my_judge:Judge", samples, url=judge)] == [0.5, 0.1]
+
+
+async def test_the_two_turns_of_the_page_share_their_budget(modules: list[str]) -> None:
+    tokenizer = make_tokenizer("abcdefgh?")
+    two_turns = load("my_turns:think_then_answer")
+    prompt = prompt_of("a", tokenizer, label=None, max_new_tokens=8)
+    made = await two_turns(prompt, saying("abcdefgh", "abcdefgh", tokenizer=tokenizer), index=0)
+    assert made.response_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 2
+
+
+TOOL_USES = {
+    "asks once": (["ab?", "3"], {}, "ab?33", 1.0, 1, "stop"),
+    "asks as often as it may": (["a?", "a?"], {"calls": 1}, "a?2a?", 0.0, 1, "stop"),
+    "has no room for an answer": (["abcdefg?", ""], {}, "abcdefg?", 0.0, None, "length"),
+}
+
+
+@pytest.mark.parametrize(("said", "options", "text", "reward", "calls", "ended"), TOOL_USES.values(), ids=TOOL_USES)
+async def test_the_tool_of_the_page_answers_questions_within_the_budget(
+    modules: list[str], said: list[str], options: dict[str, Any], text: str, reward: float, calls: int, ended: str
+) -> None:
+    tokenizer = make_tokenizer("abcdefgh?0123456789")
+    use = load("my_tools:Tools", tokenizer=tokenizer, **options)
+    prompt = prompt_of("a", tokenizer, label="3", max_new_tokens=8)
+    made = await use(prompt, saying(*said, tokenizer=tokenizer), index=0)
+    assert (tokenizer.decode(made.tokens), made.reward, made.finish_reason) == (text, reward, ended)
+    assert made.reward_parts == ({} if calls is None else {"calls": calls})

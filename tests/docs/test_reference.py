@@ -1,0 +1,22 @@
+"""The pages of docs/reference say what the code says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def test_every_generated_page_is_current() -> None:
+    command = [sys.executable, REFERENCE / "make.py", "--check"]
+    made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (made.returncode, made.stdout) == (0, ""), f"run python docs/reference/make.py\n{made.stderr}"
+
+
+def test_every_key_of_the_run_file_has_a_meaning() -> None:
+    rows = [line for line in (REFERENCE / "configuration.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 100
+    assert [row for row in rows if not row.split(" | ", 3)[3].strip(" |")] == []

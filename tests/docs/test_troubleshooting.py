@@ -1,0 +1,27 @@
+"""The table of faults says what to do in the words of the health monitor."""
+
+from __future__ import annotations
+
+from asyncrl.policies.health import faults
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
+
+
+def remedies() -> dict[str, str]:
+    """Of every fault whose remedy names no process."""
+    seen = faults.Observation(actors={}, listened=0.0)
+    found = [faults.deaf(seen), faults.refused(seen), faults.ended(1.0, "", 0)]
+    found += [faults.nobody(role, 1.0) for role in (faults.WORKER, faults.LEARNER)]
+    return (
+        {part.fault: part.remedy for part in faults.PARTS.values() if part.remedy}
+        | {name: remedy for name, (_, remedy, _) in faults.CIRCLES.items()}
+        | {one.fault: one.remedy for one in found}
+    )
+
+
+def test_the_table_of_faults_has_the_remedies_of_the_code() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    table = {row[0].strip("`"): row[3].replace("`", "") for row in rows}
+    expected = remedies()
+    assert {fault: table.get(fault) for fault in expected} == expected

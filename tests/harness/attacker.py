@@ -1,0 +1,258 @@
+"""An attacker of a nats-server with roles: what it could try, what the table of rights lets it, and what came of it.
+
+The learner's ear, a subscription to everything in its account, tells what came through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.lease import Lease, lease_prefix
+from asyncrl.bus.nats_server import config as nats_config
+from asyncrl.bus.nats_server.accounts import account_name
+from asyncrl.bus.nats_server.rights import LEASES, OBJECTS, table
+from asyncrl.messages.topics import ALL, ALL_SERVICES, PROMPTS, ROLES, Topic
+from tests.harness.raw_nats import RawNats
+from tests.harness.roles import started
+
+RUN = "mine"
+OTHERS = ROLES[1:]
+LAYOUT = Layout(run=RUN, max_prompts=64, max_log_bytes=2**20, ack_seconds=30.0, storage="file")
+EVERY = (*ALL, Lease.TOPIC)
+STREAMS = sorted({LAYOUT.stream(topic) for topic in EVERY} | {LAYOUT.objects_stream})
+SERVICES = {f"{one.name} (service)": LAYOUT.service(one) + (".w0" if one.is_keyed else "") for one in ALL_SERVICES}
+OPEN = "open"
+"""A user without permissions, in the account of each role."""
+
+VERBS = re.findall(
+    r"\S+",
+    """
+INFO ACCOUNT.PURGE.{account} ACCOUNT.STREAM.MOVE.{account}.{stream} ACCOUNT.STREAM.CANCEL_MOVE.{account}.{stream}
+META.LEADER.STEPDOWN SERVER.REMOVE SERVER.STREAM.MOVE.{account}.{stream}
+STREAM.NAMES STREAM.LIST STREAM.CREATE.{stream} STREAM.CREATE.new STREAM.UPDATE.{stream} STREAM.INFO.{stream}
+STREAM.DELETE.{stream} STREAM.PURGE.{stream} STREAM.SNAPSHOT.{stream} STREAM.RESTORE.{stream} STREAM.RESTORE.new
+STREAM.MSG.DELETE.{stream} STREAM.MSG.GET.{stream} STREAM.PEER.REMOVE.{stream} STREAM.LEADER.STEPDOWN.{stream}
+STREAM.TEMPLATE.CREATE.new STREAM.TEMPLATE.NAMES STREAM.TEMPLATE.DELETE.new
+CONSUMER.CREATE.{stream} CONSUMER.CREATE.{stream}.{consumer} CONSUMER.CREATE.{stream}.{consumer}.{subject}
+CONSUMER.DURABLE.CREATE.{stream}.{consumer} CONSUMER.NAMES.{stream} CONSUMER.LIST.{stream}
+CONSUMER.INFO.{stream}.{consumer} CONSUMER.DELETE.{stream}.{consumer} CONSUMER.MSG.NEXT.{stream}.{consumer}
+CONSUMER.PAUSE.{stream}.{consumer} CONSUMER.RESET.{stream}.{consumer} CONSUMER.UNPIN.{stream}.{consumer}
+CONSUMER.LEADER.STEPDOWN.{stream}.{consumer} DIRECT.GET.{stream} DIRECT.GET.{stream}.{subject}
+""",
+)
+
+
+def key_of(topic: Topic[Any], key: str = "1") -> str:
+    """A subject of the topic's stream; of leases the workers'."""
+    return lease_prefix(LAYOUT, role="rollout-worker") + key if topic is Lease.TOPIC else LAYOUT.prefix(topic) + key
+
+
+def subjects_of(stream: str) -> list[str]:
+    if stream == LAYOUT.objects_stream:
+        return [f"$O.{LAYOUT.objects_bucket}.C.x", f"$O.{LAYOUT.objects_bucket}.M.eA=="]  # of "x"
+    found = [key_of(topic) for topic in EVERY if LAYOUT.stream(topic) == stream]
+    return [*found, lease_prefix(LAYOUT, role="learner") + "1"] if stream == LAYOUT.stream(Lease.TOPIC) else found
+
+
+def api_subjects() -> list[str]:
+    found: dict[str, None] = {}
+    for verb, stream in itertools.product(VERBS, STREAMS):
+        for consumer, subject in itertools.product((WORKERS, "mine"), subjects_of(stream)):
+            made = verb.format(account=RUN, stream=stream, consumer=consumer, subject=subject)
+            found[f"$JS.API.{made}"] = None
+    return list(found)
+
+
+def stored_subjects() -> list[str]:
+    return [subject for stream in STREAMS for subject in subjects_of(stream)]
+
+
+def other_subjects() -> list[str]:
+    """Where no stream is, and somebody listens."""
+    states = [topic for topic in ALL if topic.kind == "state"]
+    return [
+        *(LAYOUT.told(topic, "1") for topic in states),
+        *SERVICES.values(),
+        *(LAYOUT.freed("load-0", role=role) for role in ROLES),
+        *(f"{kind}.{RUN}.{role}.somebody.1" for kind in ("_INBOX", "asyncrl-answer") for role in ROLES),
+        *(f"$JS.ACK.{stream}.{WORKERS}.1.1.1.1.0" for stream in STREAMS),
+        f"$JS.FC.{STREAMS[0]}.x",
+        f"$JS.EVENT.ADVISORY.CONSUMER.DELETED.{STREAMS[0]}.{WORKERS}",
+        "$SYS.REQ.SERVER.PING",
+        "_R_.somebody",
+        "_GR_.somebody",
+    ]
+
+
+class May:
+    """What one role may, by the words of the table alone."""
+
+    def __init__(self, role: str) -> None:
+        lines = [re.split(r" *\| *", line.strip("| ")) for line in table(RUN).splitlines()]
+        column = 1 + OTHERS.index(role)
+        self.role = role
+        self._words = {line[0]: set(re.split(", ?", line[column])) for line in lines[2:]}
+
+    def _has(self, word: str, of: str) -> bool:
+        return word in self._words[of]
+
+    def publish(self) -> set[str]:
+        """Subjects of streams."""
+        found = {key_of(topic) for topic in ALL if self._has("publish", topic.name)}
+        return found | ({key_of(Lease.TOPIC)} if self._has("hold", LEASES) else set())
+
+    def remove(self) -> set[str]:
+        return {key_of(topic) for topic in ALL if self._has("remove", topic.name)}
+
+    def ask(self) -> set[str]:
+        """Requests: of JetStream, acks, and of services that the learner serves."""
+        found = {"INFO", *(f"STREAM.INFO.{LAYOUT.stream(topic)}" for topic in EVERY)}
+        for topic in ALL:
+            stream = LAYOUT.stream(topic)
+            if self._has("read", topic.name):
+                is_kept_briefly = topic.kind == "state" and topic.seconds_to_live and self.role == "rollout-worker"
+                found.add(f"DIRECT.GET.{stream}.{key_of(topic)}" if is_kept_briefly else f"STREAM.MSG.GET.{stream}")
+            if self._has("take", topic.name):
+                found |= {f"CONSUMER.{verb}.{stream}.{WORKERS}" for verb in ("INFO", "MSG.NEXT")}
+            if self._has("remove", topic.name):
+                found.add(f"STREAM.MSG.DELETE.{stream}")
+        if self._has("read", OBJECTS):
+            stream = LAYOUT.objects_stream
+            found |= {
+                f"DIRECT.GET.{stream}",
+                f"DIRECT.GET.{stream}.{subjects_of(stream)[1]}",
+                f"STREAM.MSG.GET.{stream}",
+            }
+        if self._has("hold", LEASES):
+            found.add(f"STREAM.MSG.GET.{LAYOUT.stream(Lease.TOPIC)}")
+        asked = {subject for name, subject in SERVICES.items() if self._words[name] == {"ask"}}
+        return {f"$JS.API.{verb}" for verb in found} | asked
+
+    def ack(self) -> set[str]:
+        return {
+            f"$JS.ACK.{LAYOUT.stream(topic)}.{WORKERS}.1.1.1.1.0"
+            for topic in ALL
+            if self._has("acknowledge", topic.name)
+        }
+
+    def among_themselves(self) -> set[str]:
+        """Subjects of the role's own account that it may publish to."""
+        found = {subject for name, subject in SERVICES.items() if "serve" in self._words[name]}
+        found |= {f"asyncrl-answer.{RUN}.{self.role}.somebody.1"} if found else set()
+        return found | ({LAYOUT.freed("load-0", role=self.role)} if self._has("hold", LEASES) else set())
+
+    def follow(self) -> set[str]:
+        return {LAYOUT.told(topic, "1") for topic in ALL if self._has("follow", topic.name)}
+
+    def reach(self) -> set[str]:
+        """Whatever may arrive in the learner's account, and what its streams say of it."""
+        told = {f"asyncrl-told.{one.removeprefix('$KV.')}" for one in self.publish() if one.startswith("$KV.")}
+        return self.publish() | self.ask() | self.ack() | told
+
+
+class Attacked:
+    """A server with a run, its learner's ear, and users of every role."""
+
+    def __init__(self, directory: Path, *, in_one_account: bool = False) -> None:
+        nats_config.main([RUN, "--directory", str(directory), "--listen", "127.0.0.1:-1"])
+        path = directory / nats_config.CONFIG_FILE
+        config = json.loads(path.read_text())
+        for role in OTHERS:
+            config["accounts"][account_name(RUN, role)]["users"].append({"user": f"{OPEN}-{role}", "password": OPEN})
+        if in_one_account:
+            users = [account["users"][0] for account in config["accounts"].values()]
+            config["accounts"] = {RUN: {"jetstream": "enabled", "users": users}}
+        path.write_text(json.dumps(config))
+        self.directory = directory
+        self.process, url = started(path, directory / "ports")
+        self.port: int = urlsplit(url).port or 0
+
+    def access(self, role: str, *, run: str = RUN, **more: str) -> Credentials:
+        return Credentials(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
+
+    def raw(self, role: str, *, is_open: bool = False) -> RawNats:
+        if is_open:
+            return RawNats(self.port, f"{OPEN}-{role}", OPEN)
+        user, _, password = (self.directory / RUN / role).read_text().splitlines()[0].partition(":")
+        return RawNats(self.port, user, password)
+
+    @contextlib.asynccontextmanager
+    async def ear(self) -> AsyncIterator[RawNats]:
+        async with self.raw("learner") as ear:
+            ear.subscribe(">")
+            await ear.flush()
+            yield ear
+
+
+async def snapshot(attacked: Attacked) -> dict[str, Any]:
+    """Configuration, consumers and messages of every stream."""
+    found: dict[str, Any] = {}
+    async with attacked.raw("learner") as learner:
+        learner.subscribe("here.*")
+        for stream in STREAMS:
+            for subject in subjects_of(stream):
+                body = json.dumps({"last_by_subj": subject}).encode()
+                learner.publish(f"$JS.API.STREAM.MSG.GET.{stream}", body, reply=f"here.{len(found)}")
+                found[subject] = None
+            learner.publish(f"$JS.API.STREAM.INFO.{stream}", reply=f"here.{len(found)}")
+            found[f"config of {stream}"] = None
+            learner.publish(f"$JS.API.CONSUMER.LIST.{stream}", b'{"offset":0}', reply=f"here.{len(found)}")
+            found[f"consumers of {stream}"] = None
+        learner.publish("$JS.API.STREAM.NAMES", reply=f"here.{len(found)}")
+        found["streams"] = None
+        await until(learner, lambda: len(learner.heard) >= len(found))
+    names = list(found)
+    for message in learner.heard:
+        name, answer = names[int(message.subject.partition(".")[2])], json.loads(message.data)
+        if name.startswith("config"):
+            found[name] = answer["config"]
+        elif name.startswith("consumers"):
+            found[name] = [one["config"] for one in answer["consumers"]]
+        else:
+            found[name] = sorted(answer["streams"]) if name == "streams" else answer.get("message")
+    return found
+
+
+@contextlib.asynccontextmanager
+async def unharmed(attacked: Attacked, may: May) -> AsyncIterator[RawNats]:
+    """The learner's ear. At the end every stream is as before, but for what the role may publish or remove."""
+    before = await snapshot(attacked)
+    async with attacked.ear() as ear:
+        yield ear
+    after = await snapshot(attacked)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert changed <= may.publish() | may.remove()
+
+
+async def until(client: RawNats, is_so: Any) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await client.flush()
+
+
+async def settled(attacked: Attacked, role: str) -> None:
+    """What was sent before has arrived: a request that goes the same way is answered."""
+    async with attacked.raw(role) as client:
+        client.subscribe(f"_INBOX.{RUN}.{role}.>")
+        for number in range(3):
+            client.publish("$JS.API.INFO", reply=f"_INBOX.{RUN}.{role}.settled.{number}")
+            await until(client, lambda number=number: len(client.heard) > number)
+
+
+def through(ear: RawNats) -> set[str]:
+    """Subjects of what came into the learner's account: not the server's own words, and not answers on their way out.
+
+    A prompt on its way to a worker has the subject under which it is stored, and where to ack it.
+    """
+    own, lent = ("_R_.", "$JS.EVENT.", "$SYS."), f"$JS.ACK.{LAYOUT.stream(PROMPTS)}.{WORKERS}."
+    return {one.subject for one in ear.heard if not one.subject.startswith(own) and not one.reply.startswith(lent)}

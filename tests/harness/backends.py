@@ -1,0 +1,202 @@
+"""Documents, tiny models and a way to make every backend: what the backend tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from asyncrl.backends.megatron import backend as megatron
+from asyncrl.backends.models import AuxiliaryModel
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.reference import backend as reference
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.policies.algorithms.objective import ValueInputs
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
+from asyncrl.policies.corrections.diagnostics import Sums
+from asyncrl.protocols import Backend
+from tests.harness import contract_adapters
+
+LAYOUTS = {
+    "reference": (1, 1),
+    "megatron-1": (1, 1),
+    "megatron-2": (2, 1),
+    "megatron-tp2": (2, 2),
+    "megatron-4": (4, 2),
+}
+"""Processes, and how many of them hold one copy of the model."""
+KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
+VOCABULARY = 50
+LEARNING_RATE = 2e-3
+
+# An eps well above float32 noise: AdamW divides a gradient by its own size, so where the true gradient is 0 (a key's
+# bias: softmax does not see it) a smaller eps would make full steps out of rounding errors.
+SETTINGS = OptimizerSettings(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5, max_grad_norm=0.5)
+
+
+def num_ranks(kind: str) -> int:
+    return LAYOUTS.get(kind, (1, 1))[0]
+
+
+def num_shares(kind: str) -> int:
+    ranks, tensor_parallel = LAYOUTS.get(kind, (1, 1))
+    return ranks // tensor_parallel
+
+
+def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
+    """Logits far from uniform, biases and norms that are not 0 and 1, and a pad token with an embedding.
+
+    transformers starts that at 0, where the gradient of RMSNorm is 1 / sqrt(eps): a thousand times everybody else's.
+    """
+    make_tiny_model(folder, architecture=architecture, initializer_range=0.15, tie_word_embeddings=tied)  # type: ignore[arg-type]
+    model = hugging_face(folder)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding[0] = 0.15 * torch.randn(embedding.shape[1], generator=generator)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def hugging_face(folder: Path) -> Any:
+    """The model as published, but that the pad token's embedding is trained like any other."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+@contextlib.contextmanager
+def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
+    """A started backend that is closed afterwards. options={...} are its Options."""
+    options = overrides.pop("options", {})
+    arguments: dict[str, Any] = {
+        "algorithm": resolve(ALGORITHMS["grpo"]),
+        "optimizer": SETTINGS,
+        "temperature": 1.0,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+    } | overrides
+    backend: Backend
+    if kind == "reference":
+        backend = reference.ReferenceBackend(folder, options=reference.Options(), **arguments)
+    elif contract_adapters.is_extra(kind):
+        adapter = contract_adapters.load(kind)
+        backend = adapter(folder, options=adapter.options_type(), **arguments)
+    else:
+        made = megatron.Options(**({"timeout_seconds": 60.0} | options))
+        ranks, tensor_parallel = LAYOUTS[kind]
+        backend = megatron.MegatronBackend(
+            folder, options=made, ranks=ranks, tensor_parallel=tensor_parallel, **arguments
+        )
+    try:
+        backend.start()
+        yield backend
+    finally:
+        backend.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredError:
+    """A critic's objective without clip: (value - return)^2 / 2; its sums are the loss and the number of tokens."""
+
+    def objective(self, inputs: ValueInputs) -> tuple[torch.Tensor, Sums]:
+        assert len(inputs.values), "an objective is never asked about no tokens"
+        loss = ((inputs.values - inputs.returns).square() / 2 * inputs.loss_weights).sum()
+        count = torch.ones_like(inputs.values).sum()
+        return loss, Sums(sums=torch.stack([loss.detach(), count]).double(), maxima=loss.new_zeros(0).double())
+
+    def zero(self, device: torch.device) -> Sums:
+        zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        return Sums(sums=zeros, maxima=zeros[:0])
+
+    def gradient_scale(self, totals: Sums) -> float | None:
+        return None
+
+    def learning_rate_share(self, totals: Sums) -> float:
+        return 1.0
+
+    def metrics(self, totals: Sums) -> Mapping[str, float]:
+        loss, tokens = totals.sums.tolist()
+        return {"critic/loss": loss, "critic/tokens": tokens}
+
+
+def critic(path: Path) -> AuxiliaryModel:
+    return AuxiliaryModel(path=path, head="values", objective=SquaredError(), optimizer=SETTINGS)
+
+
+def document(length: int, *, seed: int, num_documents: int = 8) -> Document:
+    """Random tokens; the response is the second half, with one observation token in it when it is long enough."""
+    random = np.random.default_rng(seed)
+    mask = np.arange(length) >= max(1, length // 2)
+    if length > 8:
+        mask[-2] = False
+    return Document(
+        tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -3.0 + random.standard_normal(length), 0).astype(np.float32),
+        advantages=np.where(mask, random.standard_normal(), 0).astype(np.float32),
+        loss_weights=np.where(mask, 1 / (num_documents * mask.sum()), 0).astype(np.float32),
+        staleness=np.where(mask, seed % 3, 0).astype(np.int32),
+    )
+
+
+def documents(seed: int = 0, lengths: Sequence[int] = (12, 30, 2, 17, 9, 23, 12, 5)) -> list[Document]:
+    return [document(length, seed=100 * seed + i, num_documents=len(lengths)) for i, length in enumerate(lengths)]
+
+
+def shares(kind: str, batch: Sequence[Document], *, max_tokens: int = 64) -> list[list[MicroBatch]]:
+    return pack_for_ranks(batch, ranks=num_shares(kind), max_tokens=max_tokens)
+
+
+def scored(backend: Backend, kind: str, micro_batch: MicroBatch, *, model: str = "policy") -> NDArray[np.float32]:
+    """What a model says of one micro-batch: the last share, so that another rank is asked where there is one."""
+    return backend.score([*[[]] * (num_shares(kind) - 1), [micro_batch]], model=model)[-1][0]
+
+
+def with_returns(cut: Sequence[Sequence[MicroBatch]], returns: float | None = None) -> list[list[MicroBatch]]:
+    """Something for a critic to learn: the same number everywhere, or one of each token's own."""
+
+    def scores(micro_batch: MicroBatch) -> dict[str, NDArray[np.float32]]:
+        own = np.sin(micro_batch.tokens).astype(np.float32)
+        wanted = own if returns is None else np.full_like(own, returns)
+        return {"old_values": np.zeros_like(own), "returns": wanted}
+
+    return [[dataclasses.replace(one, scores=scores(one)) for one in share] for share in cut]
+
+
+def learned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a step says of the batch and the model, without what it says of the machine."""
+    machine = ("learner/step_tokens_per_second", "learner/mfu", "learner/memory_bytes")
+    return {name: value for name, value in metrics.items() if name not in machine}
+
+
+def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: float = 1.0) -> NDArray[np.float32]:
+    """What Hugging Face says of one document alone: log_softmax(logits / temperature); 0 for its first token."""
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    with torch.no_grad():
+        distribution = torch.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
+    rest = distribution.gather(-1, ids[1:, None])[:, 0]
+    return np.concatenate([[0.0], rest.numpy()]).astype(np.float32)
+
+
+def weights(backend: Backend) -> dict[str, torch.Tensor]:
+    return dict(backend.export().tensors())
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any weight; the two must name the same ones."""
+    assert first.keys() == second.keys()
+    return max(float((first[name].detach().float() - second[name].detach().float()).abs().max()) for name in first)

@@ -1,0 +1,151 @@
+"""Messages and moves that the bus tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.messages import (
+    Event,
+    Heartbeat,
+    Progress,
+    PromptGroup,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES, Topic
+from asyncrl.protocols import Bus, Delivery, Record
+
+SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
+
+
+def prompt(number: int) -> PromptGroup:
+    return PromptGroup(
+        group_id=number,
+        prompt_tokens=[5, 6, number],
+        group_size=2,
+        sampling=SamplingParams(max_new_tokens=4),
+        label="12",
+    )
+
+
+def group(number: int, *, tokens: int = 3) -> TrajectoryGroup:
+    trajectory = Trajectory(
+        tokens=np.arange(tokens, dtype=np.int32),
+        response_mask=np.arange(tokens) % 2 == 0,
+        behavior_logprobs=np.linspace(-2, 0, tokens, dtype=np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=1, policy_version=7),),
+        reward=0.5,
+    )
+    return TrajectoryGroup(group_id=number, prompt_tokens=[1, 2], trajectories=(trajectory,))
+
+
+def progress(step: int) -> Progress:
+    return Progress(incarnation=0, step=step, policy_version=step)
+
+
+def heartbeat(name: str) -> Heartbeat:
+    return Heartbeat(actor=name, role="rollout-worker")
+
+
+async def publish_prompts(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        await bus.publish(PROMPTS, prompt(number), key=str(number))
+
+
+async def publish_groups(bus: Bus, *numbers: int) -> None:
+    for number in numbers:
+        await bus.publish(TRAJECTORIES, group(number), key=str(number))
+
+
+@contextlib.asynccontextmanager
+async def taken(bus: Bus, count: int) -> AsyncIterator[list[Delivery[PromptGroup]]]:
+    async with bus.consume(PROMPTS) as deliveries:
+        yield [await anext(deliveries) for _ in range(count)]
+
+
+async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRAJECTORIES) -> list[Record[Any]]:
+    async with bus.read(topic, after=after) as records:
+        return [await anext(records) for _ in range(count)]
+
+
+async def first_event(bus: Bus, kind: str) -> Event:
+    async with bus.read(EVENTS) as records:
+        return await anext(record.message async for record in records if record.message.kind == kind)
+
+
+def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases of runs made from here on live for a second."""
+    monkeypatch.setattr(Lease, "TOPIC", dataclasses.replace(Lease.TOPIC, seconds_to_live=1.0))
+
+
+def group_ids(deliveries: list[Delivery[PromptGroup]]) -> set[int]:
+    return {delivery.message.group_id for delivery in deliveries if delivery.message is not None}
+
+
+class Proxy:
+    """A way to a server that can be cut: ``async with Proxy(port) as proxy`` listens at ``proxy.url``."""
+
+    def __init__(self, port: int, *, bytes_per_second: float = 0.0) -> None:
+        """``bytes_per_second``: to the server; 0 is as fast as it goes.  ``carried``: bytes to the server so far"""
+        self._server_port, self._port = port, 0
+        self._pause = 1 / bytes_per_second if bytes_per_second else 0.0
+        self.carried = 0
+        self._ways: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> Proxy:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.shut()
+        await asyncio.gather(*self._ways)
+
+    async def open(self) -> None:
+        self._listening = await asyncio.start_server(self._connect, "127.0.0.1", self._port)
+        _, self._port = self._listening.sockets[0].getsockname()
+
+    def shut(self) -> None:
+        """End what is connected and let nobody in until it is opened again."""
+        self._listening.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """End what is connected; it may come again."""
+        for writer in self._ways.values():
+            writer.transport.abort()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        way = asyncio.current_task()
+        assert way is not None
+        self._ways[way] = writer
+        await self._carry(reader, writer)
+        del self._ways[way]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
+        async with asyncio.TaskGroup() as ways:
+            ways.create_task(self._pump(reader, server_writer, pause=self._pause))
+            ways.create_task(self._pump(server_reader, writer))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, pause: float = 0.0) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**12 if pause else 2**16):
+                await asyncio.sleep(len(data) * pause)
+                self.carried += len(data) if pause else 0
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()

@@ -1,0 +1,98 @@
+"""Two tiny models on disk and what Hugging Face says about them: the numbers every engine must agree with."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.protocols import Generation
+
+PROMPT = np.array([5, 9, 12, 7, 30], dtype=np.int32)
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+TOLERANCE = 1e-4
+
+
+class Model:
+    """A random model in a folder, read once more by Hugging Face."""
+
+    def __init__(self, folder: Path, *, seed: int, **options: object) -> None:
+        self.folder = make_tiny_model(folder, seed=seed, initializer_range=0.2, max_positions=4096, **options)
+        self.network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.end_token = self.network.config.eos_token_id
+
+    def version(self, policy_version: int, *, incarnation: int = 0) -> WeightVersion:
+        """The message that announces these weights as a policy version."""
+        return announce(self.folder, policy_version, incarnation=incarnation)
+
+    def logprobs(
+        self, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, temperature: float = 1.0
+    ) -> NDArray[np.float32]:
+        """log_softmax(logits / temperature) of each of ``tokens`` after the prompt, f32[T]."""
+        with torch.no_grad():
+            logits = self.network(_ids(prompt, tokens)).logits[0, len(prompt) - 1 : -1]
+        return _gather(logits / temperature, tokens)
+
+
+def announce(folder: Path, policy_version: int, *, incarnation: int = 0) -> WeightVersion:
+    data = (folder / "model.safetensors").read_bytes()
+    return WeightVersion(
+        incarnation=incarnation,
+        policy_version=policy_version,
+        uri=str(folder),
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_bytes=len(data),
+    )
+
+
+def switched_logprobs(
+    old: Model, new: Model, prompt: NDArray[np.int32], tokens: NDArray[np.int32], *, boundary: int
+) -> NDArray[np.float32]:
+    """Logprobs of ``tokens[boundary:]`` when the weights change in flight: new weights on the keys of the old ones.
+
+    Token ``boundary`` is the first that the new weights sampled; the token before it is their first input.
+    """
+    ids = _ids(prompt, tokens)
+    first = len(prompt) + boundary - 1
+    with torch.no_grad():
+        cache = old.network(ids[:, :first], use_cache=True).past_key_values
+        logits = new.network(ids[:, first:-1], past_key_values=cache).logits[0]
+    return _gather(logits, tokens[boundary:])
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest distance of a generation's logprobs from the model's."""
+
+    model: Model
+    temperature: float = 1.0
+
+    def __call__(self, generation: Generation, prompt: NDArray[np.int32] = PROMPT) -> float:
+        expected = self.model.logprobs(prompt, generation.tokens, temperature=self.temperature)
+        return float(np.abs(expected - generation.logprobs).max())
+
+
+def _ids(prompt: NDArray[np.int32], tokens: NDArray[np.int32]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+
+
+def _gather(logits: torch.Tensor, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+    index = torch.from_numpy(tokens.astype(np.int64))[:, None]
+    values: NDArray[np.float32] = torch.log_softmax(logits.float(), -1).gather(1, index)[:, 0].numpy()
+    return values
+
+
+async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inprocess.InProcessEngine:
+    options = inprocess.Options(max_batch_size=max_batch_size, threads=1)
+    made = inprocess.InProcessEngine(model.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
+    await made.start()
+    return made

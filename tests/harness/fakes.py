@@ -1,0 +1,371 @@
+"""Adapters that do nothing slowly and everything on purpose, and a whole loop made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.actors.base import HeartbeatSender
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.actors.supervisor import supervise
+from asyncrl.config import RunConfig
+from asyncrl.config.learner import LearnerSection
+from asyncrl.config.run import (
+    CheckpointSection,
+    DataSection,
+    Mode,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    WeightsSection,
+)
+from asyncrl.config.staleness import StalenessSection
+from asyncrl.errors import EngineDied, EngineError, WeightsError
+from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.run.build import LearnerPorts, assemble_learner
+from asyncrl.state import checkpoint
+from asyncrl.tensors.snapshot import Snapshot
+
+
+class Engine:
+    """Answers every prompt with four tokens that its seed decides; ``gate`` holds answers back while it is clear."""
+
+    def __init__(self) -> None:
+        self.version = (0, 0)
+        self.intake = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = 0
+        self.loads: list[int] = []
+        self.running_at_load: list[int] = []
+        self.failures = 0
+        self.dies = False
+        self.unreadable: set[int] = set()
+        self.closed = False
+
+    async def start(self) -> None:
+        pass
+
+    async def generate(
+        self,
+        prompt_tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        partial: PartialGeneration | None = None,
+    ) -> Generation:
+        if self.dies:
+            raise EngineDied("the engine is gone")
+        if self.failures:
+            self.failures -= 1
+            raise EngineError("a request failed")
+        started = self.version
+        self.running += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.running -= 1
+        tokens = np.random.default_rng(seed).integers(4, 14, 4).astype(np.int32)
+        spans = [VersionSpan(start=0, incarnation=started[0], policy_version=started[1])]
+        if self.version != started:
+            spans.append(VersionSpan(start=2, incarnation=self.version[0], policy_version=self.version[1]))
+        return Generation(
+            tokens=tokens,
+            logprobs=np.full(4, -1.0, np.float32),
+            version_spans=tuple(spans),
+            finish_reason="stop",
+        )
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        if weights.policy_version in self.unreadable:
+            raise WeightsError(f"version {weights.policy_version} is torn")
+        self.running_at_load.append(self.running)
+        self.version = weights.order
+        self.loads.append(weights.policy_version)
+        return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self.running)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Backend:
+    """Remembers which tokens it trained; its state is the number of steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.trained: list[list[MicroBatch]] = []
+        self.before_step: Callable[[int], None] = lambda step: None
+        self.measures: Callable[[int], dict[str, float]] = lambda step: {}
+
+    def start(self) -> None:
+        pass
+
+    def step(
+        self, shares: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = "policy"
+    ) -> StepResult:
+        self.before_step(self.steps)
+        self.steps += 1
+        self.trained.append(list(shares[0]))
+        return StepResult(metrics={"loss": float(self.steps), "grad_norm": 1.0} | self.measures(self.steps))
+
+    def score(
+        self, shares: Sequence[Sequence[MicroBatch]], *, model: str = "policy"
+    ) -> list[list[NDArray[np.float32]]]:
+        return [[np.zeros(micro_batch.num_tokens, np.float32) for micro_batch in share] for share in shares]
+
+    def export(self) -> Snapshot:
+        return Snapshot.of([("steps", torch.tensor([self.steps]))])
+
+    def save(self, folder: Path) -> None:
+        (folder / "steps").write_text(str(self.steps))
+
+    def restore(self, folder: Path) -> None:
+        self.steps = int((folder / "steps").read_text())
+
+    def close(self) -> None:
+        pass
+
+
+class Channel:
+    """Weights that are nowhere."""
+
+    sender = None
+    progress = 0
+    published_bytes = 0
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        digest = hashlib.sha256(repr(list(snapshot.tensors())).encode()).hexdigest()
+        return WeightVersion(
+            incarnation=incarnation, policy_version=policy_version, uri="nowhere", sha256=digest, num_bytes=0
+        )
+
+    def verify(self, weights: WeightVersion) -> Path:
+        return Path(weights.uri)
+
+
+class Tokenizer:
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return " ".join(str(int(token)) for token in token_ids)
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: NDArray[np.int32]
+    prompt: str
+    label: Any
+    metadata: dict[str, Any]
+    epoch: int
+    response: NDArray[np.int32]
+
+
+class Rows:
+    """``count`` prompts, for ever or once; ``overlong`` positions are over the limit."""
+
+    def __init__(self, count: int = 5, *, epochs: int = 0, overlong: frozenset[int] = frozenset()) -> None:
+        self._count, self._epochs, self._overlong = count, epochs, overlong
+
+    def at(self, position: int) -> Row | None:
+        epoch, index = divmod(position, self._count)
+        if self._epochs and epoch >= self._epochs:
+            return None
+        tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
+        response = np.array([4 + index, 5, 3], np.int32)
+        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward made of a function."""
+
+    function: Callable[[Sequence[Sample]], Sequence[Reward]]
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        return self.function(samples)
+
+    async def close(self) -> None:
+        pass
+
+
+def token_sum(samples: Sequence[Sample]) -> Sequence[Reward]:
+    return [Reward(value=float(sample.trajectory.tokens.sum())) for sample in samples]
+
+
+@dataclass
+class Recorder:
+    """A metrics sink that keeps everything."""
+
+    rows: list[dict[str, Metric]] = field(default_factory=list)
+
+    def write(self, step: int, metrics: Any) -> None:
+        self.rows.append({"step": float(step)} | dict(metrics))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Loop:
+    """A learner, its prompt source, and what is needed to look into them. staleness: more keys of that section."""
+
+    bus: Bus
+    directory: Path
+    steps: int = 4
+    mode: Mode = "async"
+    max_staleness: int = 2
+    groups_per_batch: int = 2
+    group_size: int = 2
+    checkpoint_every: int = 0
+    wait_for_stragglers: bool = False
+    are_stragglers_cut: bool = False
+    filters: dict[str, GroupFilter] = field(default_factory=dict)
+    rows: Rows = field(default_factory=Rows)
+    max_failed_in_a_row: int = 64
+    max_filtered_in_a_row: int = 64
+    algorithm: Algorithm = resolve(ALGORITHMS["grpo"])
+    staleness: dict[str, Any] = field(default_factory=dict)
+    max_skipped_steps: int = 0
+    publish_every: int = 1
+    function: str = "single_turn"
+    """Name of the rollout function: one of the user's own may take several turns."""
+    validator: Validator | None = None
+    channel: Any = field(default_factory=Channel)
+
+    def __post_init__(self) -> None:
+        self.backend = Backend()
+        self.recorder = Recorder()
+        self.said: list[str] = []
+        """Of checkpoints, when it was resumed."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The loop's run file; its model, data and adapters are none."""
+        return RunConfig(
+            model=ModelSection(path=""),
+            data=DataSection(path=""),
+            run=RunSection(
+                name=self.directory.name, directory=str(self.directory.parent), steps=self.steps, mode=self.mode
+            ),
+            rollout=RolloutSection(
+                group_size=self.group_size,
+                max_new_tokens=4,
+                function=self.function if self.publish_every == 1 else "given",
+            ),
+            learner=LearnerSection(
+                groups_per_batch=self.groups_per_batch,
+                micro_batch_tokens=1024,
+                learning_rate=1e-3,
+                max_skipped_steps=self.max_skipped_steps,
+            ),
+            staleness=StalenessSection(
+                max_staleness=self.max_staleness,
+                eviction="wait" if self.wait_for_stragglers else "drop",
+                stragglers="partial" if self.are_stragglers_cut else "wait_whole",
+                **self.staleness,
+            ),
+            weights=WeightsSection(every_steps=self.publish_every),
+            checkpoint=CheckpointSection(every_steps=self.checkpoint_every),
+        )
+
+    def build(self, *, resume: bool = False) -> Learner:
+        state, restore_from = self._state(resume)
+        ports = LearnerPorts(
+            algorithm=self.algorithm,
+            backend=self.backend,
+            training=TrainingStep(self.backend, algorithm=self.algorithm),
+            channel=self.channel,
+            rows=self.rows,
+            metrics=MetricsReporter(self.bus, [self.recorder]),
+            validator=self.validator or Validator(self.bus),
+            filters=self.filters,
+            most_failed=self.max_failed_in_a_row,
+            most_filtered=self.max_filtered_in_a_row,
+        )
+        self.learner, self.prompts = assemble_learner(
+            self.run, ports, bus=self.bus, state=state, restore_from=restore_from
+        )
+        self.table = self.learner.table
+        return self.learner
+
+    def _state(self, resume: bool) -> tuple[LearnerState, Path | None]:
+        if not resume:
+            return LearnerState.fresh(), None
+        found = checkpoint.resume(self.directory / "checkpoints", say=self.said.append)
+        state, folder = found or (LearnerState.fresh(), None)
+        incarnation = state.incarnation + 1
+        forks = state.forks | {incarnation: state.policy_version}
+        return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+
+    async def run_learner(self, *, resume: bool = False) -> Learner:
+        learner = self.build(resume=resume)
+        await supervise(learner, self.prompts, HeartbeatSender(learner))
+        return learner
+
+    @property
+    def trained_groups(self) -> int:
+        """Groups in every batch trained by this backend."""
+        documents = sum(len(m.boundaries) - 1 for step in self.backend.trained for m in step)
+        return documents // self.group_size
+
+
+def worker(
+    bus: Bus, engine: Engine, *, name: str = "w0", load: str = "in_flight", max_staleness: int = 2, **changes: Any
+) -> tuple[RolloutWorker, WeightFollower]:
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=Channel().verify, load=load, max_staleness=max_staleness
+    )
+    settings: dict[str, Any] = {
+        "rollout": single_turn,
+        "reward": Judge(token_sum),
+        "tokenizer": Tokenizer(),
+        "seed": 0,
+        "max_running": 8,
+        "max_attempts": 3,
+        "keep_seconds": 10.0,
+    }
+    return training_worker(name, bus, engine=engine, follower=follower, **(settings | changes)), follower
+
+
+async def run_worker(actors: tuple[RolloutWorker, WeightFollower]) -> None:
+    main, follower = actors
+    await supervise(main, follower, HeartbeatSender(main))
+
+
+async def run_all(loop: Loop, *workers: tuple[RolloutWorker, WeightFollower], resume: bool = False) -> None:
+    """The learner to its end, and the workers to theirs."""
+    async with asyncio.TaskGroup() as group:
+        for actors in workers:
+            group.create_task(run_worker(actors))
+        await loop.run_learner(resume=resume)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until ``condition``; the test's timeout is the limit."""
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -1,0 +1,1 @@
+"""Runs of real processes and the faults injected into them."""

@@ -1,0 +1,262 @@
+"""A run of real processes whose parts hang while a file of their name is in its folder, and its own diagnosis."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.data import demo_task
+from tests.harness.forked import LAUNCHER, ForkServer
+from tests.harness.processes import processes_below
+
+NAMED_SECONDS = 30.0
+"""The limit for naming a fault on a busy machine; on an idle one the promise is 10 s."""
+
+PARTS = '''
+"""Parts of a run; each hangs while a file of its name exists."""
+import asyncio, time
+from pathlib import Path
+from asyncrl.rollouts.builtin import single_turn
+from asyncrl.backends.reference.backend import ReferenceBackend
+from asyncrl.data import demo_task
+from asyncrl.engines.inprocess.engine import InProcessEngine, Options
+from asyncrl.weights.files import FilesChannel
+
+HERE = Path(__file__).parent
+real_time = time.time
+time.time = lambda: real_time() + 3600.0 * is_on("clock")
+
+def is_on(name):
+    return (HERE / name).exists()
+
+def hang(name):
+    while is_on(name):
+        time.sleep(0.05)
+
+async def wait(name):
+    while is_on(name):
+        await asyncio.sleep(0.05)
+
+def reward(sample):
+    hang("reward")
+    if is_on("raises"):
+        raise KeyError("label")
+    return demo_task.reward(sample)
+
+async def rollout(prompt, generate, *, index):
+    await wait("rollout")
+    hang("blocked")
+    return await single_turn(prompt, generate, index=index)
+
+def keeps(group):
+    return not is_on("filtered")
+
+class Engine(InProcessEngine):
+    async def start(self):
+        if is_on("start"):
+            (HERE / "begun").touch()
+        await wait("start")
+        await super().start()
+
+    async def generate(self, *arguments, **named):
+        await wait("engine")
+        return await super().generate(*arguments, **named)
+
+    async def load(self, weights):
+        await wait("load")
+        return await super().load(weights)
+
+class Backend(ReferenceBackend):
+    def step(self, *arguments, **named):
+        hang("step")
+        return super().step(*arguments, **named)
+
+    def export(self):
+        hang("backend")
+        return super().export()
+
+    def save(self, folder):
+        hang("checkpoint")
+        return super().save(folder)
+
+class Channel(FilesChannel):
+    def publish(self, *arguments, **named):
+        hang("write")
+        return super().publish(*arguments, **named)
+
+    def verify(self, weights):
+        hang("folder")
+        return super().verify(weights)
+'''
+
+RUN_FILE = """
+[run]
+name = "faults"
+directory = "runs"
+steps = 1000000
+stall_seconds = 3600  # they are to be named, not mended
+[model]
+path = "model"
+[data]
+path = "prompts.jsonl"
+[engine]
+kind = "parts:Engine"
+options = {threads = 1}
+[reward]
+kind = "parts:reward"
+timeout_seconds = 300
+[learner]
+backend = "parts:Backend"
+groups_per_batch = 8
+threads = 1
+[algorithm]
+filters = ["parts:keeps"]
+[rollout]
+function = "parts:rollout"
+workers = 2
+group_size = 4
+max_new_tokens = 8
+max_running = 8
+[staleness]
+max_staleness = 1
+[weights]
+channel = "parts:Channel"
+[checkpoint]
+every_steps = 2
+[metrics]
+console = false
+"""
+
+
+def prepare(folder: Path) -> None:
+    demo_task.write(folder)
+    (folder / "run.toml").write_text(RUN_FILE)
+    (folder / "parts.py").write_text(PARTS)
+
+
+class Run:
+    """`asyncrl run` in a prepared folder, and its stderr. ``forks``: starts its processes without imports."""
+
+    def __init__(self, folder: Path, *overrides: str, forks: ForkServer | None = None) -> None:
+        self.folder = folder
+        self._forks = forks
+        forked = [LAUNCHER] if forks is not None else []
+        self.process = subprocess.Popen(
+            _command("run", *overrides, *forked),
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment() | (forks.environment if forks is not None else {}),
+        )
+        self.said: list[str] = []
+        self._heard = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._heard:
+                self.said.append(line.rstrip())
+                self._heard.notify_all()
+
+    def wait_for(self, text: str, *, after: int = 0, seconds: float = NAMED_SECONDS) -> str:
+        """The first line with ``text``, from line ``after`` on. Raises TimeoutError with the whole output."""
+
+        def found() -> str:
+            return next((line for line in self.said[after:] if text in line), "")
+
+        with self._heard:
+            if not self._heard.wait_for(found, timeout=seconds):
+                raise TimeoutError(f"{text!r} was not said:\n" + "\n".join(self.said[after:]))
+            return found()
+
+    def wait_for_steps(self, count: int, *, seconds: float = 120.0) -> None:
+        """Wait until ``count`` more steps are trained. Raises TimeoutError."""
+        metrics = self.folder / "runs" / "faults" / "metrics.jsonl"
+
+        def steps() -> int:
+            return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+        goal, end = steps() + count, time.monotonic() + seconds
+        while steps() < goal:
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise TimeoutError(f"no step {goal}:\n" + "\n".join(self.said))
+            time.sleep(0.1)
+
+    def pid(self, name: str) -> int:
+        """Of the child with this name: learner, w0, nats-server; 0 when there is none."""
+        found = processes_below(self.process.pid)
+        if self._forks is not None:
+            found |= self._forks.children_of(self.process.pid)
+        return found.get(name, 0)
+
+    def bus(self) -> tuple[str, str]:
+        """(url, token) of the run's nats-server."""
+        table = json.loads((self.folder / "runs" / "faults" / "bus.json").read_text())
+        return table["url"], table["token"]
+
+    def worker(self, name: str, *, url: str = "") -> subprocess.Popen[bytes]:
+        """A rollout worker that joins by itself; nothing restarts it."""
+        own, token = self.bus()
+        return subprocess.Popen(
+            [*_command("rollout-worker", f"bus.url={url or own}"), "--name", name],
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment() | {"ASYNCRL_BUS_TOKEN": token},
+        )
+
+    def doctor(self) -> tuple[int, dict[str, Any]]:
+        """Exit code and answer of `asyncrl doctor --json`; by fork it hears sooner who fell silent a moment ago."""
+        if self._forks is not None:
+            output = self.folder / f"doctor-{uuid.uuid4().hex}"
+            words = ["doctor", "run.toml", "--json"]
+            asked = self._forks.run(words, environment=_environment(), output=output, directory=self.folder)
+            return asked.wait(), json.loads(output.read_text().splitlines()[-1])
+        done = subprocess.run(
+            [*_command("doctor"), "--json"], cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.wait_for("draining")
+            self.process.send_signal(signal.SIGINT)
+            self.process.wait(60)
+        self._listener.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+def _command(verb: str, *overrides: str) -> list[str]:
+    words = [word for item in overrides for word in ("--set", item)]
+    return [sys.executable, "-m", "asyncrl", verb, "run.toml", *words]
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def running(folder: Path, *overrides: str, forks: ForkServer | None = None) -> Iterator[Run]:
+    """A run in ``folder`` that has trained five steps, if it has workers."""
+    run = Run(folder, *overrides, forks=forks)
+    try:
+        if "rollout.workers=0" not in overrides:
+            run.wait_for_steps(5)
+        yield run
+    finally:
+        run.end()

@@ -1,0 +1,118 @@
+"""A run's process manager whose processes are scripts: nothing is started, and they end when they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+from asyncrl import config
+from asyncrl.actors.fleet_scaler import FleetScaler
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import LaunchError, NoRoom
+from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.messages.topics import FLEET, FLEET_STATUS
+from asyncrl.protocols.launcher import ProcessSpec
+from asyncrl.run import process_manager, process_specs
+from tests import ROOT
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+
+DEMO = ROOT / "examples" / "demo.toml"
+
+
+class Process:
+    """Ends when it is told to."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec, self.pid, self.node = spec, 0, "here"
+        self.signals: list[int] = []
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.drains = True
+        self.drained_code = 0
+
+    async def ended(self) -> int:
+        return await asyncio.shield(self.code)
+
+    def signal(self, number: int) -> None:
+        self.signals.append(number)
+        if not self.code.done() and (number == 9 or self.drains):
+            self.code.set_result(-9 if number == 9 else self.drained_code)
+
+
+class Launcher:
+    """``room``: so many GPUs, which it deals itself; None leaves that to asyncrl."""
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room, self.places = room, room is not None
+        self.started: list[Process] = []
+        self.fails = 0
+
+    async def start(self, spec: ProcessSpec) -> Process:
+        await asyncio.sleep(0)
+        if self.fails:
+            self.fails -= 1
+            raise LaunchError("the cluster is away")
+        taken = sum(one.spec.num_gpus for one in self.up)
+        if self.room is not None and taken + spec.num_gpus > self.room:
+            raise NoRoom(f"{spec.num_gpus} GPU asked for, {self.room - taken} free")
+        self.started.append(Process(spec))
+        return self.started[-1]
+
+    async def release(self, name: str) -> None: ...
+
+    async def close(self) -> None:
+        for process in self.started:
+            process.signal(9)
+
+    @property
+    def up(self) -> list[Process]:
+        return [one for one in self.started if not one.code.done()]
+
+    def named(self, name: str) -> Process:
+        return [one for one in self.started if one.spec.name == name][-1]
+
+
+class Stage:
+    """A fleet of two workers that runs, and its bus."""
+
+    def __init__(self, launcher: Launcher, *overrides: str) -> None:
+        self.launcher = launcher
+        self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        settings = config.load(DEMO, ["learner.device=cpu", *overrides])
+        self.specs = process_specs.ProcessSpecs(settings, launcher=launcher, common=["RUN.toml"], environment={})
+        self.manager = process_manager.ProcessManager(
+            dataclasses.replace(settings.run, stall_seconds=1e9),
+            launcher=launcher,
+            children=self.specs.initial(workers=None, resume=False),
+            new_worker=self.specs.new_worker,
+            server=None,
+        )
+        self.monitor = HealthMonitor(self._bus)
+        self.task = asyncio.create_task(self.manager.run(self.monitor, FleetScaler(self._bus, self.manager)))
+
+    async def _bus(self) -> MemoryBus:
+        return self.bus
+
+    @property
+    def names(self) -> list[str]:
+        return [one.spec.name for one in self.launcher.up]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
+            assert not self.task.done(), self.task.result()
+            await asyncio.sleep(0.01)
+
+    async def until_up(self, *names: str) -> None:
+        await self.until(lambda: set(self.names) == {"learner", *names})
+
+    async def ask(self, count: int) -> FleetStatus:
+        """What the fleet says to this size, once it has said it."""
+        await self.bus.put(FLEET, FleetSize(rollout_workers=count, request=f"to {count}"))
+        while (status := (await self.bus.states(FLEET_STATUS)).get("")) is None or status.request != f"to {count}":
+            await asyncio.sleep(0.01)
+        return status
+
+    async def end(self) -> int:
+        self.launcher.named("learner").signal(15)
+        return (await self.task).exit_code

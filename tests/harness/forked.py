@@ -1,0 +1,250 @@
+"""Clients of forks.py: a run whose learner and workers start by fork costs a fraction of the CPU time.
+
+``with_forks(server)`` gives the override and the environment for an `asyncrl run` of any kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.launchers.adapter import LauncherAdapter
+from asyncrl.launchers.local import LOOPBACK
+from asyncrl.protocols.launcher import ProcessSpec
+from tests import ROOT
+
+LAUNCHER: Final = 'launcher.kind="tests.harness.forked:ForkingLauncher"'
+"""The override of a run that starts its processes by fork."""
+SOCKET: Final = "ASYNCRL_TEST_FORKS"
+"""The environment variable that tells ForkingLauncher where the server is."""
+_START_SECONDS: Final = 300.0
+_IMPORTED: Final = (
+    "asyncrl.cli.learner",
+    "asyncrl.cli.rollout_worker",
+    "asyncrl.cli.run",
+    "asyncrl.run.build",
+    "asyncrl.run.training",
+    "asyncrl.weights.files",
+    "transformers.models.auto.tokenization_auto",
+    "uvloop",
+)
+MODELS: Final = (
+    "asyncrl.backends.reference.backend",
+    "asyncrl.engines.inprocess.engine",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What runs of Hugging Face models import besides."""
+
+
+class ForkServer:
+    """Ends, with everything it forked, by ``close`` or with this process.
+
+    modules   what it imports besides
+    imported  what it imports in any case
+    """
+
+    def __init__(self, folder: Path, modules: Sequence[str] = (), *, imported: Sequence[str] = _IMPORTED) -> None:
+        self.path = folder / "forks.socket"
+        self.path.unlink(missing_ok=True)
+        own = {
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": _python_path(),
+        }
+        command = [sys.executable, "-m", "tests.harness.forks", str(self.path), *imported, *modules]
+        self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdin=subprocess.DEVNULL)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What an `asyncrl run` with the override LAUNCHER needs in its environment."""
+        return {SOCKET: str(self.path), "PYTHONPATH": _python_path()}
+
+    def run(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str], output: Path, directory: Path = ROOT
+    ) -> ForkedCommand:
+        """`asyncrl ARGUMENTS`."""
+        return ForkedCommand(self.connect(), arguments, environment=environment, output=output, directory=directory)
+
+    def call(self, *arguments: str, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+        """Runs `asyncrl ARGUMENTS` to its end: exit code, and stdout and stderr as one text."""
+        output = self.path.parent / uuid.uuid4().hex
+        process = self.run(arguments, environment=os.environ | (environment or {}), output=output)
+        return process.wait(), output.read_text()
+
+    def children_of(self, pid: int) -> dict[str, int]:
+        """The pids of the processes that the run with this pid has here, by name: learner, w0, ..."""
+        with self.connect() as connection, connection.makefile("rb") as answers:
+            connection.sendall(json.dumps({"owner": pid}).encode() + b"\n")
+            found: dict[str, int] = json.loads(answers.readline())
+            return found
+
+    def connect(self) -> socket.socket:
+        """Waits until it has imported everything."""
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(self.path))
+                return connection
+            except OSError:
+                connection.close()
+                assert self._process.poll() is None, "the fork server ended"
+                assert time.monotonic() < deadline, "the fork server does not come up"
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class ForkedCommand:
+    """A forked `asyncrl ARGUMENTS`, with the part of subprocess.Popen's interface that tests need."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: Path,
+        directory: Path,
+    ) -> None:
+        self._connection = connection
+        self._unread = b""
+        self._code: int | None = None
+        self._connection.sendall(_request(arguments, environment, directory, [str(output)] * 2))
+        while (started := self._heard()) is None:
+            time.sleep(0.001)
+        self.pid = int(started["pid"])
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self._code is None and (ended := self._heard()) is not None:
+            self._code = int(ended["code"])
+            self._connection.close()
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("asyncrl", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _heard(self) -> dict[str, Any] | None:
+        self._connection.setblocking(False)
+        try:
+            new = self._connection.recv(4096)
+            assert new, "the fork server ended"
+            self._unread += new
+        except BlockingIOError:
+            pass
+        finally:
+            self._connection.setblocking(True)
+        line, end, rest = self._unread.partition(b"\n")
+        if not end:
+            return None
+        self._unread = rest
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class ForkedProcess:
+    """A launched process (protocols/launcher.py)."""
+
+    def __init__(self, pid: int, code: asyncio.Future[int]) -> None:
+        self.pid = pid
+        self.node = socket.gethostname()
+        self._code = code
+
+    async def ended(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def signal(self, number: int) -> None:
+        if not self._code.done():
+            os.kill(self.pid, number)
+
+
+class ForkingLauncher(LauncherAdapter):
+    """A launcher whose processes the server named in the environment forks. They share our stdout and stderr."""
+
+    def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
+        self._codes: dict[int, asyncio.Future[int]] = {}
+        self._started: asyncio.Queue[int] = asyncio.Queue()
+        self._turn = asyncio.Lock()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def connect(self) -> str:
+        return LOOPBACK
+
+    def check_room(self, specs: Sequence[ProcessSpec]) -> None:
+        """Everything computes on the CPU."""
+
+    async def start(self, spec: ProcessSpec) -> ForkedProcess:
+        async with self._turn:  # answers come in the order of the requests
+            if self._writer is None:
+                reader, self._writer = await asyncio.open_unix_connection(os.environ[SOCKET])
+                self._reading = asyncio.create_task(self._read(reader))
+            output = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+            environment = os.environ | spec.environment
+            self._writer.write(_request(spec.arguments, environment, Path.cwd(), output))
+            pid = await self._started.get()
+            return ForkedProcess(pid, self._codes[pid])
+
+    async def release(self, name: str) -> None:
+        """Nothing is set aside."""
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()  # which kills what is left
+            await asyncio.gather(*self._codes.values())
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            said = json.loads(line)
+            if "code" in said:
+                self._codes[said["pid"]].set_result(said["code"])
+            else:
+                self._codes[said["pid"]] = asyncio.get_running_loop().create_future()
+                self._started.put_nowait(said["pid"])
+        for code in self._codes.values():
+            if not code.done():
+                code.set_result(-signal.SIGKILL)
+
+
+def _request(arguments: Sequence[str], environment: Mapping[str, str], directory: Path, output: Sequence[str]) -> bytes:
+    request = {
+        "arguments": [*arguments],
+        "environment": dict(environment),
+        "directory": str(directory.absolute()),
+        "output": output,
+    }
+    return json.dumps(request).encode() + b"\n"
+
+
+def _python_path() -> str:
+    """Ours, so that `tests` is found from any directory."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

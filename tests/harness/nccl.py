@@ -1,0 +1,138 @@
+"""An engine's end of a transfer: a process that makes its end of the group as SGLang does.
+
+A dead engine is a dead process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
+from asyncrl.tensors.snapshot import Bucket, TensorEntry
+from asyncrl.weights.nccl import Sender
+from tests.harness.transfers import collective_of
+
+PATIENCE = 30.0
+"""Seconds within which anything in these tests answers; the limits of the sender are far below."""
+
+
+def serve_engine(orders: Connection, device: str) -> None:
+    """A process: makes its end of a group and takes buckets as it is told."""
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    group: Any = None
+    while True:
+        kind, *arguments = orders.recv()
+        try:
+            if kind == "join":
+                group = join_group(*arguments)
+                orders.send(b"joined")
+            else:
+                orders.send(take_bucket(group, *arguments, device=device))
+        except RuntimeError as error:
+            orders.send(error)
+
+
+def join_group(host: str, port: int, name: str, collective: str) -> Any:
+    """As an SGLang scheduler does it, rank 1 of 2."""
+    limit = timedelta(seconds=PATIENCE)
+    store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
+    group, _ = c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        c10d.Backend(collective),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        backend_options=None,
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    return group
+
+
+def take_bucket(group: Any, layout: BucketLayout, *, device: str) -> bytes:
+    entries = tuple(
+        TensorEntry(name=name, dtype=getattr(torch, dtype), shape=shape)
+        for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+    )
+    data = torch.zeros(sum(entry.num_bytes for entry in entries), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0, group=group)
+    assert all(tensor.numel() for _, tensor in Bucket(entries=entries, data=data).tensors())
+    return data.cpu().numpy().tobytes()
+
+
+class Peer:
+    """An engine: one life of the process that holds its weights, on ``device``."""
+
+    def __init__(self, engine: str = "w0", group: str = "", *, device: str = "cpu") -> None:
+        context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+        self._orders, theirs = context.Pipe()
+        self._process = context.Process(target=serve_engine, args=(theirs, device), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.request = TransferRequest(engine=engine, group=group or f"{engine}-{self._process.pid}", num_ranks=1)
+        self._threads = ThreadPoolExecutor(1)
+
+    @property
+    def joined(self) -> TransferRequest:
+        return replace(self.request, has_joined=True)
+
+    def join(self, offer: TransferOffer) -> Future[bytes]:
+        found = collective_of(offer)
+        return self._told("join", found.host, found.port, self.request.group, found.collective)
+
+    def take(self, layout: BucketLayout) -> Future[bytes]:
+        return self._told("take", layout)
+
+    def meet(self, sender: Sender) -> None:
+        transfer = sender.begin(self.request)
+        joining = self.join(transfer.offer)
+        transfer.send()
+        joining.result(PATIENCE)
+
+    def receive(self, sender: Sender) -> list[bytes]:
+        """The bytes of every bucket."""
+        transfer = sender.begin(self.joined)
+        with ThreadPoolExecutor(1) as thread:
+            sending = thread.submit(transfer.send)
+            buckets = [self.take(layout).result(PATIENCE) for layout in collective_of(transfer.offer).buckets]
+            sending.result(PATIENCE)
+        return buckets
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def freeze(self) -> None:
+        assert self._process.pid
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        self.kill()
+        self._threads.shutdown()
+        self._orders.close()
+
+    def _told(self, *order: Any) -> Future[bytes]:
+        def tell() -> bytes:
+            self._orders.send(order)
+            try:
+                answer: bytes | RuntimeError = self._orders.recv()
+            except (EOFError, ConnectionResetError):
+                return b""  # it died meanwhile
+            if isinstance(answer, RuntimeError):
+                raise answer
+            return answer
+
+        return self._threads.submit(tell)

@@ -1,0 +1,28 @@
+"""The processes of a run, as the system shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def processes_below(pid: int) -> dict[str, int]:
+    """The pids of a run's own processes by name: the children of `asyncrl run`, learner, w0, nats-server, ..."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (folder / "cmdline").read_text().split("\0")
+        except (OSError, ValueError, IndexError):  # it has just ended
+            continue
+        if parent == pid and (name := _name(words)):
+            found[name] = int(folder.name)
+    return found
+
+
+def _name(words: list[str]) -> str:
+    if words[0].endswith("nats-server"):
+        return "nats-server"
+    if "asyncrl" not in words:
+        return ""
+    verb = words[words.index("asyncrl") + 1]
+    return words[words.index("--name") + 1] if verb == "rollout-worker" else verb

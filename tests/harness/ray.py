@@ -1,0 +1,214 @@
+"""A Ray cluster of two nodes on this machine, and runs on it: real raylets, actors, processes and nats-servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.cluster_utils import Cluster
+
+from tests import ROOT
+from tests.chaos.run_files import ANSWERS
+
+RUN: Final = (
+    "run.restarts=3",
+    "rollout.workers=1",
+    'engine.kind="tests.harness.tiny.engine:TinyEngine"',
+    "engine.options={step_seconds=0.05}",
+)
+"""What is other than in the storms' runs of short answers: nobody reads meters here."""
+CPUS = 4
+GPUS = 2
+"""Of each node, as Ray counts them; it deals their numbers and does not look whether they are there."""
+WINDOW_STEPS = 5
+"""Steps that a full window of groups is good for: max_staleness + 1."""
+SECONDS = 300.0
+"""The limit of every wait: a test's own timeout is above it."""
+
+
+class TwoNodes:
+    """Nodes a (the head) and b, labelled site = a and site = b."""
+
+    def __init__(self) -> None:
+        node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 * 2**20}
+        self._node = node
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args=node
+            | {
+                "include_dashboard": False,
+                "labels": {"site": "a"},
+                "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            },
+        )
+        self.address: str = self._cluster.address
+        self.a: str = self._cluster.head_node.node_id
+        self._second: Any = None
+        self.mend()
+        self.watch()
+
+    def watch(self) -> None:
+        """Connect this process, to look at the cluster."""
+        ray.init(self.address, namespace="test", log_to_driver=False, logging_level="ERROR")
+
+    def leave(self) -> None:
+        """For a while, so that this process may be a launcher's."""
+        ray.shutdown()
+
+    @property
+    def b(self) -> str:
+        return str(self._second.node_id)
+
+    @property
+    def logs(self) -> Path:
+        return Path(self._cluster.head_node.get_logs_dir_path())
+
+    def mend(self) -> None:
+        """Node b is up, perhaps anew."""
+        if self._second is None:
+            self._second = self._cluster.add_node(**self._node, labels={"site": "b"})
+
+    def kill_b(self) -> None:
+        self._cluster.remove_node(self._second, allow_graceful=False)
+        self._second = None
+
+    def places(self) -> dict[str, str]:
+        """Name -> node, of all placement groups that have one."""
+        table = ray.util.placement_group_table().values()
+        return {one["name"]: one["bundles_to_node_id"][0] for one in table if one["state"] == "CREATED"}
+
+    def left_behind(self) -> list[str]:
+        """Placement groups and actors that are there."""
+        groups = [
+            f"group {one['name']}" for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"
+        ]
+        actors = [f"actor {one['namespace']}/{one['name']}" for one in ray.util.list_named_actors(all_namespaces=True)]
+        return groups + actors
+
+    def end(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+class RayRun:
+    """`asyncrl run --launcher ray` of the tiny task, in a folder of its own."""
+
+    def __init__(self, folder: Path, cluster: TwoNodes, *overrides: str, name: str = "storm") -> None:
+        self.folder = folder
+        self._overrides = [f"run.name={name}", *RUN, *overrides]
+        self._env = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"}
+        self._output = folder / f"{name}.txt"
+        self.directory = folder / "runs" / name
+        self._process: subprocess.Popen[bytes] | None = None
+        if not (folder / "run.toml").exists():
+            short = ANSWERS["short"]
+            short.write(folder, 0)
+            (folder / "run.toml").write_text(short.run_file.format(folder=folder, seed=0, port=0))
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    @property
+    def step(self) -> int:
+        """The newest that was trained."""
+        try:
+            return int(json.loads((self.directory / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+        except (OSError, ValueError, IndexError, KeyError):
+            return 0
+
+    def start(self, *arguments: str, steps: int = 1_000_000) -> None:
+        with self._output.open("ab") as output:
+            command = self._command("run", "--launcher", "ray", "--set", f"run.steps={steps}", *arguments)
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=self._env, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def scale(self, count: int) -> None:
+        command = self._command("scale", "--rollout-workers", str(count))
+        done = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def scale_and_forget(self, count: int) -> None:
+        """Ask, and do not wait for it."""
+        subprocess.run(
+            self._command("scale", "--rollout-workers", str(count), "--timeout", "1"),
+            cwd=ROOT,
+            env=self._env,
+            capture_output=True,
+            check=False,
+        )
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(SECONDS)
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def until(self, is_so: Callable[[], object], what: str) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + SECONDS
+        while not is_so():
+            assert self._process.poll() is None, f"{what}: the run ended before\n{self.said}"
+            assert time.monotonic() < deadline, f"{what}: did not come\n{self.said}"
+            time.sleep(0.05)
+
+    def until_trained(self, steps: int = WINDOW_STEPS + 2) -> None:
+        """So many steps more: more than what was on its way can be, so that somebody samples."""
+        first = self.step
+        self.until(lambda: self.step >= first + steps, f"{steps} steps behind step {first}")
+
+    def has_loaded(self, worker: str) -> bool:
+        """Whether a worker of this name has taken new weights: it is at work."""
+        log = self.directory / "logs" / f"{worker}.log"
+        return log.exists() and "loaded version" in log.read_text()
+
+    def processes(self) -> dict[str, tuple[int, int]]:
+        """Name -> process id and parent's, of learner, workers and nats-server, and "run"."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_text().split("\0")
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):  # it has just ended
+                continue
+            if any(str(self.folder) in word for word in words):
+                name = "nats-server" if "nats-server" in words[0] else words[words.index("asyncrl") + 1]
+                name = words[words.index("--name") + 1] if name == "rollout-worker" else name
+                found[name] = (int(folder.name), parent)
+        return found
+
+    def visible_gpus(self, name: str) -> str | None:
+        pid, _ = self.processes()[name]
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        return dict(word.split("=", 1) for word in words if "=" in word).get("CUDA_VISIBLE_DEVICES")
+
+    def audit(self) -> dict[str, Any]:
+        command = [sys.executable, "-m", "asyncrl", "audit", str(self.directory), "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.stdout, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found | {"code": done.returncode}
+
+    def _command(self, verb: str, *arguments: str) -> list[str]:
+        sets = [word for item in self._overrides for word in ("--set", item)]
+        return [sys.executable, "-m", "asyncrl", verb, str(self.folder / "run.toml"), *sets, *arguments]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

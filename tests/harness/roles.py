@@ -1,0 +1,96 @@
+"""A real nats-server with the configuration that bin/nats-config writes, and the buses of its roles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.nats_server.server import find_binary
+from tests.conftest import BUS_SIZES
+
+RUNS = ("mine", "other", "whole")
+_RELOADED = "Reloaded server configuration"
+
+
+def started(config: Path, ports: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A nats-server and its url."""
+    ports.mkdir()
+    process = subprocess.Popen(
+        [find_binary(), "--config", config, "--ports_file_dir", ports, "--log", ports / "log"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (found := list(ports.glob("*.ports"))) or not found[0].read_text().endswith("}"):
+        assert process.poll() is None, (ports / "log").read_text()
+        time.sleep(0.01)
+    return process, json.loads(found[0].read_text())["nats"][0]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
+
+
+class Server:
+    """A nats-server on what ``bin/nats-config`` wrote, or on what ``layout`` makes of that."""
+
+    def __init__(
+        self, directory: Path, *extra: str, layout: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> None:
+        self.directory = directory
+        self._extra = extra
+        self.port = -1
+        self.write_anew()
+        config = directory / "nats-server.conf"
+        if layout is not None:
+            config.write_text(json.dumps(layout(json.loads(config.read_text()))))
+        self.process, url = started(config, directory / "ports")
+        self.port = urlsplit(url).port or 0
+
+    def write_anew(self) -> None:
+        """As an administrator does, after a change."""
+        command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", *RUNS, "--directory", str(self.directory)]
+        listen = ["--listen", f"127.0.0.1:{self.port}"]
+        self.said = subprocess.run([*command, *listen, *self._extra], capture_output=True, text=True, check=True).stdout
+
+    def reload(self) -> None:
+        """Returns when it has."""
+        log = self.directory / "ports" / "log"
+        before = log.read_text().count(_RELOADED)
+        self.process.send_signal(signal.SIGHUP)
+        while log.read_text().count(_RELOADED) == before:
+            time.sleep(0.01)
+
+    def access(self, role: str, *, run: str = "mine", **more: str) -> Credentials:
+        return Credentials(role=role, credentials=f"{self.directory}/{run}/{{role}}", **more)
+
+    def close(self) -> None:
+        end(self.process)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    server: Server, role: str, *, run: str = "mine", as_run: str = "", **more: Any
+) -> AsyncIterator[Any]:
+    """The bus of ``as_run`` (or ``run``) for a role of ``run``."""
+    bus = await JetStreamBus.connect(
+        f"nats://127.0.0.1:{server.port}",
+        run=as_run or run,
+        access=server.access(role, run=run, **more),
+        storage="file",
+        **BUS_SIZES,
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,64 @@
+"""What tests of rollout and reward functions bring them: prompts, a model that says what it is told to, samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl import config
+from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
+from asyncrl.protocols import Generate, Generation, RolloutFn, Sample
+from asyncrl.rollouts.load import load_rollout
+from asyncrl.run import registry
+from tests.harness import groups
+
+
+def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
+    """The rollout function that a run file with this name and options gets."""
+    return load_rollout(config.RolloutSection(function=name, options=options), table=registry.ROLLOUTS)(tokenizer)
+
+
+def on_demo(demo: Path) -> list[str]:
+    """Overrides for the demo's model and prompts."""
+    return [f"model.path={demo / 'model'}", f"data.path={demo / 'prompts.jsonl'}"]
+
+
+def prompt_of(text: str, tokenizer: Any, *, label: Any, max_new_tokens: int) -> PromptGroup:
+    return PromptGroup(
+        group_id=0,
+        prompt_tokens=np.array(tokenizer.encode(text), np.int32),
+        group_size=1,
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+        prompt=text,
+        label=label,
+    )
+
+
+def saying(*texts: str, tokenizer: Any) -> Generate:
+    """A model that says these one after the other, cut to what it may."""
+    left = list(texts)
+
+    async def generate(tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        said = np.array(tokenizer.encode(left.pop(0))[:max_new_tokens], np.int32)
+        return Generation(
+            tokens=said,
+            logprobs=np.full(len(said), -1.0, np.float32),
+            version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+            finish_reason="stop",
+        )
+
+    return generate
+
+
+def sample_of(completion: str = "", *, label: Any = None, length: int = 1, reward: float = 0.0) -> Sample:
+    return Sample(
+        prompt="",
+        completion=completion,
+        label=label,
+        metadata={},
+        trajectory=groups.trajectory(length=length, reward=reward),
+        prompt_tokens=np.zeros(1),
+    )

@@ -1,0 +1,213 @@
+"""A run of real processes on the demo's task, observed over its bus: shared by tests and benchmarks of fleets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl import config, os_process
+from asyncrl.config import RunConfig
+from asyncrl.data import demo_task
+from asyncrl.errors import AsyncRLError
+from asyncrl.messages import Event
+from asyncrl.messages.topics import EVENTS
+from asyncrl.run import registry
+from tests.harness.forked import LAUNCHER, ForkServer
+
+RUN_FILE = """
+[run]
+name = "fleet"
+directory = "runs"
+steps = 1000000
+[model]
+path = "model"
+[data]
+path = "prompts.jsonl"
+[engine]
+kind = "inprocess"
+options = {threads = 1}
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 8
+threads = 1
+[rollout]
+workers = 1
+group_size = 4
+max_new_tokens = 8
+max_running = 8
+[staleness]
+max_staleness = 4
+[checkpoint]
+every_steps = 20
+[bus]
+ack_seconds = 5.0
+"""
+_END_WITH_US = functools.partial(os_process.signal_on_parent_death, signal.SIGKILL)
+"""The process ends when we end, however; start it from a thread that lives as long."""
+
+
+class RunProcess:
+    """`asyncrl run` in a folder of its own, and the events on its bus.
+
+    url, token  of a running server; without them the run starts its own
+    forks       starts its processes without imports; None: each is a new Python
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        name: str = "fleet",
+        url: str = "",
+        token: str = "",
+        forks: ForkServer | None = None,
+    ) -> None:
+        self.folder = folder.absolute()
+        if not (self.folder / "run.toml").exists():
+            demo_task.write(self.folder)
+            (self.folder / "run.toml").write_text(RUN_FILE)
+        self.overrides = [f"run.name={name}", *([f"bus.url={url}"] if url else []), *overrides]
+        self.token = token
+        self._forks = forks
+        self.events: list[Event] = []
+        self._output = self.folder / f"{name}.txt"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def run_directory(self) -> Path:
+        return self.folder / self.config().run_directory
+
+    def config(self) -> RunConfig:
+        return config.load(self.folder / "run.toml", [*self.overrides, f"run.directory={self.folder / 'runs'}"])
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    @property
+    def steps(self) -> int:
+        """Steps trained so far."""
+        metrics = self.run_directory / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        whole = [line for line in lines[-2:] if line.endswith("\n")]  # the last may be in the middle of being written
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it is up."""
+        assert self._process is not None
+        return self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *arguments: str) -> None:
+        with self._output.open("ab") as output:
+            forked = ["--set", LAUNCHER] if self._forks is not None else []
+            command = self.command("run", "run.toml", *self._sets(), *forked, *arguments)
+            self._process = subprocess.Popen(
+                command, cwd=self.folder, stdout=output, stderr=output, env=self._env(), preexec_fn=_END_WITH_US
+            )
+
+    def scale(self, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = self.command("scale", "run.toml", "--rollout-workers", str(count), *self._sets(), *arguments)
+        return subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=300
+        )
+
+    def join(self, name: str, *words: str, folder: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
+        """A worker that knows only the bus and the run's name, not the run's folder."""
+        url, token = registry.bus_address(self.config(), token=self.token)
+        command = self.command("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name, *words)
+        environment = self._env() | {"ASYNCRL_BUS_TOKEN": token}
+        return subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr, preexec_fn=_END_WITH_US)
+
+    def audit(self) -> dict[str, Any]:
+        """What `asyncrl audit --json` says; its exit code under "code"."""
+        done = subprocess.run(
+            self.command("audit", str(self.run_directory), "--json"),
+            capture_output=True,
+            text=True,
+            env=self._env(),
+            check=False,
+            timeout=300,
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found | {"code": done.returncode}
+
+    def drain(self, seconds: float = 120.0) -> int:
+        """Ctrl-C; the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGINT)
+        return self._process.wait(seconds)
+
+    def wait(self, seconds: float = 300.0) -> int:
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @contextlib.asynccontextmanager
+    async def heard(self) -> AsyncIterator[None]:
+        """While this is open, ``events`` holds every event on the bus, from the first on."""
+        task = asyncio.create_task(self._hear())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def until(self, condition: Callable[[], object], what: str, *, seconds: float = 300.0) -> None:
+        """Raises TimeoutError, with all output of the run."""
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end or (self._process is not None and self._process.poll() is not None):
+                raise TimeoutError(f"{what}: did not come\n{self.said}")
+            await asyncio.sleep(0.02)
+
+    def event(self, kind: str, worker: str) -> Event | None:
+        """The newest event of this kind from a worker or about it."""
+        found = [one for one in self.events if one.kind == kind and worker in (one.actor, one.data.get("worker"))]
+        return found[-1] if found else None
+
+    async def _hear(self) -> None:
+        while True:
+            with contextlib.suppress(AsyncRLError, OSError, ValueError):  # not up yet
+                bus = await registry.observe(self.config(), token=self.token)
+                try:
+                    async with bus.read(EVENTS) as records:
+                        self.events = []
+                        async for record in records:
+                            self.events += [record.message] if record.message is not None else []
+                finally:
+                    await bus.close()
+            await asyncio.sleep(0.1)
+
+    def _sets(self) -> list[str]:
+        return [word for item in self.overrides for word in ("--set", item)]
+
+    def _env(self) -> dict[str, str]:
+        forks = self._forks.environment if self._forks is not None else {}
+        token = {"ASYNCRL_BUS_TOKEN": self.token} if self.token else {}
+        return os.environ | {"OMP_NUM_THREADS": "1"} | forks | token
+
+    @staticmethod
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "asyncrl", *words]

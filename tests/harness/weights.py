@@ -1,0 +1,176 @@
+"""Both ends of a transfer without any weights, and the actors that move them on the memory bus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.bus.jetstream.objects import JetStreamObjects
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.errors import WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.protocols import LoadReport
+from asyncrl.tensors.snapshot import Snapshot
+from tests.harness import fakes
+
+SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])
+TORN = (-1, -1)
+
+
+class Sender:
+    """The learner's end, without any weights; remembers which engine was sent what."""
+
+    def __init__(self) -> None:
+        self.held: tuple[int, int] | None = None
+        self.groups: set[str] = set()
+        self.sent: list[tuple[str, int]] = []
+
+    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+        self.held = (incarnation, policy_version)
+
+    def begin(self, request: TransferRequest) -> Transfer:
+        if self.held is None:
+            raise WeightsError("nothing yet")
+        if request.has_joined and request.group not in self.groups:
+            raise WeightsError("join again")
+        self.groups.add(request.group)
+        if request.has_joined:
+            self.sent.append((request.engine, self.held[1]))
+        return Transfer(TransferOffer(incarnation=self.held[0], policy_version=self.held[1]))
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        pass
+
+
+class Transfer:
+    def __init__(self, offer: TransferOffer) -> None:
+        self.offer = offer
+
+    def send(self) -> None:
+        pass
+
+
+class Receiver:
+    """Takes what is offered into its engine. ``fails``: nothing arrives; ``tears``: half of it does."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self._lives = 1
+        self._has_joined = False
+        self.fails = self.tears = False
+        self.joins: list[str] = []
+
+    @property
+    def request(self) -> TransferRequest:
+        return TransferRequest(
+            engine=self._name, group=f"{self._name}-{self._lives}", num_ranks=1, has_joined=self._has_joined
+        )
+
+    async def join(self, offer: TransferOffer) -> None:
+        self.joins.append(self.request.group)
+        self._has_joined = True
+
+    async def receive(self, offer: TransferOffer) -> LoadReport:
+        if self.fails or self.tears:
+            self._engine.version = TORN if self.tears else self._engine.version
+            await self.leave()
+            raise WeightsError("the learner left")
+        return await self._engine.switch("sent", offer.order)
+
+    async def leave(self) -> None:
+        self._lives += 1
+        self._has_joined = False
+
+
+class Engine(fakes.Engine):
+    """Remembers where its weights came from; ``gate`` holds loads back while it is clear."""
+
+    def __init__(self, name: str = "w0", *, receives: bool = True) -> None:
+        super().__init__()
+        self.receiver: Any = Receiver(self, name) if receives else None
+        self.intake: Any = self if receives else None
+        self.took: list[tuple[str, int]] = []
+        self.is_paused = False
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        if weights.policy_version in self.unreadable:
+            raise WeightsError("torn")
+        return await self.switch("folder", weights.order)
+
+    async def switch(self, source: str, order: tuple[int, int]) -> LoadReport:
+        self.is_paused = True
+        await self.gate.wait()
+        self.is_paused = False
+        self.version = order
+        self.took.append((source, order[1]))
+        return LoadReport(pause_seconds=0.0, load_seconds=0.0)
+
+
+def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
+    """Of a run of its own; close it."""
+
+    async def dial() -> Connection:
+        connection = Connection(server.url)
+        options = Credentials(token=server.token).options()
+        await connection.open(server.url, options=options, inbox="_INBOX.objects", seconds=10)
+        return connection
+
+    layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
+    return JetStreamObjects(dial, layout)
+
+
+async def announce(bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0) -> None:
+    weights = WeightVersion(incarnation=incarnation, policy_version=version, num_engines=num_engines)
+    await (bus.put(WEIGHTS, replace(weights, uri="folder")) if folder else bus.put(WEIGHTS, weights, key=SENT))
+
+
+async def hold(bus: MemoryBus, sender: Sender, version: int, *, incarnation: int = 0) -> None:
+    sender.hold(SNAPSHOT, incarnation=incarnation, policy_version=version)
+    await announce(bus, version, folder=False, incarnation=incarnation)
+
+
+@contextlib.asynccontextmanager
+async def learner(bus: MemoryBus, sender: Sender) -> AsyncIterator[None]:
+    actor = WeightSender("weights", bus, sender=sender)
+    async with running(actor):
+        while await bus.ask(TRANSFERS, TransferRequest(engine="?", group="?", num_ranks=1), seconds=1) is None:
+            await asyncio.sleep(0)  # until it serves
+        yield
+
+
+@contextlib.asynccontextmanager
+async def running(*actors: Any) -> AsyncIterator[None]:
+    """What an actor raises ends the test."""
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for actor in actors:
+            await actor.start()
+            tasks.append(group.create_task(actor.run()))
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def follow(bus: MemoryBus, engine: Engine, *, name: str = "w0", load: str = "in_flight") -> WeightFollower:
+    def verify(weights: WeightVersion) -> Path:
+        return Path(weights.uri)
+
+    return WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=verify, load=load, receiver_of=lambda _: engine.receiver
+    )

@@ -1,0 +1,181 @@
+"""What workers and holders of a lease lose when they are cut off, silent or blocked: nothing that others wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
+from tests.harness.buses import Proxy, brief_leases, group, publish_prompts, taken
+
+Connect = Callable[..., Awaitable[JetStreamBus]]
+SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds": 30.0, "storage": "file"}
+
+
+@contextlib.asynccontextmanager
+async def closing(bus: JetStreamBus) -> AsyncIterator[JetStreamBus]:
+    """For a bus that is not to outlive the way it goes."""
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_hears_nothing_for_a_while_orders_one_message_and_no_more(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old orders, which the server still holds, must not lend it what it has no room for."""
+    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.02)
+    bus, other = await connect(nats_server, run="silent"), await connect(nats_server, run="silent")
+    async with bus.consume(PROMPTS) as deliveries:
+        waiting = asyncio.ensure_future(anext(deliveries))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await asyncio.shield(waiting)
+        await publish_prompts(bus, 1)
+        assert (await waiting).attempt == 1
+        await publish_prompts(bus, 2, 3)
+        async with taken(other, 2) as theirs:
+            assert [(delivery.key, delivery.attempt) for delivery in theirs] == [("2", 1), ("3", 1)]
+
+
+async def test_a_worker_whose_loop_was_blocked_orders_one_message_and_no_more(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocked for longer than the silence and the order's time: its timer and the message are ready together."""
+    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.EXPIRES_SECONDS", 0.2)
+    bus, other = await connect(nats_server, run="blocked"), await connect(nats_server, run="blocked")
+    for number in range(0, 20, 2):
+        async with bus.consume(PROMPTS) as deliveries:
+            waiting = asyncio.ensure_future(anext(deliveries))
+            await bus.depth(PROMPTS)  # by now the order stands
+            await publish_prompts(other, number)
+            time.sleep(0.1 + number / 100)  # noqa: ASYNC251 - from before the order's end to after it
+            ours = await waiting
+            await publish_prompts(other, number + 1)
+            async with taken(other, 1) as (theirs,):
+                assert (ours.key, theirs.key) == (str(number), str(number + 1))
+                await ours.ack()
+                await theirs.ack()
+
+
+async def test_a_worker_that_was_cut_off_for_a_moment_orders_one_message_and_no_more(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    """The server outlived the cut, and so did the order it holds."""
+    other = await connect(nats_server, run="cut")
+    async with Proxy(nats_server.port) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="cut", token=nats_server.token, **SIZES)
+        async with closing(bus), bus.consume(PROMPTS) as deliveries:
+            waiting = asyncio.ensure_future(anext(deliveries))
+            for _ in range(3):
+                await bus.depth(PROMPTS)
+                proxy.cut()
+            await bus.depth(PROMPTS)
+            await publish_prompts(other, 1)
+            ours = await waiting
+            await publish_prompts(other, 2)
+            async with taken(other, 1) as (theirs,):
+                assert {ours.key, theirs.key} == {"1", "2"}
+                assert theirs.attempt == 1
+
+
+# -- a slow way --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_way_is_given_the_time_that_a_message_takes(
+    nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask again would put the same bytes on it once more, and so on, for ever."""
+    monkeypatch.setattr("asyncrl.bus.jetstream.connection._ANSWER_SECONDS", 0.2)
+    async with Proxy(nats_server.port, bytes_per_second=300_000) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="slow", token=nats_server.token, **SIZES)
+        async with closing(bus):
+            before = proxy.carried
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(4):
+                    large = group(number, tokens=10_000)
+                    tasks.create_task(bus.publish(TRAJECTORIES, large, key=str(number)))
+            assert 4 * 90_000 < proxy.carried - before < 1.2 * 4 * 90_000
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_holders_lease_comes_free(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief_leases(monkeypatch)
+    bus, other = await connect(nats_server, run="dead"), await connect(nats_server, run="dead")
+    has_it = False
+    async with bus.lease("load", holder="a"):
+        await bus.close()
+        async with other.lease("load", holder="b"):
+            has_it = True
+    assert has_it
+
+
+async def test_a_holder_that_was_cut_off_for_too_long_takes_nothing_from_the_next_one(
+    nats_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    brief_leases(monkeypatch)
+    other, third = [await connect(nats_server, run="cut-lease") for _ in range(2)]
+    async with Proxy(nats_server.port) as proxy:
+        bus = await JetStreamBus.connect(proxy.url, run="cut-lease", token=nats_server.token, **SIZES)
+        async with closing(bus), contextlib.AsyncExitStack() as ours:
+            await ours.enter_async_context(bus.lease("load", holder="a"))
+            proxy.shut()
+            async with other.lease("load", holder="b"):
+                await proxy.open()
+                while "expired while held" not in caplog.text:
+                    await bus.depth(PROMPTS)
+                await ours.aclose()
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.1), third.lease("load", holder="c"):
+                        pass
+            async with third.lease("load", holder="c"):
+                pass
+
+
+async def test_leaving_a_lease_does_not_wait_for_a_server_that_is_away(
+    own_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(own_server)
+    async with bus.lease("load", holder="a"):
+        await asyncio.to_thread(own_server.stop)
+    assert not own_server.pid
+
+
+async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_running(
+    own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that comes as a try fails is lost in the client, and what that leaves keeps a process up."""
+    tries = asyncio.Event()
+
+    async def refused(*_: object) -> None:
+        tries.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise ConnectionRefusedError from None
+
+    before = asyncio.all_tasks()
+    bus = await connect(own_server)
+    monkeypatch.setattr(bus._connection._client, "_connect_to_server", refused)
+    await asyncio.to_thread(own_server.stop)
+    await tries.wait()
+    await bus.close()
+    while asyncio.all_tasks() != before:
+        await asyncio.sleep(0.01)
+    assert not own_server.pid

@@ -1,0 +1,107 @@
+"""Runs whose parts are found by "package.module:name" alone: no file of asyncrl is changed for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data import demo_task
+from tests import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+HERE = "tests.integration.extending"
+RUN_FILE = """
+[run]
+name = "toys"
+directory = "{folder}/runs"
+steps = 3
+[model]
+path = "{folder}/model"
+[data]
+path = "{folder}/prompts.jsonl"
+[bus]
+{bus}
+[engine]
+kind = "{here}.toy_engine:LateEngine"
+device = "cpu"
+options = {{ answer_seconds = 0.01, threads = 1 }}
+[reward]
+kind = "{here}.toy_functions:reward"
+[rollout]
+function = "{here}.toy_functions:rollout"
+group_size = 2
+max_new_tokens = 8
+[learner]
+backend = "{here}.toy_backend:LimitedBackend"
+device = "cpu"
+threads = 1
+groups_per_batch = 2
+options = {{ max_learning_rate = 1e-4 }}
+learning_rate = 1e-4
+[algorithm]
+filters = ["{here}.toy_functions:keep"]
+[weights]
+{weights}
+[launcher]
+{launcher}
+"""
+NOTES = f"""channel = "{HERE}.toy_channel:NotedChannel"
+options = {{ note = "mine" }}"""
+
+
+def asyncrl_run(
+    folder: Path, *, bus: str = "", launcher: str = "", weights: str = NOTES
+) -> subprocess.CompletedProcess[str]:
+    """`asyncrl run` on the demo's task, all its parts toys."""
+    demo_task.write(folder)
+    run_file = folder / "run.toml"
+    run_file.write_text(RUN_FILE.format(folder=folder, here=HERE, bus=bus, launcher=launcher, weights=weights))
+    command = [sys.executable, "-m", "asyncrl", "run", run_file]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "runs" / "toys" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_of_parts_that_asyncrl_does_not_know(tmp_path: Path) -> None:
+    """Bus, engine, backend, weight channel, reward, rollout function and filter, in one process."""
+    bus = f'kind = "{HERE}.toy_bus:CountingBusAdapter"\noptions = {{ log = "{tmp_path}/published" }}'
+    done = asyncrl_run(tmp_path, bus=bus)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all({"reward/digits", "reward/short"} <= row.keys() for row in rows)
+    counts = dict(line.split() for line in (tmp_path / "published").read_text().splitlines())
+    assert int(counts["trajectories"]) >= 6
+    newest = max((tmp_path / "runs" / "toys" / "weights").glob("0-*"), key=lambda path: path.stat().st_mtime)
+    assert (newest / "note").read_text() == "mine"
+
+
+def test_processes_of_a_launcher_send_weights_by_a_channel_and_asyncrl_knows_neither(tmp_path: Path) -> None:
+    """No group is stale: the second step needs the weights of the first one, the third of the second."""
+    weights = f'''channel = "{HERE}.toy_sockets:SocketChannel"
+options = {{ log = "{tmp_path}/taken" }}
+[staleness]
+max_staleness = 0'''
+    launcher = f'kind = "{HERE}.toy_launcher:EnvironmentLauncher"\noptions = {{ environment = {{ A_WORD = "x" }} }}'
+    done = asyncrl_run(tmp_path, launcher=launcher, weights=weights)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(tmp_path)) == 3
+    assert {"w0 1", "w0 2"} <= set((tmp_path / "taken").read_text().splitlines())
+
+
+def test_a_run_in_one_process_cannot_be_resumed(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(folder=tmp_path, here=HERE, bus='kind = "memory"', launcher="", weights=NOTES))
+    command = [sys.executable, "-m", "asyncrl", "run", run_file, "--resume"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith('asyncrl: --resume: bus.kind = "memory" keeps nothing of a run that has ended')
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,25 @@
+"""A reward, a filter and a rollout function of one's own."""
+
+from __future__ import annotations
+
+from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
+from asyncrl.protocols import Generate, Sample
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+
+
+def reward(sample: Sample) -> dict[str, float]:
+    """Its parts are metrics: reward/digits and reward/short."""
+    digits = sum(letter.isdigit() for letter in sample.completion) / max(1, len(sample.completion))
+    return {"digits": digits, "short": 0.1 * (len(sample.completion) < 4)}
+
+
+def keep(group: TrajectoryGroup) -> bool:
+    """algorithm.filters: groups with an answer at least."""
+    return any(len(trajectory.tokens) for trajectory in group.trajectories)
+
+
+async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    """One answer, as rollout.function = "single_turn" gives it."""
+    builder = TrajectoryBuilder(prompt.prompt_tokens)
+    builder.answered(await generate(builder.tokens))
+    return builder.trajectory()

@@ -1,0 +1,105 @@
+"""A second weight channel from memory to memory: over a socket, where RDMA or shared GPU memory would be used."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from asyncrl.errors import WeightsError
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.protocols import Intake
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.pull import PullReceiver
+
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    log: str = ""
+    """File that gets a line for each version that an engine took: the engine and the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """What an offer of this channel says."""
+
+    port: int
+
+
+class SocketChannel(FilesChannel):
+    """weights.channel = "tests.integration.extending.toy_sockets:SocketChannel" """
+
+    options_type = Options
+
+    def __init__(self, directory: Path, *, keep: int, model_path: Path, options: Options) -> None:
+        super().__init__(directory, keep=keep, model_path=model_path)
+        self._sender = SocketSender(options.log)
+
+    @property
+    def sender(self) -> SocketSender:
+        return self._sender
+
+    def receiver(self, intake: Intake, *, engine: str) -> PullReceiver:
+        return PullReceiver(intake, tensors, engine=engine)
+
+
+def tensors(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Runs in the engine, once for each offer."""
+    address = decode(payload, Address)
+    with socket.create_connection(("127.0.0.1", address.port), timeout=PATIENCE) as connection:
+        data = connection.makefile("rb").read()
+    for name, tensor in safetensors.torch.load(data).items():
+        yield name, tensor.to(device)
+
+
+class SocketSender:
+    """See Sender in asyncrl/protocols/weights.py."""
+
+    def __init__(self, log: str) -> None:
+        self._log = log
+        self._held: tuple[Snapshot, int, int] | None = None
+
+    def hold(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> None:
+        self._held = snapshot, incarnation, policy_version
+
+    def begin(self, request: TransferRequest) -> SocketTransfer:
+        if self._held is None:
+            raise WeightsError("the learner has no weights to send yet")
+        snapshot, incarnation, policy_version = self._held
+        listener = socket.create_server(("127.0.0.1", 0))
+        payload = encode(Address(port=listener.getsockname()[1]))
+        offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=payload)
+        return SocketTransfer(request.engine, offer, listener, snapshot, self._log)
+
+    def forget(self, *, engines: Collection[str]) -> None:
+        """Nothing is kept of an engine."""
+
+
+class SocketTransfer:
+    def __init__(
+        self, engine: str, offer: TransferOffer, listener: socket.socket, snapshot: Snapshot, log: str
+    ) -> None:
+        self.offer = offer
+        self._engine = engine
+        self._listener, self._snapshot, self._log = listener, snapshot, log
+
+    def send(self) -> None:
+        try:
+            with self._listener:
+                self._listener.settimeout(PATIENCE)
+                connection, _ = self._listener.accept()
+            with connection:
+                connection.sendall(safetensors.torch.save(dict(self._snapshot.tensors())))
+        except OSError as error:
+            raise WeightsError(f"the engine did not take its weights: {error}") from error
+        if self._log:
+            with Path(self._log).open("a") as log:
+                log.write(f"{self._engine} {self.offer.policy_version}\n")

@@ -1,0 +1,75 @@
+"""The loop learns, on real parts: a model that samples, a backend that trains it, weights that travel by files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.data import demo_task
+from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> RunConfig:
+    """The demo's task on the reference backend."""
+    demo_task.write(tmp_path)
+    return demo_run(tmp_path)
+
+
+def changed(run: RunConfig, section: str, **values: Any) -> RunConfig:
+    return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **values)})
+
+
+async def test_async_without_staleness_is_sync_to_the_last_bit(base: RunConfig) -> None:
+    one = changed(base, "engine", options={"max_batch_size": 1, "threads": 1})
+    sync = changed(changed(one, "run", mode="sync", name="sync"), "weights", keep=8)
+    none = changed(
+        changed(changed(one, "run", mode="async", name="async"), "weights", keep=8), "staleness", max_staleness=0
+    )
+    rows = [await train(run, memory_bus()) for run in (sync, none)]
+    assert len(rows[0]) == len(rows[1]) == 4
+    for a, b in zip(*rows, strict=True):
+        assert [a[name] for name in ("loss", "grad_norm", "reward/mean")] == [
+            b[name] for name in ("loss", "grad_norm", "reward/mean")
+        ]
+    assert rows[0][-1]["loss"] != rows[0][0]["loss"]
+    for version in range(1, 5):
+        first, second = weights(sync, version), weights(none, version)
+        assert is_same(first, second)
+
+
+GOLDEN_LOSSES = [-0.09403118, -0.00980402, -0.02196324, -0.07599314]
+
+
+async def test_losses_are_what_they_were(base: RunConfig) -> None:
+    """Numbers of a synchronous run, to rounding: a change that must not change results keeps them."""
+    run = changed(changed(base, "run", mode="sync"), "engine", options={"max_batch_size": 1, "threads": 1})
+    rows = await train(run, memory_bus())
+    assert [row["loss"] for row in rows] == pytest.approx(GOLDEN_LOSSES, abs=1e-4)
+
+
+async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, nats_server: Any) -> None:
+    """Two workers, staleness up to 4, JetStream: the asynchronous loop learns."""
+    run = changed(changed(base, "run", steps=40), "learner", groups_per_batch=16)
+    run = changed(run, "rollout", group_size=8)
+    bus = await connect(nats_server, max_prompts=run.window, max_log_bytes=2**26)
+    rows = await train(run, bus, workers=2)
+    assert rows[0]["reward/mean"] < 0.2
+    assert sum(row["reward/mean"] for row in rows[-3:]) / 3 > 0.6
+    assert max(row["staleness/max"] for row in rows) <= run.max_staleness
+    assert max(row["mismatch/fresh_mean"] for row in rows if "mismatch/fresh_mean" in row) < 1e-3

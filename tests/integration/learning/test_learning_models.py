@@ -1,0 +1,129 @@
+"""The loop learns with a critic, with a teacher and near a reference, on real parts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from asyncrl.data import demo_task
+from asyncrl.metrics.schema import is_known
+from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SYNC = ("run.mode=sync", "engine.options={max_batch_size=1, threads=1}", "weights.keep=8")
+PPO = ("algorithm.name=ppo", "algorithm.options={}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    demo_task.write(tmp_path)
+    return tmp_path
+
+
+def initial(folder: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(folder / "model" / "model.safetensors")
+
+
+def mean(rows: list[dict[str, Any]], name: str) -> float:
+    return float(sum(row[name] for row in rows) / len(rows))
+
+
+async def test_ppo_raises_the_reward(folder: Path) -> None:
+    run = demo_run(folder, *PPO, "run.steps=35", "learner.groups_per_batch=16", "rollout.group_size=8")
+    rows = await train(run, memory_bus(), workers=2)
+    assert rows[0]["reward/mean"] < 0.2
+    assert mean(rows[-3:], "reward/mean") > 0.6
+    assert rows[0]["critic/value_mean"] == 0.0
+    assert mean(rows[-3:], "critic/value_mean") == pytest.approx(mean(rows[-3:], "critic/return_mean"), abs=0.15)
+    assert all(is_known(name) for row in rows for name in row if name != "step")
+
+
+async def test_a_critic_that_warms_up_leaves_the_policy_as_it_is_to_the_last_bit(folder: Path) -> None:
+    run = demo_run(folder, *PPO, *SYNC, "critic.warmup_steps=2")
+    rows = await train(run, memory_bus())
+    assert is_same(weights(run, 1), initial(folder))
+    assert is_same(weights(run, 2), initial(folder))
+    assert not is_same(weights(run, 3), initial(folder))
+    assert [row["learner/learning_rate"] for row in rows[:2]] == [0.0, 0.0]
+    assert rows[2]["learner/learning_rate"] == pytest.approx(3e-3 / 5)  # the first of learner.warmup_steps
+    assert rows[1]["critic/value_mean"] != rows[0]["critic/value_mean"] == 0.0
+    assert [row["staleness/max"] for row in rows] == [0.0] * 4
+
+
+async def test_a_resumed_run_goes_on_with_its_critic_to_the_last_bit(folder: Path) -> None:
+    """The warm-up ends behind the checkpoint: which steps are warm-up follows from the step's number."""
+    whole = demo_run(folder, *PPO, *SYNC, "critic.warmup_steps=3", "run.name=whole")
+    expected = await train(whole, memory_bus())
+    halves = (*PPO, *SYNC, "critic.warmup_steps=3", "run.name=halves", "learner.warmup_steps=5")
+    await train(demo_run(folder, *halves, "run.steps=4", "checkpoint.every_steps=2", "run.name=first"), memory_bus())
+    shutil.copytree(folder / "runs" / "first", folder / "runs" / "halves")
+    shutil.rmtree(folder / "runs" / "halves" / "checkpoints" / "step-00000004")
+    resumed = demo_run(folder, *halves)
+    rows = await train(resumed, memory_bus(), resume=True)
+    assert [row["step"] for row in rows][-2:] == [3, 4]
+    for row, wanted in zip(rows[-2:], expected[-2:], strict=True):
+        assert [row[name] for name in ("critic/loss", "reward/mean")] == [
+            wanted[name] for name in ("critic/loss", "reward/mean")
+        ]
+    assert is_same(weights(resumed, 4, epoch=1), weights(whole, 4))
+    assert not is_same(weights(whole, 4), weights(whole, 3))
+
+
+async def test_a_teachers_signal_brings_the_policy_near_it(folder: Path) -> None:
+    """The teacher is what grpo makes of the model in some steps; the student never looks at the reward."""
+    many = ("learner.groups_per_batch=16", "rollout.group_size=8")
+    taught = demo_run(folder, *many, "run.name=teacher", "run.steps=25")
+    teacher = mean((await train(taught, memory_bus()))[-3:], "reward/mean")
+    run = demo_run(
+        folder,
+        *many,
+        "run.steps=30",
+        "algorithm.name=opd",
+        "algorithm.options={}",
+        f"teacher.path={taught.weights_directory / '0-25'}",
+    )
+    rows = await train(run, memory_bus())
+    assert mean(rows[-3:], "teacher_kl") < 0.2 * rows[0]["teacher_kl"]
+    assert mean(rows[-3:], "reward/mean") > rows[0]["reward/mean"] + 0.5 * (teacher - rows[0]["reward/mean"])
+
+
+async def test_a_reference_holds_the_policy_back(folder: Path) -> None:
+    far, near = [
+        await train(
+            demo_run(folder, *SYNC, f"run.name={name}", "run.steps=12", f"reference.kl_coef={coef}"), memory_bus()
+        )
+        for name, coef in (("far", 1e-6), ("near", 1.0))
+    ]
+    assert far[0]["kl"] == near[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert far[-1]["kl"] > 0.01
+    assert near[-1]["kl"] < 0.3 * far[-1]["kl"]
+
+
+async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -> None:
+    for name in ("ppo", "reinforce_pp"):
+        run = demo_run(
+            folder,
+            f"run.name={name}",
+            f"algorithm.name={name}",
+            "algorithm.options={}",
+            "reference.kl_coef=0.05",
+            "reference.kl_in=reward",
+        )
+        rows = await train(run, memory_bus())
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert rows[-1]["kl"] > 0
+        assert min(row["grad_norm"] for row in rows) > 0

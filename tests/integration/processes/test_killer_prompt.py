@@ -1,0 +1,68 @@
+"""A prompt that kills its worker, with real processes: failed after its last attempt, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data import demo_task
+from tests.harness.forked import LAUNCHER, ForkServer
+
+RUN_FILE = """
+[run]
+name = "killer"
+directory = "runs"
+steps = 4
+[bus]
+ack_seconds = 2.0
+[model]
+path = "model"
+[data]
+path = "prompts.jsonl"
+shuffle = false
+[engine]
+kind = "inprocess"
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 2
+[rollout]
+max_new_tokens = 8
+group_size = 2
+function = "killer:answer"
+"""
+
+KILLER = """
+import os, signal
+from asyncrl.rollouts.builtin import single_turn
+
+async def answer(prompt, generate, *, index):
+    if prompt.group_id == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await single_turn(prompt, generate, index=index)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_prompt_that_kills_its_worker_fails_after_its_last_attempt(tmp_path: Path, forks: ForkServer) -> None:
+    demo_task.write(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    (tmp_path / "killer.py").write_text(KILLER)
+    command = [sys.executable, "-m", "asyncrl", "run", "run.toml", "--set", LAUNCHER]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("w0 ended with signal SIGKILL") == 3  # rollout.max_attempts
+    log = (tmp_path / "runs" / "killer" / "logs" / "learner.log").read_text()
+    assert log.count(" failed on w") == 1  # those that were in the worker's hands with it were not
+    assert "group 1 failed on w0: gave up after 3 attempts: the last worker that tried did not come back" in log
+    rows = [json.loads(line) for line in (tmp_path / "runs/killer/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["staleness/failed_groups"] == 1

@@ -1,0 +1,194 @@
+"""`asyncrl run` starts its processes where they belong, again when that may help, and not when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.launchers.placement import Placement
+from asyncrl.run import child_process, launch, process_specs
+from asyncrl.run.process_manager import Outcome
+from tests import ROOT
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+
+SCRIPT = """#!/bin/sh
+# In place of `python -m asyncrl ROLE RUN.toml ...`
+echo "$3 $CUDA_VISIBLE_DEVICES $6" >> {log}
+{body}
+"""
+
+
+class Stage:
+    """Launches a script in place of every process of a run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self._monkeypatch = folder, monkeypatch
+        self.log = folder / "starts"
+        self.bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+        monkeypatch.setattr(child_process, "BACK_OFF_SECONDS", 0.0)
+        monkeypatch.setattr(launch, "connect", self._connect)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def run(self, body: str, *, placement: Placement) -> int:
+        """The exit code of a run whose processes are ``body``, which may read $3 (the role) and the log of starts."""
+        return asyncio.run(self.launch(body, placement=placement)).exit_code
+
+    async def launch(self, body: str, *, placement: Placement) -> Outcome:
+        script = self.folder / "process"
+        script.write_text(SCRIPT.format(log=self.log, body=body.replace("LOG", str(self.log))))
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        self._monkeypatch.setattr(sys, "executable", str(script))
+        self._monkeypatch.setattr(process_specs, "placement", lambda run: placement)
+        return await launch.launch(self._config(), run_file=Path("RUN.toml"), overrides=[], resume=False, token="")
+
+    async def _connect(self, run: RunConfig, *, token: str) -> MemoryBus:
+        return self.bus
+
+    def _config(self) -> RunConfig:
+        made = config.load(ROOT / "examples" / "demo.toml")
+        return dataclasses.replace(
+            made,
+            run=dataclasses.replace(made.run, directory=str(self.folder)),
+            bus=dataclasses.replace(made.bus, url="nats://nobody:1"),  # starts no server
+        )
+
+    @property
+    def starts(self) -> list[str]:
+        """Role, visible GPUs and name of each process started, in any order."""
+        return sorted(line.rstrip() for line in self.log.read_text().splitlines())
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(tmp_path, monkeypatch)
+
+
+ON_THE_CPU = Placement(learner=(), workers=())
+ONCE_MORE = '[ "$3" = rollout-worker ] || [ $(grep -c ^learner LOG) -ge 2 ]'
+"""Workers end well, the learner at its second start."""
+
+
+def test_every_process_sees_its_gpus_and_keeps_them_when_started_again(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(0, 1), workers=((2,), (3,)))) == 0
+    assert stage.starts == ["learner 0,1", "learner 0,1", "rollout-worker 2 w0", "rollout-worker 3 w1"]
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert said == [["learner", "GPU", "0,", "1"], ["w0", "GPU", "2"], ["w1", "GPU", "3"]]
+
+
+def test_a_launcher_that_sees_some_gpus_gives_those(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(0,), workers=((1,),))) == 0
+    assert stage.starts == ["learner 4", "learner 4", "rollout-worker 6 w0"]
+
+
+def test_without_gpus_nothing_is_set_and_nothing_said(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.run(ONCE_MORE, placement=Placement(learner=(), workers=((),))) == 0
+    assert stage.starts == ["learner", "learner", "rollout-worker  w0"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_process_that_keeps_dying_is_started_three_times_more(stage: Stage) -> None:
+    assert stage.run("exit 9", placement=ON_THE_CPU) == 9
+    assert stage.starts == ["learner"] * 4
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_what_no_restart_heals_is_not_tried_again(stage: Stage, code: int) -> None:
+    assert stage.run(f"exit {code}", placement=ON_THE_CPU) == code
+    assert stage.starts == ["learner"]
+
+
+def test_a_learner_that_somebody_else_drained_is_no_success(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stage.run('[ "$3" = rollout-worker ] || exit 130', placement=ON_THE_CPU) == 130
+    assert stage.starts == ["learner"]
+    assert "continue with --resume" in capsys.readouterr().err
+
+
+def test_a_run_that_is_cancelled_drains_what_it_started(stage: Stage) -> None:
+    """As from a program: `asyncio.run` cancels on Ctrl-C, a notebook when its cell is interrupted."""
+    drained = stage.folder / "drained"
+    body = f"trap 'touch {drained}; exit 0' TERM\nwhile true; do sleep 0.01; done"
+
+    async def main() -> None:
+        task = asyncio.create_task(stage.launch(body, placement=ON_THE_CPU))
+        while not stage.log.exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert drained.exists()
+
+
+def test_a_process_that_lived_long_has_all_its_restarts_again() -> None:
+    policy = child_process.RestartPolicy(restarts=2)
+    assert [policy.next_delay(1.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, None]
+    assert policy.next_delay(child_process.HEALTHY_SECONDS, has_worked=True) == 0.0
+    assert [policy.next_delay(1.0, has_worked=False) for _ in range(2)] == [0.0, None]
+
+
+def test_a_process_that_never_worked_has_no_more_restarts_however_long_its_starts_take() -> None:
+    """A start that is killed for its length would begin again for ever."""
+    policy = child_process.RestartPolicy(restarts=2)
+    assert [policy.next_delay(2 * child_process.HEALTHY_SECONDS, has_worked=False) for _ in range(3)] == [
+        0.0,
+        1.0,
+        None,
+    ]
+
+
+def test_a_back_off_has_an_end() -> None:
+    policy = child_process.RestartPolicy(restarts=100)
+    delays = [policy.next_delay(1.0, has_worked=False) for _ in range(100)]
+    assert delays[:7] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
+    assert max(delay or 0.0 for delay in delays) == 30.0
+
+
+def test_who_has_worked_for_longer_than_its_back_off_is_started_again_at_once() -> None:
+    policy = child_process.RestartPolicy(restarts=7)
+    assert [policy.next_delay(20.0, has_worked=True) for _ in range(2)] == [0.0, 0.0]
+    assert [policy.next_delay(20.0, has_worked=False) for _ in range(3)] == [0.0, 1.0, 2.0]  # it died while it started
+    assert policy.next_delay(3.0, has_worked=True) == 4.0
+    assert policy.next_delay(20.0, has_worked=True) == 0.0
+
+
+def launch_demo(folder: Path, *overrides: str) -> int:
+    demo = ROOT / "examples" / "demo.toml"
+    run = config.load(demo, [f"run.directory={folder}", *overrides])
+    return asyncio.run(launch.launch(run, run_file=demo, overrides=[], resume=False, token="")).exit_code
+
+
+def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_server(tmp_path: Path) -> None:
+    folder, pid = tmp_path / "demo", os.getppid()  # some process that lives
+    with EmbeddedServer(folder / "nats") as server:
+        (folder / "bus.json").write_text(json.dumps({"url": server.url, "token": "", "pid": pid}))
+        with pytest.raises(ConfigError, match=rf"demo: this run is up \(`asyncrl run`, process {pid}\)") as refused:
+            launch_demo(tmp_path)
+        assert "kill" not in str(refused.value)
+        with pytest.raises(ConfigError, match="demo: this run is up"):
+            launch_demo(tmp_path, f"bus.port={server.port}")
+        (folder / "bus.json").unlink()
+        with pytest.raises(ConfigError, match=f"end it with `kill {server.pid}`"):
+            launch_demo(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_bus_that_nobody_answers_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="127.0.0.1:9"):
+        launch_demo(tmp_path, "bus.url=nats://127.0.0.1:9")
+    assert list(tmp_path.iterdir()) == []

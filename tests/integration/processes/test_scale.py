@@ -1,0 +1,181 @@
+"""Fleets of real processes on a real nats-server: they grow, shrink, are joined and left, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.messages import Heartbeat
+from asyncrl.messages.topics import ACTORS
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.run import registry
+from tests.harness.forked import ForkServer
+from tests.harness.roles import Server
+from tests.harness.run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Make = Callable[..., RunProcess]
+
+
+@pytest.fixture
+def make(tmp_path: Path, forks: ForkServer) -> Iterator[Make]:
+    """``make(NAME, ...)``: a run that is not started yet; it is killed after the test."""
+    made: list[RunProcess] = []
+
+    def one(name: str = "fleet", *overrides: str, folder: str = "here", **more: str) -> RunProcess:
+        made.append(RunProcess(tmp_path / folder, *overrides, name=name, forks=forks, **more))
+        return made[-1]
+
+    yield one
+    for run in made:
+        run.kill()
+
+
+async def test_a_fleet_grows_and_shrinks_during_training_and_has_its_size_again_when_resumed(make: Make) -> None:
+    run = make()
+    run.start()
+    async with run.heard():
+        await run.until(lambda: run.event("first_trained", "w0"), "a step")
+        grown = await asyncio.to_thread(run.scale, 3)
+        assert (grown.returncode, grown.stderr) == (0, "")
+        assert grown.stdout.startswith("run fleet: waiting for ")
+        assert "run fleet: 3 rollout workers after" in grown.stdout
+        await run.until(lambda: run.event("first_trained", "w1") and run.event("first_trained", "w2"), "all three")
+        assert "1 -> 3 rollout workers: + w1, w2" in run.said
+
+        shrunk = await asyncio.to_thread(run.scale, 1)
+        assert (shrunk.returncode, shrunk.stderr) == (0, "")
+        assert "3 -> 1 rollout workers: - w1, w2" in run.said
+        assert "w1 has left" in run.said and "w2 has left" in run.said
+        assert (await asyncio.to_thread(run.scale, 0)).returncode == 0
+        assert (await asyncio.to_thread(run.scale, 2)).returncode == 0
+        assert "restart 1 of" not in run.said
+        assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+    run.start("--resume")
+    async with run.heard():
+        await run.until(lambda: "rollout workers: 2, the last size set by `asyncrl scale`" in run.said, "its size")
+        before = len([event for event in run.events if event.kind == "joined"])
+        await run.until(lambda: len([e for e in run.events if e.kind == "joined"]) >= before + 2, "both workers")
+        assert await asyncio.to_thread(run.drain) == 130
+    assert run.audit()["code"] == 0
+
+
+async def test_a_worker_joins_with_the_bus_and_a_name_and_leaves_as_it_likes(make: Make, tmp_path: Path) -> None:
+    run = make()
+    run.start()
+    away = tmp_path / "away"
+    away.mkdir()
+    async with run.heard():
+        await run.until(lambda: run.event("first_trained", "w0"), "a step")
+        for name, number in (("polite", signal.SIGTERM), ("rude", signal.SIGKILL)):
+            worker = run.join(name, folder=away)
+            try:
+                await run.until(lambda name=name: run.event("first_trained", name), f"something of {name}")
+                worker.send_signal(number)
+                assert await asyncio.to_thread(worker.wait, 60) == (0 if number == signal.SIGTERM else -9)
+            finally:
+                worker.kill()
+                worker.wait()
+        assert {path.name for path in (away / "runs" / "fleet").iterdir()} == {"logs"}
+        assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+
+async def test_a_second_of_a_name_is_refused_in_one_line_be_it_a_worker_or_a_run(
+    make: Make, own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """Two runs started in the same moment, from folders of their own: one is a run, and a worker of it killed at any
+    time comes back under its name."""
+    where = {"url": own_server.url, "token": own_server.token}
+    runs = [make("same", folder=folder, **where) for folder in ("here", "there")]
+    for run in runs:
+        run.start()
+    while not (refused := [run for run in runs if run.code is not None]):
+        await asyncio.sleep(0.05)
+    (second,), (first,) = refused, [run for run in runs if run not in refused]
+    assert second.code == 2
+    assert "`asyncrl run` of 'same' is up on this bus: process" in second.said
+    assert len(second.said.splitlines()) == 1
+    async with first.heard():
+        await first.until(lambda: first.event("first_trained", "w0"), "a step")
+        worker = first.join("w0", folder=tmp_path, stderr=subprocess.PIPE)
+        _, said = await asyncio.to_thread(worker.communicate)
+        assert worker.returncode == 4
+        assert b"--name: a rollout worker 'w0' is up in run 'same': process" in said
+        beat = next(beat for beat in (await beats(first)).values() if beat.role == WORKER)
+        os.kill(beat.pid, signal.SIGKILL)
+        await first.until(lambda: len([one for one in first.events if one.kind == "joined"]) == 2, "w0 again")
+        assert await asyncio.to_thread(first.drain) == 130
+    assert first.audit()["code"] == 0
+
+
+async def beats(run: RunProcess) -> dict[str, Heartbeat]:
+    bus = await registry.observe(run.config(), token=run.token)
+    try:
+        return await bus.states(ACTORS)
+    finally:
+        await bus.close()
+
+
+async def test_two_runs_share_a_server_and_see_nothing_of_each_other(make: Make, own_server: EmbeddedServer) -> None:
+    """Also runs whose names begin alike, with the same model and prompts, in the same folder."""
+    where = {"url": own_server.url, "token": own_server.token}
+    runs = [make(name, **where) for name in ("one", "one-state")]
+    for run in runs:
+        run.start()
+    async with runs[0].heard(), runs[1].heard():
+        for run in runs:
+            await run.until(lambda run=run: run.event("first_trained", "w0"), "a step")
+        second = make("one", folder="elsewhere", **where)
+        second.start("--resume")
+        assert await asyncio.to_thread(second.wait) == 2
+        assert "run.name: `asyncrl run` of 'one' is up on this bus" in second.said
+        assert "w0" not in second.said
+        for run in runs:
+            assert await asyncio.to_thread(run.drain) == 130
+    for run in runs:
+        run.start("--resume", "--set", f"run.steps={run.steps + 4}")
+    async with runs[0].heard(), runs[1].heard():
+        for run in runs:
+            assert await asyncio.to_thread(run.wait) == 0
+        await asyncio.sleep(0.5)  # for the last events to be heard
+        for run in runs:
+            assert {event.actor for event in run.events} == {"w0", "learner"}
+            assert len([event for event in run.events if event.kind == "joined"]) == 2
+    again = make("one", folder="elsewhere", **where)
+    again.start()
+    assert await asyncio.to_thread(again.wait) == 2
+    assert "another learner has begun a run 'one' on this bus" in again.said
+    again.start("--resume")
+    assert await asyncio.to_thread(again.wait) == 2
+    assert again.said.count("resume that run from its folder") == 2
+    for run in runs:
+        found = run.audit()
+        assert (found["code"], found["lost"], found["duplicated"], found["steps"]) == (0, 0, 0, run.steps)
+
+
+async def test_on_a_server_with_roles_the_operators_password_is_enough_to_scale(make: Make, tmp_path: Path) -> None:
+    server = Server(tmp_path / "server")
+    try:
+        run = make("mine", f"bus.credentials={server.directory}/mine/{{role}}", url=f"nats://127.0.0.1:{server.port}")
+        run.start()
+        async with run.heard():
+            await run.until(lambda: run.event("first_trained", "w0"), "a step")
+            for role in ("learner", "rollout-worker"):  # neither is needed to scale
+                (server.directory / "mine" / role).rename(server.directory / "mine" / f"{role}.away")
+            assert (await asyncio.to_thread(run.scale, 0)).returncode == 0
+            assert await asyncio.to_thread(run.drain) == 130
+    finally:
+        server.close()

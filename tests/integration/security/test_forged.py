@@ -1,0 +1,201 @@
+"""Somebody with every right on the server speaks in the learner's name: nobody listens, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.jetstream.watch import last_stored
+from asyncrl.errors import BusFull
+from asyncrl.messages import (
+    Event,
+    Heartbeat,
+    Progress,
+    Quarantine,
+    StepMetrics,
+    TrajectoryGroup,
+    Wait,
+    WeightVersion,
+    replace,
+)
+from asyncrl.messages.fleet import FleetStatus, RunSettings
+from asyncrl.messages.signing import Signatures, SigningKey
+from asyncrl.messages.topics import (
+    ACTORS,
+    EVENTS,
+    FLEET_STATUS,
+    METRICS,
+    PROGRESS,
+    PROMPTS,
+    QUARANTINE,
+    SETTINGS,
+    TRAJECTORIES,
+    WEIGHTS,
+    Topic,
+)
+from asyncrl.run import registry
+from tests.conftest import BUS_SIZES
+from tests.harness.buses import group, prompt
+from tests.harness.forked import ForkServer
+from tests.harness.run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FORGED: tuple[tuple[Topic[Any], str, Any], ...] = (
+    (PROGRESS, "", Progress(incarnation=0, step=10**6, policy_version=10**6, finished=True)),
+    (WEIGHTS, "", WeightVersion(incarnation=10**6, policy_version=1, uri="/evil", sha256="ab", num_bytes=1)),
+    (SETTINGS, "", RunSettings(sections={"reward": {"kind": "evil:reward"}})),
+    (QUARANTINE, "w0", Quarantine(worker="w0", reason="evil", incarnation=0)),
+    (FLEET_STATUS, "", FleetStatus(rollout_workers=0, problem="evil")),
+    (METRICS, "", StepMetrics(step=10**6)),
+)
+
+
+@pytest.fixture
+async def run(tmp_path: Path, forks: ForkServer) -> AsyncIterator[RunProcess]:
+    one = RunProcess(tmp_path / "here", forks=forks)
+    one.start()
+    async with one.heard():
+        await one.until(lambda: one.steps >= 3, "three steps")
+        yield one
+    one.kill()
+
+
+async def intruder(run: RunProcess, *, is_signing: bool) -> JetStreamBus:
+    """The bus for somebody who has its token, which allows everything."""
+    url, token = registry.bus_address(run.config(), token="")
+    own = SigningKey(b"e" * 32) if is_signing else None
+    signatures = Signatures(run="fleet", own=own, life=2**60)
+    return await JetStreamBus.connect(
+        url, run="fleet", token=token, storage="file", signatures=signatures, **BUS_SIZES | {"max_prompts": 40}
+    )
+
+
+def logs(run: RunProcess) -> str:
+    return "".join(path.read_text() for path in (run.run_directory / "logs").glob("*.log"))
+
+
+async def test_what_is_forged_or_said_again_changes_nothing(run: RunProcess) -> None:
+    evil, plain = await intruder(run, is_signing=True), await intruder(run, is_signing=False)
+    try:
+        old = {topic.name: await stored(evil, topic) for topic in (PROGRESS, WEIGHTS)}
+        await run.until(lambda: run.steps >= 6, "more steps")
+        for bus in (evil, plain):
+            for topic, key, message in FORGED:
+                await bus.put(topic, message, key=key)
+            await publish_prompt(bus, 10**6)
+            step = run.steps
+            await run.until(lambda step=step: run.steps >= step + 3, "steps after what was forged")
+        for topic in (PROGRESS, WEIGHTS):
+            await evil._set(topic, "", old[topic.name], {})
+            step = run.steps
+            await run.until(lambda step=step: run.steps >= step + 3, f"steps after an old {topic.name}")
+        for topic in (PROGRESS, WEIGHTS, PROMPTS):
+            await run.until(lambda name=topic.name: f"{name}: rejected" in logs(run), f"a word about {topic.name}")
+    finally:
+        await evil.close()
+        await plain.close()
+    said = logs(run)
+    assert "is not signed by the run's learner" in said or "the run's learner is" in said
+    assert not {event.kind for event in run.events} & {"quarantined"}
+    assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+
+async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunProcess) -> None:
+    evil, plain = await intruder(run, is_signing=True), await intruder(run, is_signing=False)
+    try:
+        for bus in (evil, plain):
+            step, taken = run.steps, 0
+            while taken < 4:  # before the worker has made them
+                number = max(map(int, await bus.keys(PROMPTS)), default=0) + 1
+                for group_id in range(number, number + 40):
+                    taken += taken < 4 and await bus.publish(TRAJECTORIES, impossible(group_id), key=str(group_id))
+            speaking = asyncio.create_task(speak_for_others(bus))
+            try:
+                await run.until(lambda: "actors: rejected" in logs(run), "a word about heartbeats")
+            finally:
+                speaking.cancel()
+            await run.until(lambda step=step: run.steps >= step + 6, "steps after what was forged")
+    finally:
+        await evil.close()
+        await plain.close()
+    said = logs(run)
+    assert "trajectories: rejected" in said  # for their sender, or because nobody asked for such a group yet
+    assert "actors: rejected" in said and "by somebody else" in said
+    assert "quarantine" not in run.said and "restart 1 of" not in run.said, run.said
+    assert await asyncio.to_thread(run.drain) == 130
+    found = run.audit()
+    assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
+
+
+async def speak_for_others(bus: JetStreamBus) -> None:
+    """Heartbeats and events of the learner and of w0 that say the worst, until it is cancelled."""
+    stuck = Wait(what="nothing", on="bus", seconds=1e6, limit=1.0)
+    for beat in itertools.count(1):
+        for name, role in (("learner", "learner"), ("w0", "rollout-worker")):
+            heart = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
+            await bus.put(ACTORS, heart, key=name)
+            event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": "w0"})
+            await bus.publish(EVENTS, event, key=f"evil-{id(bus)}-{name}-{beat}")
+        await asyncio.sleep(0.1)
+
+
+def impossible(group_id: int) -> TrajectoryGroup:
+    """A group that would quarantine w0 if it were believed to be its."""
+    return replace(group(group_id), worker="w0")
+
+
+async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: RunProcess, tmp_path: Path) -> None:
+    evil = await intruder(run, is_signing=True)
+    for bus_key, names in ((run_key(run), "joined"), ("0" * 64, "refused")):
+        away = tmp_path / names
+        away.mkdir()
+        worker = join(run, names, key=bus_key, folder=away)
+        try:
+            if names == "joined":
+                await evil.put(SETTINGS, RunSettings(sections={"reward": {"kind": "evil:reward"}}))
+                await run.until(lambda: run.event("first_trained", "joined"), "something of it")
+            else:
+                await asyncio.sleep(0)
+                with pytest.raises(subprocess.TimeoutExpired):  # it waits for the learner that it was told of
+                    await asyncio.to_thread(worker.wait, 8)
+                assert run.event("joined", "refused") is None
+        finally:
+            worker.kill()
+            worker.wait()
+    await evil.close()
+
+
+async def publish_prompt(bus: JetStreamBus, number: int) -> None:
+    """As soon as there is room for one."""
+    while True:
+        with contextlib.suppress(BusFull):
+            await bus.publish(PROMPTS, prompt(number), key=str(number))
+            return
+        await asyncio.sleep(0.01)
+
+
+def run_key(run: RunProcess) -> str:
+    return (run.run_directory / "keys" / "learner.pub").read_text().strip()
+
+
+def join(run: RunProcess, name: str, *, key: str, folder: Path) -> subprocess.Popen[bytes]:
+    return run.join(name, "--set", f"bus.learner_key={key}", folder=folder)
+
+
+async def stored(bus: JetStreamBus, topic: Topic[Any]) -> bytes:
+    """The bytes of a state, signature and all."""
+    stream, subject = await bus._stream(topic), bus._layout.subject(topic, "")
+    found = await last_stored(bus._connection, stream=stream, subject=subject)
+    assert found is not None
+    return found.data

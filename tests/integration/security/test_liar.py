@@ -1,0 +1,144 @@
+"""A liar among honest workers: whatever it answers, the run goes on and every honest group is trained.
+
+Real actors on the memory bus. Each example is a whole run with MESSAGES lies; 300 by default, and
+ASYNCRL_FUZZ_CASES=10000 with ASYNCRL_EXPLORE=1 for a night. Real processes with kills: bin/chaos --liar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES
+from asyncrl.policies.audit.accounting import account
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.validation import GroupValidation
+from asyncrl.state import history
+from asyncrl.state.history import HISTORY_FILE
+from tests.actors.learner.test_sifter import Picky, Shards
+from tests.conftest import BUS_SIZES
+from tests.harness import lies
+from tests.harness.fakes import Engine, Loop, Rows, run_worker, worker
+from tests.integration.security.test_hostile import CASES
+
+MESSAGES = 100
+LOG_BYTES = 2**28
+
+
+class Trainer(Picky):
+    """Cannot train the token POISON; scores as the fake engine says that it sampled."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompts: None)
+
+    def refuse_poison(self, shares: Shards) -> None:
+        for micro_batch in shares[0]:
+            if (micro_batch.tokens == lies.POISON).any():
+                raise RuntimeError("illegal instruction")
+
+    def step(self, shares: Shards, **settings: Any) -> Any:
+        self.refuse_poison(shares)
+        return super().step(shares, **settings)
+
+    def rehearse(self, dp_shards: Shards, *, model: str = "policy") -> Any:
+        self.refuse_poison(dp_shards)
+        return super().rehearse(dp_shards, model=model)
+
+    def score(self, shares: Shards, *, model: str = "policy") -> Any:
+        self.refuse_poison(shares)
+        return [[np.full(m.num_tokens, -1.0, np.float32) for m in share] for share in shares]
+
+
+class Honest(Engine):
+    """Never samples the token that kills."""
+
+    async def generate(self, *arguments: Any, **named: Any) -> Any:
+        made = await super().generate(*arguments, **named)
+        return dataclasses.replace(made, tokens=np.maximum(made.tokens, 8))
+
+
+async def lie(bus: MemoryBus, loop: Loop, seeds: Sequence[int]) -> None:
+    """A message of each seed: answers to prompts that were lent to us, and in between what nobody asked for."""
+    async with bus.consume(PROMPTS) as deliveries:
+        for random in map(Random, seeds):
+            if random.random() < 0.3:
+                key = lies.key_of_nobody(random, newest=loop.table.next_group_id)
+                topic, key, data = random.choice(
+                    [("trajectories", key, random.randbytes(50)), lies.said_elsewhere(random)]
+                )
+                if topic == "actors":
+                    bus._state(ACTORS).put(key, data)
+                else:
+                    bus._log(TRAJECTORIES if topic == "trajectories" else EVENTS).add(key, data)
+                await asyncio.sleep(0)
+                continue
+            delivery = await anext(deliveries)
+            if delivery.message is None:
+                continue
+            data = lies.answer_to(delivery.message, random, max_bytes=bus.max_message_bytes)
+            bus._log(TRAJECTORIES).add(delivery.key, data)
+            if random.random() < 0.1:
+                bus._log(TRAJECTORIES).add(delivery.key, data)  # once more
+            await delivery.ack()
+
+
+async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, set[int]]:
+    """A run with an honest worker and a liar, until the liar has said all; the groups that the honest one made."""
+    bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
+    possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
+    validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
+    loop = Loop(bus, directory, steps=10**6, rows=Rows(count=50), validator=validator, max_staleness=3)
+    loop.backend = Trainer()
+    async with asyncio.TaskGroup() as group:
+        honest = group.create_task(run_worker(worker(bus, Honest(), name="honest", max_running=4)))
+        while "honest" not in await bus.states(ACTORS):
+            await asyncio.sleep(0)
+        learner = group.create_task(loop.run_learner())
+        while not await bus.keys(PROMPTS):
+            await asyncio.sleep(0)
+        await lie(bus, loop, seeds)
+        steps = loop.backend.steps
+        while loop.backend.steps < steps + 3:
+            await asyncio.sleep(0.001)
+        loop.learner.drain()
+        await learner
+        honest.cancel()
+    made = set()
+    last = await bus.last_sequence(TRAJECTORIES)
+    async with bus.read(TRAJECTORIES) as records:
+        for _ in range(last):
+            message = (await anext(records)).message
+            if message is not None and message.worker == "honest" and message.trajectories:
+                made.add(message.group_id)
+    return loop, made
+
+
+@pytest.mark.timeout(120 + CASES)
+@settings(max_examples=max(1, CASES * 3 // 5 // MESSAGES), suppress_health_check=list(HealthCheck), deadline=None)
+@given(seeds=st.lists(st.integers(0, 2**64), min_size=MESSAGES, max_size=MESSAGES))
+def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "run"
+        loop, honest = asyncio.run(run_among_lies(seeds, directory))
+        entries = history.read(directory / HISTORY_FILE)
+        assert account(entries, saved=None, bus=None).is_clean
+    fates = {group_id: entry.kind for entry in entries for group_id in entry.groups}
+    assert {fates.get(group_id, "trained") for group_id in honest} <= {"trained", "dropped"}
+    assert "honest" not in loop.validator.quarantined  # type: ignore[union-attr]
+    for micro_batch in [one for step in loop.backend.trained for one in step]:
+        assert np.isfinite(micro_batch.advantages).all()
+        assert np.abs(micro_batch.advantages).max() < 1e7
+        assert not (micro_batch.tokens == lies.POISON).any()
+        assert np.diff(micro_batch.boundaries).max() <= 6  # two of the prompt, four of the answer

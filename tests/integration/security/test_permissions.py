@@ -1,0 +1,392 @@
+"""A real nats-server with the configuration that bin/nats-config writes: each role does its work and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.bus.nats_server.accounts import account_name, permissions
+from asyncrl.errors import ConfigError, Forbidden
+from asyncrl.messages import Event, Quarantine, WeightVersion
+from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.topics import (
+    ACTORS,
+    ALL,
+    ALL_SERVICES,
+    EVENTS,
+    FLEET,
+    FLEET_STATUS,
+    LAUNCHER,
+    PROGRESS,
+    PROMPTS,
+    QUARANTINE,
+    ROLES,
+    SETTINGS,
+    TRAJECTORIES,
+    TRANSFERS,
+    WEIGHTS,
+)
+from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.run import single_instance
+from tests.harness.buses import group, heartbeat, progress, prompt, taken
+from tests.harness.fakes import Engine, Loop, run_worker, worker
+from tests.harness.roles import RUNS, Server, connected
+
+
+@pytest.fixture(scope="module")
+def empty_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("nats") / "server")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def server(empty_server: Server) -> Server:
+    """Its learner has made the streams of "mine": the other roles need not wait for it."""
+    async with connected(empty_server, "learner"):
+        return empty_server
+
+
+@pytest.fixture
+async def buses(server: Server) -> AsyncIterator[dict[str, Any]]:
+    """One connection of each role."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield {role: await stack.enter_async_context(connected(server, role)) for role in ROLES}
+
+
+async def forbidden(call: Any) -> None:
+    with pytest.raises(Forbidden, match="the role or run of bus.credentials or bus.token may not"):
+        await asyncio.wait_for(call, 5)
+
+
+def test_every_topic_has_a_publisher_and_names_are_unique() -> None:
+    assert all(topic.publishers for topic in ALL)
+    assert all(service.asked_by and service.served_by for service in ALL_SERVICES)
+    assert len({topic.name for topic in ALL}) == len(ALL)
+
+
+def test_what_a_worker_or_operator_may_publish_is_what_the_topics_say() -> None:
+    """The row of a topic is all there is to write: whoever is not among its publishers may not publish it."""
+    for role in ROLES:
+        if (allowed := permissions(role, run="mine")) is not None:
+            subjects = allowed["publish"]["allow"]
+            layout = Layout(run="mine", max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="file")
+            may = {topic for topic in ALL if any(one.startswith(layout.prefix(topic)) for one in subjects)}
+            assert may == {topic for topic in ALL if role in topic.publishers}, role
+
+
+def test_what_is_written_is_for_its_owner_alone_and_shown_nowhere(server: Server) -> None:
+    for run in RUNS:
+        for role in ROLES:
+            file = server.directory / run / role
+            user, _, password = file.read_text().splitlines()[0].partition(":")
+            assert user == f"{run}-{role}"
+            assert len(password) >= 32
+            assert password not in server.said
+            assert file.stat().st_mode & 0o777 == 0o600
+    assert (server.directory / "nats-server.conf").stat().st_mode & 0o777 == 0o600
+
+
+def test_passwords_that_are_there_are_kept(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "asyncrl.bus.nats_server.config", "--directory", str(tmp_path)]
+    subprocess.run([*command, "a"], check=True, capture_output=True)
+    before = (tmp_path / "a" / "learner").read_text()
+    subprocess.run([*command, "a", "b"], check=True, capture_output=True)
+    assert (tmp_path / "a" / "learner").read_text() == before
+    accounts = set(json.loads((tmp_path / "nats-server.conf").read_text())["accounts"])
+    assert accounts == {account_name(run, role) for run in ("a", "b") for role in ROLES}
+
+
+async def test_a_whole_run_works_with_each_process_in_its_role(server: Server, tmp_path: Path) -> None:
+    async with (
+        connected(server, "learner", run="whole") as ours,
+        connected(server, "rollout-worker", run="whole") as its,
+    ):
+        loop = Loop(ours, tmp_path, steps=4, checkpoint_every=2, validator=Validator(ours))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_worker(worker(its, Engine())))
+            tasks.create_task(loop.run_learner())
+        assert loop.backend.steps == 4
+        assert loop.recorder.rows[-1]["rollout/workers"] == 1
+
+
+async def test_a_worker_does_all_its_work(buses: dict[str, Any]) -> None:
+    learner, rollout = buses["learner"], buses["rollout-worker"]
+    await learner.publish(PROMPTS, prompt(0), key="0")
+    await learner.publish(PROMPTS, prompt(1), key="1")
+    async with rollout.consume(PROMPTS) as deliveries:
+        first, second = await anext(deliveries), await anext(deliveries)
+        await first.keep()
+        await rollout.publish(TRAJECTORIES, group(0), key="0")
+        await first.ack()
+        await second.retry()
+        again = await anext(deliveries)
+        assert again.attempt == 2
+        await again._delete()  # what an ack becomes when the server forgot the loan
+    assert await learner.depth(PROMPTS) == 0
+    await rollout.put(ACTORS, heartbeat("w0"), key="w0")
+    await rollout.forget(ACTORS, key="w0")
+    for topic, message, key in (
+        (WEIGHTS, WeightVersion(incarnation=0, policy_version=1), ""),
+        (PROGRESS, progress(1), ""),
+        (QUARANTINE, Quarantine(worker="w0", incarnation=0, reason="why"), "w0"),
+    ):
+        await learner.put(topic, message, key=key)
+        async with rollout.watch(topic, key=key) as states:
+            assert await anext(states) == message
+        assert (await rollout.states(topic))[key] == message
+    async with rollout.lease("load-0", holder="w0"):
+        pass
+
+
+async def test_workers_take_turns_on_a_lease(server: Server) -> None:
+    async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
+        async with one.lease("load-1", holder="a"):
+            waiting = asyncio.create_task(two.lease("load-1", holder="b").__aenter__())
+            await asyncio.wait((waiting,), timeout=0.3)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 3)  # told, not only after the five seconds it lives
+
+
+async def test_two_workers_of_a_name_find_each_other(server: Server) -> None:
+    async with connected(server, "rollout-worker") as one, connected(server, "rollout-worker") as two:
+        async with single_instance.worker(one, "w.0", run="mine"):
+            with pytest.raises(ConfigError, match="a rollout worker 'w.0' is up in run 'mine': process"):
+                async with single_instance.worker(two, "w.0", run="mine"):
+                    pass
+        with pytest.raises(Forbidden):
+            await one.ask(LAUNCHER, Claim(host="here", pid=1), seconds=5)
+
+
+async def test_a_worker_asks_the_learner_for_weights(buses: dict[str, Any]) -> None:
+    learner, rollout = buses["learner"], buses["rollout-worker"]
+    async with learner.serve(TRANSFERS) as questions:
+        asking = asyncio.create_task(
+            rollout.ask(TRANSFERS, TransferRequest(engine="w0", group="g", num_ranks=1), seconds=5)
+        )
+        asked = await anext(questions)
+        await asked.answer(TransferOffer(problem="none yet"))
+        assert (await asking).problem == "none yet"
+
+
+async def test_objects_are_written_by_the_learner_and_read_by_workers(buses: dict[str, Any]) -> None:
+    learner, rollout, observer = (buses[role].objects() for role in ("learner", "rollout-worker", "observer"))
+    data = bytes(range(256)) * 2048
+    await asyncio.to_thread(learner.put, "0-1.full", [data], metadata={"chain": "[]"})
+    info = await asyncio.to_thread(rollout.info, "0-1.full")
+    assert info is not None
+    assert b"".join(await asyncio.to_thread(lambda: list(rollout.read("0-1.full")))) == data
+    assert await asyncio.to_thread(rollout.info, "0-9.full") is None  # as the leader says
+    for reader in (rollout, observer):
+        await forbidden(asyncio.to_thread(reader.put, "0-2.full", [b"mine"], metadata={}))
+        await forbidden(asyncio.to_thread(reader.remove, "0-1.full"))
+        await forbidden(asyncio.to_thread(reader.names))
+        for subject in (reader._about("0-1.full"), f"$O.{reader._bucket}.C.x"):
+            await forbidden(asyncio.to_thread(reader._call, reader._store(subject, b"{}", {})))
+    assert await asyncio.to_thread(learner.names) == {"0-1.full"}
+
+
+async def test_a_worker_cannot_write_what_is_the_learners(buses: dict[str, Any]) -> None:
+    rollout = buses["rollout-worker"]
+    await forbidden(rollout.put(WEIGHTS, WeightVersion(incarnation=9, policy_version=9)))
+    await forbidden(rollout.put(PROGRESS, progress(9)))
+    await forbidden(rollout.put(QUARANTINE, Quarantine(worker="w1", incarnation=0, reason="x"), key="w1"))
+    await forbidden(rollout.publish(PROMPTS, prompt(7), key="7"))
+    await forbidden(rollout.trim(TRAJECTORIES, through=1))
+    for verb in (
+        "STREAM.DELETE.asyncrl-mine-trajectories",
+        "STREAM.UPDATE.asyncrl-mine-trajectories",
+        "STREAM.CREATE.asyncrl-mine-trajectories",
+        "STREAM.PURGE.KV_asyncrl-mine-state",
+        "CONSUMER.DELETE.asyncrl-mine-prompts.workers",
+        "CONSUMER.CREATE.asyncrl-mine-prompts.another",
+        "STREAM.LIST",
+    ):
+        await forbidden(rollout._connection.api(verb, {"name": "x"}))
+
+
+async def test_a_worker_cannot_read_what_others_made(buses: dict[str, Any]) -> None:
+    rollout = buses["rollout-worker"]
+    await rollout.publish(TRAJECTORIES, group(40), key="40")
+    await rollout.publish(EVENTS, Event(kind="x", actor="w0", time=1.0), key="40")
+
+    async def read(topic: Any) -> None:
+        async with rollout.read(topic) as records:
+            await anext(records)
+
+    await forbidden(read(TRAJECTORIES))
+    await forbidden(read(EVENTS))
+    await forbidden(
+        rollout._connection.request("$JS.API.DIRECT.GET.asyncrl-mine-trajectories.asyncrl.mine.trajectories.0")
+    )
+
+
+async def test_nobody_hears_what_is_sent_to_another_role(server: Server) -> None:
+    async with connected(server, "rollout-worker") as rollout:
+        heard: list[Any] = []
+
+        async def listen(message: Any) -> None:
+            heard.append(message)
+
+        for subject in (">", "_INBOX.>", "_INBOX.mine.learner.>", "asyncrl.mine.trajectories.*", "asyncrl-ask.mine.*"):
+            await rollout._connection.subscribe(subject, listen)
+        async with connected(server, "learner") as learner:
+            await learner.put(PROGRESS, progress(3))
+            await learner.states(PROGRESS)
+            await rollout.states(PROGRESS)
+        assert heard == []
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_no_role_sees_another_run(server: Server, role: str) -> None:
+    """Streams of that name do not exist in this account, and a learner makes its own, which the others never see."""
+    async with connected(server, "learner", run="other") as other:
+        await other.put(PROGRESS, progress(5))
+        if role == "learner":
+            async with connected(server, role, as_run="other") as stranger:
+                assert await stranger.states(PROGRESS) == {}
+                await stranger.put(PROGRESS, progress(99))
+        else:
+            with pytest.raises(ConfigError, match="the role or run of bus.credentials or bus.token may not"):
+                async with asyncio.timeout(5), connected(server, role, as_run="other"):
+                    pass
+        assert (await other.states(PROGRESS))[""].step == 5
+
+
+async def test_an_operator_sizes_the_fleet_and_does_nothing_else(buses: dict[str, Any]) -> None:
+    learner, operator = buses["learner"], buses["operator"]
+    size = FleetSize(rollout_workers=3, request="a")
+    await operator.put(FLEET, size)
+    assert (await learner.states(FLEET))[""] == size
+    await learner.put(FLEET_STATUS, FleetStatus(request="a", rollout_workers=3))
+    assert (await operator.states(FLEET_STATUS))[""].request == "a"
+    await learner.put(ACTORS, heartbeat("w0"), key="w0")
+    assert "w0" in await operator.states(ACTORS)
+    await forbidden(operator.put(FLEET_STATUS, FleetStatus()))
+    await forbidden(operator.put(PROGRESS, progress(9)))
+    await forbidden(operator.put(SETTINGS, RunSettings()))
+    await forbidden(operator.put(ACTORS, heartbeat("w0"), key="w0"))
+    await forbidden(operator.publish(TRAJECTORIES, group(31), key="31"))
+
+
+async def test_workers_and_observers_do_not_size_the_fleet(buses: dict[str, Any]) -> None:
+    for role in ("rollout-worker", "observer"):
+        await forbidden(buses[role].put(FLEET, FleetSize(rollout_workers=0)))
+        await forbidden(buses[role].put(FLEET_STATUS, FleetStatus()))
+        await forbidden(buses[role].put(SETTINGS, RunSettings()))
+
+
+async def test_a_worker_reads_the_settings_of_its_run(buses: dict[str, Any]) -> None:
+    settings = RunSettings(sections={"run": {"name": "mine"}})
+    await buses["learner"].put(SETTINGS, settings)
+    async with buses["rollout-worker"].watch(SETTINGS) as found:
+        assert await anext(found) == settings
+
+
+async def test_an_observer_reads_and_writes_nothing(buses: dict[str, Any]) -> None:
+    learner, observer = buses["learner"], buses["observer"]
+    await learner.publish(TRAJECTORIES, group(30), key="30")
+    await learner.put(PROGRESS, progress(2))
+    async with observer.read(TRAJECTORIES, after=await learner.last_sequence(TRAJECTORIES) - 1) as records:
+        assert (await anext(records)).key == "30"
+    assert (await observer.states(PROGRESS))[""].step == 2
+    assert "30" in await observer.keys(TRAJECTORIES)
+    await observer.depth(PROMPTS)
+    await forbidden(observer.publish(TRAJECTORIES, group(31), key="31"))
+    await forbidden(observer.put(ACTORS, heartbeat("w0"), key="w0"))
+
+    async def take() -> None:
+        async with observer.consume(PROMPTS) as deliveries:
+            await anext(deliveries)
+
+    await forbidden(take())
+
+
+async def test_a_worker_that_comes_first_waits_for_the_learner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path / "server")
+    try:
+        entering = connected(server, "rollout-worker")
+        coming = asyncio.create_task(entering.__aenter__())
+        while not caplog.messages:
+            await asyncio.sleep(0.05)
+        assert not coming.done()
+        (line,) = caplog.messages
+        assert line.endswith("no run 'mine' there yet; waiting for its learner")  # it may not list runs
+        async with connected(server, "learner"):
+            bus = await asyncio.wait_for(coming, 10)
+            assert await bus.states(PROGRESS) == {}
+            await entering.__aexit__(None, None, None)
+    finally:
+        server.close()
+
+
+async def test_a_watcher_that_may_not_write_does_not_take_the_bus_for_full(server: Server) -> None:
+    async with connected(server, "learner"):
+
+        async def connect() -> JetStreamBus:
+            return await stack.enter_async_context(connected(server, "observer"))
+
+        async with contextlib.AsyncExitStack() as stack:
+            watcher = HealthMonitor(connect)
+            seen = [await watcher.look() for _ in range(2)]
+            assert watcher.error is None
+            assert not [finding for finding in diagnose(seen[-1]) if finding.fault == "bus storage"]
+
+
+@pytest.fixture
+def old_server(tmp_path: Path) -> Iterator[Server]:
+    """As an older asyncrl configured it: one account for all roles, in which workers make their consumer."""
+    made = Server(tmp_path / "server", layout=one_account)
+    yield made
+    made.close()
+
+
+def one_account(config: dict[str, Any]) -> dict[str, Any]:
+    for run in RUNS:
+        users = [user for role in ROLES for user in config["accounts"].pop(account_name(run, role))["users"]]
+        for user in users[1:]:
+            allowed = user["permissions"]["publish"]["allow"]
+            user["permissions"]["publish"]["allow"] = [one for one in allowed if "CONSUMER.INFO" not in one]
+        config["accounts"][run] = {"jetstream": "enabled", "users": users}
+    return config
+
+
+async def test_roles_of_an_older_version_are_refused_in_one_line_that_mends_them(old_server: Server) -> None:
+    async with connected(old_server, "learner") as learner, connected(old_server, "observer") as observer:
+        await learner.put(PROGRESS, progress(1))
+        assert (await observer.states(PROGRESS))[""].step == 1
+        with pytest.raises(ConfigError, match="write the server's roles anew with bin/nats-config") as error:
+            async with asyncio.timeout(20), connected(old_server, "rollout-worker"):
+                pass
+    assert "\n" not in str(error.value)
+
+
+async def test_a_server_gets_new_roles_by_two_reloads_and_loses_nothing(old_server: Server) -> None:
+    """nats-server connects accounts that a reload brought at the next one."""
+    async with connected(old_server, "learner") as learner:
+        await learner.publish(PROMPTS, prompt(1), key="1")
+        old_server.write_anew()
+        await asyncio.to_thread(old_server.reload)
+        with pytest.raises(ConfigError, match="after bin/nats-config, reload it twice"):
+            async with asyncio.timeout(20), connected(old_server, "rollout-worker"):
+                pass
+        await asyncio.to_thread(old_server.reload)
+        async with connected(old_server, "rollout-worker") as rollout, taken(rollout, 1) as (delivery,):
+            assert delivery.key == "1"
+            await delivery.ack()
+        assert await learner.depth(PROMPTS) == 0

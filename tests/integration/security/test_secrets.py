@@ -1,0 +1,167 @@
+"""No secret is shown, and nothing that comes in is run: neither unpickled nor evaluated."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl import config
+from asyncrl.bus.jetstream.credentials import Credentials
+from asyncrl.cli.check import describe
+from asyncrl.config.addresses import without_secrets
+from asyncrl.data import demo_task
+from tests.harness.forked import LAUNCHER, ForkServer
+from tests.harness.roles import Server
+from tests.unit.cli.test_cli import RUN_FILE
+
+PACKAGE = Path(asyncrl.__file__).parent
+SECRET = "hunter2-hunter2"
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_METHODS = {
+    *("pickle.load", "pickle.loads", "pickle.Unpickler"),
+    *("torch.load", "np.load", "numpy.load", "yaml.load", "dist.broadcast_object_list", "dist.all_gather_object"),
+    *("dist.gather_object", "dist.scatter_object_list", "dist.recv_object_list", "dist.send_object_list"),
+}
+"""torch.load with weights_only = True and np.load of plain arrays would be fine; nothing here needs them."""
+
+
+def offences(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (name for name in names if name.split(".")[0] in FORBIDDEN_MODULES)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in FORBIDDEN_CALLS | FORBIDDEN_METHODS:
+                yield called
+            if any(word.arg == "trust_remote_code" and ast.unparse(word.value) != "False" for word in node.keywords):
+                yield "trust_remote_code"
+            if called.endswith("connection.recv"):  # multiprocessing's, which unpickles
+                yield called
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}: {offence}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for offence in offences(ast.parse(path.read_text()))
+    ]
+    assert found == ["engines/sglang/loader.py: pickle"]  # it writes what SGLang reads
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from torch import x; torch.load(f)", "eval(x)", "connection.recv()", "a(trust_remote_code=1)"],
+)
+def test_the_look_for_it_finds_it(code: str) -> None:
+    assert list(offences(ast.parse(code)))
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "left"),
+    [
+        (f"nats://user:{SECRET}@host:4222", "nats://host:4222"),
+        (f"tls://{SECRET}@host", "tls://host"),
+        (f"nats://user:a@{SECRET}@host", "nats://host"),
+        (f"nats://user:{SECRET}#x@host", "nats://host"),
+        ("nats://host:4222", "nats://host:4222"),
+        (f"nats://user:{SECRET}@a:1,nats://u:{SECRET}@b:2", "nats://a:1,nats://b:2"),
+        (f"nats://user:a,{SECRET}@a:1, tls://{SECRET},x@b:2", "nats://a:1,tls://b:2"),
+    ],
+)
+def test_a_url_is_shown_without_user_and_password(url: str, left: str) -> None:
+    assert without_secrets(url) == left
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+def written(folder: Path, *lines: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN_FILE.format(directory=folder) + "\n".join(lines) + "\n")
+    return path
+
+
+def test_check_shows_no_secret(folder: Path) -> None:
+    path = written(folder, "[bus]", f'url = "nats://user:{SECRET}@127.0.0.1:4222"', f'token = "{SECRET}"')
+    assert SECRET not in describe(config.load(path))
+
+
+def test_nothing_that_python_prints_of_a_run_has_a_secret(folder: Path) -> None:
+    path = written(folder, "[bus]", f'url = "nats://user:{SECRET}@127.0.0.1:4222"', f'token = "{SECRET}"')
+    run = asyncrl.Run.from_file(path, overrides={"bus.address": f"nats://{SECRET}@127.0.0.1:4222"})
+    checked = run.check()
+    assert str(checked) == describe(run.settings)
+    for shown in (run, run.settings, run.settings.bus, checked, [checked]):
+        assert SECRET not in f"{shown} {shown!r}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"bus.url=http://user:{SECRET}@host",
+        f"bus.url=nats://user:{SECRET}@127.0.0.1:1",
+        f"bus.url=nats://user:{SECRET}#@127.0.0.1:1",
+        f"bus.token=['{SECRET}']",
+        f"bus.url=['nats://user:{SECRET}@127.0.0.1:1']",
+    ],
+)
+def test_no_mistake_is_answered_with_a_secret(folder: Path, override: str, forks: ForkServer) -> None:
+    command = ["rollout-worker", str(written(folder)), "--set", override]
+    code, said = forks.call(*command, environment={"ASYNCRL_BUS_TOKEN": SECRET})
+    assert code == 2
+    assert said.startswith("asyncrl: ")
+    assert SECRET not in said
+    assert all(SECRET not in log.read_text() for log in folder.rglob("*.log"))
+
+
+def test_who_we_are_is_written_without_our_token() -> None:
+    assert SECRET not in repr(Credentials(token=SECRET))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_on_a_server_with_roles_writes_no_secret_anywhere(
+    folder: Path, tmp_path: Path, forks: ForkServer
+) -> None:
+    server = Server(tmp_path / "server")
+    path = written(folder, "[bus]", f'url = "nats://127.0.0.1:{server.port}"')
+    try:
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "asyncrl", "run", str(path), "--set", "run.name=mine", "--set", "run.steps=2"),
+                *("--set", f"bus.credentials={server.directory}/mine/{{role}}", "--set", LAUNCHER),
+            ],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | forks.environment,
+            check=False,
+        )
+    finally:
+        server.close()
+    assert ended.returncode == 0, ended.stderr
+    assert "done: 2 steps" in ended.stdout
+    files = [file for file in (folder / "runs" / "mine").rglob("*") if file.is_file()]
+    said = [ended.stdout, ended.stderr, *(file.read_bytes().decode(errors="replace") for file in files)]
+    passwords = [
+        (server.directory / "mine" / role).read_text().split(":")[1].strip() for role in ("learner", "rollout-worker")
+    ]
+    assert {"learner.log", "w0.log"} <= {file.name for file in files}
+    assert not any(password in text for password in passwords for text in said)

@@ -1,0 +1,268 @@
+"""Weights from the learner's memory into SGLang: what a real server does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.errors import WeightsError
+from asyncrl.messages import SamplingParams
+from asyncrl.protocols import Generation, LoadReport
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.collective import CollectiveReceiver
+from asyncrl.weights.nccl import Sender
+from tests.harness.engines import PROMPT, Check, Model, announce, switched_logprobs
+from tests.harness.fakes import until
+from tests.harness.transfers import changed, layouts, receiver_of, snapshot
+from tests.integration.extending import toy_sockets
+from tests.integration.extending.toy_sockets import SocketChannel
+
+LONG = SamplingParams(max_new_tokens=400, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+TOLERANCE = 1e-4
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@pytest.fixture
+def old(old_model: Model) -> Model:
+    return old_model
+
+
+@pytest.fixture
+def new(new_model: Model) -> Model:
+    return new_model
+
+
+def on_a_server(test: T) -> T:
+    """Needs the shared server."""
+    marks = (
+        pytest.mark.sglang,
+        pytest.mark.slow,
+        pytest.mark.xdist_group("sglang"),
+        pytest.mark.timeout(600),
+        pytest.mark.asyncio(loop_scope="session"),
+    )
+    for mark in marks:
+        test = mark(test)
+    return test
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(sglang_server: sglang.SGLangEngine, old: Model) -> sglang.SGLangEngine:
+    """Samples from the old model as version 0:1 and is connected to no learner."""
+    await sglang_server.load(old.version(1))
+    return sglang_server
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def receiver(engine: sglang.SGLangEngine) -> AsyncIterator[CollectiveReceiver]:
+    made = receiver_of(engine)
+    yield made
+    await made.leave()
+
+
+def holding(model: Model, version: int) -> Sender:
+    sender = Sender("127.0.0.1")
+    sender.hold(snapshot(model), incarnation=0, policy_version=version)
+    return sender
+
+
+async def meet(receiver: CollectiveReceiver, sender: Sender) -> None:
+    transfer = sender.begin(receiver.request)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(transfer.send))
+        group.create_task(receiver.join(transfer.offer))
+
+
+async def receive(receiver: CollectiveReceiver, sender: Sender) -> LoadReport:
+    transfer = sender.begin(receiver.request)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(transfer.send))
+        receiving = group.create_task(receiver.receive(transfer.offer))
+    return receiving.result()
+
+
+async def tear(receiver: CollectiveReceiver, model: Model, version: int) -> None:
+    """A learner that sends the first bucket and is gone."""
+    whole = snapshot(model)
+    sender = Sender("127.0.0.1")
+    sender.hold(Snapshot(buckets=whole.buckets[:1]), incarnation=0, policy_version=version)
+    await meet(receiver, sender)
+    transfer = sender.begin(receiver.request)
+    offer = changed(transfer.offer, buckets=layouts(model))
+    receiving = asyncio.ensure_future(receiver.receive(offer))
+    await asyncio.to_thread(transfer.send)
+    del transfer, sender
+    gc.collect()
+    with pytest.raises(WeightsError):
+        await receiving
+
+
+async def in_progress(engine: sglang.SGLangEngine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
+    """A long generation that has some tokens: a short one begun with it is done."""
+    task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1))
+    await engine.generate(PROMPT, SHORT, seed=2)
+    assert not task.done()
+    return task
+
+
+def check_switch(generation: Generation, old: Model, new: Model, *, versions: tuple[int, int]) -> None:
+    """The old weights' logprobs up to the boundary, and from it on those of the new weights on the old keys."""
+    first, second = generation.version_spans
+    assert (first.policy_version, second.policy_version) == versions
+    distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
+    boundary = int(np.argmax(distance > 1e-3))
+    assert boundary == second.start
+    expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
+    assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
+
+
+@on_a_server
+async def test_a_generation_goes_on_with_the_weights_that_were_sent(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
+) -> None:
+    sender = holding(new, 2)
+    await meet(receiver, sender)
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        report = await receive(receiver, sender)
+        assert not task.done()
+    assert 0 <= report.pause_seconds <= report.load_seconds
+    assert len(task.result().tokens) == LONG.max_new_tokens
+    check_switch(task.result(), old, new, versions=(1, 2))
+    assert engine.version == (0, 2)
+
+
+@on_a_server
+async def test_many_transfers_pass_through_one_group(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
+) -> None:
+    """The same long prompt every time: keys of other weights must not be found in a prefix cache."""
+    sender = holding(old, 1)
+    await meet(receiver, sender)
+    group, prompt = receiver.request.group, np.tile(PROMPT, 20)
+    for version, model in ((2, new), (3, old), (4, new)):
+        sender.hold(snapshot(model), incarnation=0, policy_version=version)
+        await receive(receiver, sender)
+        generation = await engine.generate(prompt, SHORT, seed=0)
+        assert Check(model)(generation, prompt) < TOLERANCE
+        assert [span.policy_version for span in generation.version_spans] == [version]
+    assert receiver.request.group == group
+
+
+@on_a_server
+async def test_folders_and_transfers_take_turns(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
+) -> None:
+    sender = holding(new, 2)
+    await meet(receiver, sender)
+    await receive(receiver, sender)
+    await engine.load(old.version(3))
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    sender.hold(snapshot(new), incarnation=0, policy_version=4)
+    await receive(receiver, sender)
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+@on_a_server
+async def test_a_folder_that_is_removed_while_it_is_loaded_is_loaded(
+    engine: sglang.SGLangEngine, old: Model, new: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the learner collects meanwhile stays readable until the server has it (and not half a model instead)."""
+    folder = tmp_path / "new"
+    shutil.copytree(new.folder, folder)
+    told = engine._loader._post
+
+    async def remove_first(path: str, body: Mapping[str, Any]) -> Any:
+        shutil.rmtree(folder, ignore_errors=True)
+        return await told(path, body)
+
+    monkeypatch.setattr(engine._loader, "_post", remove_first)
+    await engine.load(announce(folder, 2))
+    assert not folder.exists()
+    assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+
+
+@on_a_server
+async def test_nothing_is_sampled_from_torn_weights(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
+) -> None:
+    """The learner dies between two buckets; the folder of that version brings the server back."""
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        await tear(receiver, new, 2)
+        held = tasks.create_task(engine.generate(PROMPT, SHORT, seed=3))
+        await until(lambda: engine.stats().queued == 1)
+        assert not task.done()
+        await engine.load(new.version(2))
+    check_switch(task.result(), old, new, versions=(1, 2))
+    assert Check(new)(held.result()) < TOLERANCE
+    assert engine.version == (0, 2)
+
+
+@on_a_server
+async def test_another_learner_is_met_after_one_that_died(
+    engine: sglang.SGLangEngine, receiver: CollectiveReceiver, old: Model, new: Model
+) -> None:
+    """And what it sends brings the server back as well as a folder does."""
+    await tear(receiver, new, 2)
+    sender = holding(old, 3)
+    await meet(receiver, sender)
+    await receive(receiver, sender)
+    assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    assert engine.version == (0, 3)
+
+
+@on_a_server
+async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_server(
+    engine: sglang.SGLangEngine, new: Model, tmp_path: Path
+) -> None:
+    """Its function runs inside the server."""
+    assert engine.intake is not None
+    channel = SocketChannel(tmp_path, keep=2, model_path=new.folder, options=toy_sockets.Options())
+    channel.sender.hold(snapshot(new), incarnation=0, policy_version=2)
+    receiver = channel.receiver(engine.intake, engine="w0")
+    transfer = channel.sender.begin(receiver.request)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(asyncio.to_thread(transfer.send))
+        group.create_task(receiver.receive(transfer.offer))
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert Check(new)(generation) < TOLERANCE
+    assert [span.policy_version for span in generation.version_spans] == [2]
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_two_tensor_parallel_ranks_take_weights_from_a_folder_and_from_the_learner(
+    old: Model, new: Model, tmp_path: Path
+) -> None:
+    engine = sglang.SGLangEngine(
+        old.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 0),
+        options=sglang.Options(tensor_parallel=2, server_arguments={"max-total-tokens": 5_000}),
+        log_path=tmp_path / "w0.engine.log",
+    )
+    await engine.start()
+    try:
+        assert engine._loader.ranks_with_loader == 2
+        await engine.load(new.version(1))
+        assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+        sender, receiver = holding(old, 2), receiver_of(engine)
+        await meet(receiver, sender)
+        await receive(receiver, sender)
+        assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    finally:
+        await engine.close()

@@ -1,0 +1,136 @@
+"""What an actor says it waits for, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.actors.base import ClockShift
+from asyncrl.actors.wait_tracker import EngineLiveness, WaitTracker
+from asyncrl.policies.health.faults import WORKER
+from asyncrl.protocols import EngineStats
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def waits(clock: Clock) -> WaitTracker:
+    return WaitTracker(clock=clock)
+
+
+def spend(waits: WaitTracker, clock: Clock, seconds: float) -> None:
+    """One wait for the engine that ended after so long."""
+    with waits.waiting("an answer", on="engine", note="", first=25):
+        clock.now += seconds
+
+
+def test_waits_of_one_kind_are_one_entry_with_the_longest(waits: WaitTracker, clock: Clock) -> None:
+    with waits.waiting("weights", on="learner", note="of version 3", first=6):
+        clock.now += 2
+        with (
+            waits.waiting("weights", on="learner", note="of version 4", first=6),
+            waits.waiting("prompts", on="prompt-source", note="", first=6),
+        ):
+            clock.now += 1
+            found = [(wait.what, wait.seconds, wait.count) for wait in waits.now()]
+            assert found == [("weights of version 3", 3, 2), ("prompts", 1, 1)]
+    assert waits.now() == ()
+
+
+def test_a_limit_follows_what_is_usual_and_one_hang_does_not_move_it(waits: WaitTracker, clock: Clock) -> None:
+    with waits.waiting("an answer", on="engine", note="", first=25):
+        assert waits.now()[0].limit == 25  # nothing to compare with
+    for seconds in (3, 3, 3, 300, 3):
+        spend(waits, clock, seconds)
+    with waits.waiting("an answer", on="engine", note="", first=25):
+        assert (waits.now()[0].usual, waits.now()[0].limit) == (3, 12)
+
+
+def test_what_gets_on_is_no_stall_and_counts_as_usual_with_all_its_time(waits: WaitTracker, clock: Clock) -> None:
+    chunks = [0]
+    with waits.waiting("the weight folder", on="folder", note="", first=6, progress=lambda: chunks[0]):
+        for _ in range(10):
+            clock.now += 5
+            chunks[0] += 1
+            assert waits.now()[0].seconds == 0
+        clock.now += 7
+        assert waits.now()[0].seconds == 7 > waits.now()[0].limit
+    assert waits.usual_seconds("the weight folder", "folder") == 57
+
+
+def test_a_wait_for_another_actor_has_no_limit_of_its_own(waits: WaitTracker) -> None:
+    with waits.waiting("trajectories", on=WORKER, note="", first=6):
+        assert waits.now()[0].limit == 0
+
+
+def test_a_wait_that_failed_says_nothing_about_what_is_usual(waits: WaitTracker, clock: Clock) -> None:
+    with pytest.raises(ValueError, match="no"), waits.waiting("an answer", on="engine", note="", first=25):
+        clock.now += 50
+        raise ValueError("no")
+    assert waits.usual_seconds("an answer", "engine") == 0
+
+
+def test_a_wait_begins_anew_when_whoever_it_waits_for_called_back(waits: WaitTracker, clock: Clock) -> None:
+    with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
+        clock.now += 5
+        with waits.paused(wait), waits.paused(wait):  # two calls at once
+            clock.now += 50
+            assert waits.now() == ()
+        clock.now += 1
+        assert waits.now()[0].seconds == 1
+
+
+def test_what_is_usual_for_a_wait_with_pauses_is_its_longest_part(waits: WaitTracker, clock: Clock) -> None:
+    """A tool is called between two answers: that the last part is short says nothing of how long the tool takes."""
+    with waits.waiting("its rollout function", on="rollout", note="", first=6) as wait:
+        for _ in range(3):
+            clock.now += 1
+            with waits.paused(wait):
+                clock.now += 200
+            clock.now += 90
+        with waits.paused(wait):
+            clock.now += 200
+    assert waits.usual_seconds("its rollout function", "rollout") == 91
+
+
+def test_an_engine_that_samples_tokens_is_alive_however_long_its_answers_are(clock: Clock) -> None:
+    answers = EngineLiveness(clock=clock)
+    with answers.expected():
+        for tokens in (10, 20, 30):
+            clock.now += 100
+            stats = EngineStats(running=1, tokens_generated=tokens, is_live=True)
+            assert answers.waits(stats, is_loading=False)[0].seconds == 0
+        clock.now += 7
+        (wait,) = answers.waits(stats, is_loading=False)
+        assert (wait.seconds, wait.limit) == (7, 6)
+        assert answers.waits(stats, is_loading=True)[0].seconds == 0  # paused by a load: not the engine's fault
+    assert answers.waits(stats, is_loading=False) == ()
+
+
+def test_an_engine_that_says_nothing_in_between_is_measured_by_its_answers(clock: Clock) -> None:
+    answers = EngineLiveness(clock=clock)
+    with answers.expected():
+        clock.now += 10
+        assert answers.waits(EngineStats(running=1), is_loading=False)[0].limit == 25
+    with answers.expected():
+        clock.now += 10
+        (wait,) = answers.waits(EngineStats(running=1, tokens_generated=8), is_loading=False)
+        assert (wait.usual, wait.limit) == (10, 40)
+
+
+def test_a_clock_that_jumps_is_seen_for_a_minute() -> None:
+    clock = ClockShift()
+    assert clock.look(wall=1000.0, monotonic=10.0) == 0
+    assert clock.look(wall=4602.0, monotonic=12.0) == 3600
+    assert clock.look(wall=4652.0, monotonic=62.0) == 3600
+    assert clock.look(wall=4664.0, monotonic=74.0) == 0

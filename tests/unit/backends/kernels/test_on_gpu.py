@@ -1,0 +1,73 @@
+"""The kernels on a GPU, compiled, against the same functions on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.backends.kernels import fused
+from asyncrl.backends.kernels.token_logprobs import linear_logprobs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+ROWS, HIDDEN, HEAD, GROUPS, QUERIES, VOCABULARY, EPS = 257, 256, 64, 2, 2, 4096, 1e-6
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    angles = fused.rotary(torch.arange(ROWS), 1e4 ** -torch.linspace(0, 1, HEAD // 2))
+    mixed = random(ROWS, GROUPS * (QUERIES + 2) * HEAD)
+    return {
+        "rms_norm": (random(ROWS, HIDDEN), random(HIDDEN), EPS),
+        "swiglu": (random(ROWS, 2 * HIDDEN),),
+        "heads": (mixed, *angles, random(HEAD), random(HEAD, seed=1), GROUPS, EPS),
+    }
+
+
+def leaves(arguments: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """The same arguments on ``device``; float tensors want a gradient."""
+    return tuple(
+        one.detach().to(device).requires_grad_(one.is_floating_point()) if isinstance(one, torch.Tensor) else one
+        for one in arguments
+    )
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_fused_layer_and_its_gradients_are_those_of_the_cpu(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In float32, to the rounding of sums of a few hundred numbers."""
+    function, results = getattr(fused, name), {}
+    with caplog.at_level(logging.WARNING):
+        for device in ("cpu", "cuda"):
+            arguments = leaves(calls()[name], device)
+            out = function(*arguments)
+            outputs = out if isinstance(out, tuple) else (out,)
+            slopes = [torch.linspace(-1, 1, one.numel(), device=device).view(one.shape) for one in outputs]
+            inputs = [one for one in arguments if isinstance(one, torch.Tensor)]
+            gradients = torch.autograd.grad(outputs, inputs, slopes, allow_unused=True)
+            results[device] = [*outputs, *(one for one in gradients if one is not None)]
+    assert "is not compiled" not in caplog.text
+    for expected, got in zip(results["cpu"], results["cuda"], strict=True):
+        torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
+def test_logprobs_entropy_and_gradients_are_those_of_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
+    """bfloat16 keeps 8 bits: logits of about 1 are off by 2^-8, sums of gradients by some of these."""
+    results = {}
+    for device, precision in (("cpu", torch.float32), ("cuda", dtype)):
+        hidden = random(ROWS, HIDDEN).to(dtype).to(device, precision).requires_grad_()
+        weight = (random(VOCABULARY, HIDDEN, seed=1) / HIDDEN**0.5).to(dtype).to(device, precision).requires_grad_()
+        targets = torch.arange(ROWS, device=device) % (VOCABULARY - 10)
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, temperature=0.7, vocabulary_size=VOCABULARY - 10)
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        results[device] = [one.float().cpu() for one in (logprobs, entropy, hidden.grad, weight.grad)]
+    for expected, got in zip(results["cpu"], results["cuda"], strict=True):
+        scale = float(expected.detach().abs().max())
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)

@@ -1,0 +1,309 @@
+"""The Megatron backend's own parts: its CPU shim, weight map, logprobs over a split vocabulary, what a step costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from asyncrl.backends import flops, huggingface, micro_batches
+from asyncrl.backends.kernels import fused, token_logprobs
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.errors import ConfigError
+from asyncrl.policies.batching.packing import pack
+from tests.harness.backends import (
+    LEARNING_RATE,
+    distance,
+    documents,
+    expected_logprobs,
+    hugging_face,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+# -- the model folder --------------------------------------------------------------------------------------------------
+
+
+def edited(folder: Path, copy: Path, **changes: Any) -> Path:
+    """``folder`` in ``copy`` with other entries in its config.json."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"attention_bias": True}, ["attention_bias"]),
+        ({"hidden_act": "gelu"}, ["gelu"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["yarn", "llama3"]),
+    ],
+    ids=["architecture", "bias", "activation", "rope"],
+)
+def test_a_model_it_cannot_train_is_a_config_error_that_names_it(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        huggingface.read_shape(edited(folder, tmp_path, **changes))
+    for word in [str(tmp_path), *words]:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        huggingface.read_shape(tmp_path / "nowhere")
+
+
+def test_a_folder_without_weights_is_a_config_error(folder: Path, tmp_path: Path) -> None:
+    edited(folder, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=str(tmp_path)), started("megatron-1", tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=["linear", "llama3"],
+)
+def test_scaled_rotary_positions_are_those_of_transformers(folder: Path, tmp_path: Path, rope: dict[str, Any]) -> None:
+    model = edited(folder, tmp_path, rope_parameters=rope | {"rope_theta": 1000.0})
+    (packed,) = pack(documents(lengths=(60,)), max_tokens=100)
+    with started("megatron-1", model) as backend:
+        logprobs = scored(backend, "megatron-1", packed)
+    np.testing.assert_allclose(logprobs, expected_logprobs(hugging_face(model), packed.tokens), atol=1e-4)
+    assert np.abs(logprobs - expected_logprobs(hugging_face(folder), packed.tokens)).max() > 1e-2
+
+
+def test_weights_in_several_files_are_found_by_their_index(folder: Path, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    with started("megatron-1", tmp_path) as backend:
+        assert distance(weights(backend), load_file(folder / "model.safetensors")) == 0.0
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_weights_survive_being_cut_into_shards(tmp_path: Path, architecture: str, tensor_parallel: int) -> None:
+    tiny_model(tmp_path, architecture=architecture)
+    shape = huggingface.read_shape(tmp_path)
+    original = load_file(tmp_path / "model.safetensors")
+    seen = set()
+    for entry in huggingface.weight_map(shape):
+        parts = [original[name] for name in entry.huggingface]
+        shards = huggingface.fuse(parts, entry.cut, shape, tensor_parallel=tensor_parallel)
+        assert len(shards) == tensor_parallel
+        assert len({shard.shape for shard in shards}) == 1
+        for name, tensor in zip(entry.huggingface, huggingface.unfuse(shards, entry.cut, shape), strict=True):
+            assert torch.equal(tensor, original[name])
+            seen.add(name)
+    assert seen == set(original)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_and_cut_back(tmp_path: Path) -> None:
+    """50 tokens over 4 ranks: 52 rows, 13 each."""
+    shape = huggingface.read_shape(tiny_model(tmp_path))
+    rows = torch.randn(50, 3)
+    shards = huggingface.fuse([rows], "vocabulary", shape, tensor_parallel=4)
+    assert [shard.shape[0] for shard in shards] == [13] * 4
+    assert torch.equal(huggingface.unfuse(shards, "vocabulary", shape)[0], rows)
+
+
+# -- logprobs ----------------------------------------------------------------------------------------------------------
+
+
+class FakeGroup:
+    """Tensor-parallel ranks as threads of this process."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self._rank, self._slots, self._barrier = rank, slots, barrier
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._slots)
+
+    def reduce(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
+        self._slots[self._rank] = values
+        self._barrier.wait(10)
+        stacked = torch.stack(list(self._slots))
+        self._barrier.wait(10)
+        return stacked.amax(0) if operation == torch.distributed.ReduceOp.MAX else stacked.sum(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("chunk", [2**26, 30], ids=["whole", "chunked"])
+def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.MonkeyPatch, ranks: int, chunk: int) -> None:
+    """19 tokens in 20 columns: the last is padding, and as large as it is it must have no probability."""
+    monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": chunk})
+    monkeypatch.setattr(token_logprobs, "_reduced", lambda v, op, group: group.reduce(v, op))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 9, generator=generator)
+    weight = torch.randn(20, 9, generator=generator)
+    targets = torch.tensor([0, 3, 9, 10, 11, 18, 5])
+    scales = torch.linspace(0.5, 2.0, 7)
+    exact = hidden.clone().requires_grad_(), weight[:19].clone().requires_grad_()
+    distribution = torch.log_softmax(exact[0] @ exact[1].T / 0.7, -1)
+    expected = distribution.gather(-1, targets[:, None])[:, 0]
+    expected_entropy = -(distribution.exp() * distribution).sum(-1)
+    (expected * scales + expected_entropy).sum().backward()
+
+    slots: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks)
+    results: list[Any] = [None] * ranks
+
+    def one_rank(rank: int) -> None:
+        own = hidden.clone().requires_grad_(), weight.chunk(ranks)[rank].clone().requires_grad_()
+        group: Any = FakeGroup(rank, slots, barrier) if ranks > 1 else None
+        logprobs, entropy = token_logprobs.linear_logprobs(
+            *own, targets, temperature=0.7, vocabulary_size=19, group=group
+        )
+        (logprobs * scales + entropy).sum().backward()
+        results[rank] = (logprobs.detach(), entropy.detach(), own[0].grad, own[1].grad)
+
+    threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    of_weight = torch.cat([result[3] for result in results])
+    for logprobs, entropy, of_hidden, _ in results:
+        torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy, expected_entropy.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(of_hidden, exact[0].grad, atol=1e-5, rtol=0)
+    torch.testing.assert_close(of_weight[:19], exact[1].grad, atol=1e-5, rtol=0)
+    assert not of_weight[19].any()
+
+
+def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None:
+    """Lengths 3, 8, 1, 7, 4: rectangles of 8 and 7; 4 and 3; 1. The document of 7 is filled up with its last token."""
+    boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)
+    indices, order = micro_batches.rectangles(boundaries)
+    assert [part.shape for part in indices] == [(2, 8), (2, 4), (1, 1)]
+    flat = np.concatenate([part.ravel() for part in indices])
+    assert flat[order].tolist() == list(range(23))
+    assert indices[0][1].tolist() == [12, 13, 14, 15, 16, 17, 18, 18]
+
+
+# -- the shim ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_shim_leaves_torch_alone(folder: Path) -> None:
+    """torch's device contexts know factories by identity: with one wrapped, transformers loads garbage."""
+    before = {name: getattr(torch, name) for name in ("zeros", "empty", "tensor", "compile")}
+    before_cuda = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
+    type_name = torch.Tensor.type
+    with started("megatron-1", folder) as backend:
+        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+    assert before == {name: getattr(torch, name) for name in before}
+    assert before_cuda == {name: getattr(torch.cuda, name) for name in before_cuda}
+    assert torch.Tensor.type is type_name
+    assert all(value.__module__.startswith("torch") for value in [*before_cuda.values(), before["compile"]])
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta
+
+
+def test_the_shim_answers_megatron_with_the_cpu() -> None:
+    cpu_shim.use_device(torch.device("cuda"))
+    assert sys.modules["megatron.core.optimizer.clip_grads"].torch is torch
+    cpu_shim.use_device(torch.device("cpu"))
+    theirs = sys.modules["megatron.core.optimizer.clip_grads"].torch
+    assert theirs.zeros(2, device="cuda").device.type == "cpu"
+    assert theirs.cuda.current_device() == torch.device("cpu")
+    assert theirs.Tensor is torch.Tensor
+    assert megatron_model.GPTModel.__module__.startswith("megatron.core")
+
+
+def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(fused, name)
+        return lambda *a: (calls.append(name), function(*a))[1]
+
+    for name in ("heads", "rms_norm", "swiglu"):
+        monkeypatch.setattr(fused, name, counted(name))
+    results = {}
+    for recompute in ("none", "selective", "full"):
+        calls.clear()
+        with started("megatron-1", folder, options={"recompute": recompute}) as backend:
+            backend.step(shares("megatron-1", documents(), max_tokens=1000), learning_rate=LEARNING_RATE)
+            results[recompute] = ([calls.count(name) for name in ("heads", "rms_norm", "swiglu")], weights(backend))
+    # Two layers: attention, two norms and a gate each, and a last norm; again in the backward pass as the option says.
+    assert [results[name][0] for name in results] == [[2, 5, 2], [2, 9, 4], [4, 9, 4]]
+    assert distance(results["none"][1], results["selective"][1]) == 0.0
+    assert distance(results["none"][1], results["full"][1]) == 0.0
+
+
+def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: Path) -> None:
+    results = []
+    for offload in (False, True):
+        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
+            backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
+            backend.save(tmp_path)
+        with started("megatron-1", folder, options={"offload_optimizer": offload}) as backend:
+            backend.restore(tmp_path)
+            backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+            results.append(weights(backend))
+    assert distance(*results) == 0.0
+
+
+def test_arrays_reach_the_device_as_they_were() -> None:
+    arrays = {
+        "longs": np.arange(5),
+        "none": np.zeros(0, np.int64),
+        "flags": np.array([True, False, True]),
+        "strided": np.arange(12, dtype=np.float32)[::3],
+        "table": np.arange(6, dtype=np.int32).reshape(2, 3),
+    }
+    moved = micro_batches.to_device(arrays, torch.device("cpu"))
+    assert {name: tensor.tolist() for name, tensor in moved.items()} == {n: a.tolist() for n, a in arrays.items()}
+
+
+def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
+    """Of a token, per layer: q 64 x 64, k and v 64 x 32, o 64 x 64, three matrices of 64 x 128; then the head 64 x 50.
+
+    Of a document of 10 tokens: 2 products of 10 x 10 scores x 64 wide, half of them masked, 3 passes: 6 x 100 x 64.
+    """
+    shape = huggingface.read_shape(folder)
+    sizes = (shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size)
+    assert (*sizes, shape.feed_forward_size, shape.num_layers) == (64, 64, 32, 128, 2)
+    per_token = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * shape.vocabulary_size
+    assert flops.matrix_parameters(shape) == per_token
+    assert flops.training_flops(shape, [10, 10]) == 6 * per_token * 20 + 2 * (2 * 6 * 100 * 64)
+
+
+def test_the_peak_of_a_device_is_known_by_its_name() -> None:
+    assert flops.peak_flops("NVIDIA H200") == 989e12
+    assert flops.peak_flops("NVIDIA GeForce GT 710") is None

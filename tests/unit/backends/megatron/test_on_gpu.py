@@ -1,0 +1,68 @@
+"""A Megatron learner on a GPU, in bfloat16, against the reference backend in float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.policies.batching.packing import pack
+from tests.harness.backends import (
+    LEARNING_RATE,
+    distance,
+    documents,
+    expected_logprobs,
+    hugging_face,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
+    """The tolerances of test_bfloat16_trains_close_to_float32, which compares the same on the CPU."""
+    with started("reference", folder) as backend:
+        expected = backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE).metrics
+        expected_weights = weights(backend)
+    with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
+        metrics = backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE).metrics
+        exported = {name: tensor.cpu() for name, tensor in weights(backend).items()}
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=0.02)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
+    assert distance(exported, expected_weights) < 2**-7 * 2 + 2 * LEARNING_RATE
+
+
+def test_logprobs_in_bfloat16_are_close_to_those_of_hugging_face(folder: Path) -> None:
+    """Packed documents, each seen alone; 8 bits make an error of a few hundredths."""
+    model = hugging_face(folder)
+    (packed,) = pack(documents(), max_tokens=1000)
+    with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
+        logprobs = scored(backend, "megatron-1", packed)
+    for where in document_slices(packed):
+        expected = expected_logprobs(model, packed.tokens[where])
+        np.testing.assert_allclose(logprobs[where], expected, atol=0.5)
+        assert np.abs(logprobs[where] - expected).mean() < 0.05
+
+
+def test_a_checkpoint_restores_to_the_last_bit(folder: Path, tmp_path: Path) -> None:
+    batch = shares("megatron-1", documents())
+    with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
+        backend.step(batch, learning_rate=LEARNING_RATE)
+        backend.save(tmp_path)
+        saved = {name: tensor.cpu() for name, tensor in weights(backend).items()}
+    with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
+        backend.restore(tmp_path)
+        restored = {name: tensor.cpu() for name, tensor in weights(backend).items()}
+    assert all(torch.equal(restored[name], saved[name]) for name in saved)

@@ -1,0 +1,195 @@
+"""The Megatron backend's ranks: processes that start, agree, save, and end together."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.backends import huggingface
+from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
+from tests import ROOT
+from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_a_second_backend_in_one_process_is_refused(folder: Path) -> None:
+    with (
+        started("megatron-1", folder),
+        pytest.raises(BackendError, match="already initialised"),
+        started("megatron-1", folder),
+    ):
+        pass
+
+
+def test_a_backend_that_is_not_started_says_so(folder: Path) -> None:
+    with started("megatron-1", folder) as backend:
+        pass
+    with pytest.raises(BackendError, match="not started"):
+        backend.export()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"distributed_optimizer": False}, {}], ids=["replicated", "distributed"])
+def test_a_checkpoint_restores_on_another_number_of_ranks(
+    folder: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with started("megatron-2", folder, options=options) as backend:
+        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        backend.save(tmp_path / "two")
+        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        expected = weights(backend)
+    with started("megatron-1", folder) as backend:
+        backend.restore(tmp_path / "two")
+        backend.save(tmp_path / "one")
+        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+        assert distance(weights(backend), expected) < 1e-5
+    with started("megatron-2", folder, options=options) as backend:
+        backend.restore(tmp_path / "one")
+        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        assert distance(weights(backend), expected) == 0.0
+
+
+@pytest.mark.slow
+def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
+    """Data-parallel and tensor-parallel at once, several micro-batches a rank."""
+    results = {}
+    for kind in ("reference", "megatron-4"):
+        with started(kind, folder) as backend:
+            for step in range(2):
+                backend.step(shares(kind, documents(step), max_tokens=30), learning_rate=LEARNING_RATE)
+            results[kind] = weights(backend)
+    assert distance(results["reference"], results["megatron-4"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_shards_is_refused_with_the_setting_that_reads_it(folder: Path, tmp_path: Path) -> None:
+    with started("megatron-tp2", folder) as backend:
+        backend.save(tmp_path)
+    with (
+        started("megatron-1", folder) as backend,
+        pytest.raises(CheckpointError, match="learner.tensor_parallel = 2"),
+    ):
+        backend.restore(tmp_path)
+
+
+def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
+        huggingface.require_divisible(huggingface.read_shape(folder), 4)
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: Path) -> None:
+    """Rank 1 finds a folder where its file goes, and so cannot write; the leader could."""
+    with started("megatron-2", folder) as backend:
+        backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
+        taken = tmp_path / "one" / "rank-00001.safetensors"
+        taken.mkdir(parents=True)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="1 other ranks could not write their part"):
+                backend.save(tmp_path / "one")
+        taken.rmdir()
+        backend.save(tmp_path / "one")
+        expected = weights(backend)
+        backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        backend.restore(tmp_path / "one")
+        assert distance(weights(backend), expected) == 0.0
+
+
+@pytest.mark.slow
+def test_an_index_that_cannot_be_written_leaves_the_ranks_together(folder: Path, tmp_path: Path) -> None:
+    """The leader writes it alone: of the policy it cannot, and the critic's follows."""
+    with started("megatron-2", folder, auxiliary={"critic": critic(folder)}) as backend:
+        taken = tmp_path / "one" / "backend.json"
+        taken.mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=r"cannot write backend\.json"):
+            backend.save(tmp_path / "one")
+        before = weights(backend)
+        metrics = backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE).metrics
+        taken.rmdir()
+        backend.save(tmp_path / "one")
+        backend.restore(tmp_path / "one")
+    with started("megatron-1", folder) as backend:
+        assert distance(before, weights(backend)) == 0.0
+        expected = backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE).metrics
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["stepping", "scoring"])
+def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backend(folder: Path, moment: str) -> None:
+    """They wait for it in the midst of a layer: no batch can be tried with fewer groups after that."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("too little on this rank")
+
+    with started("megatron-tp2", folder) as backend:
+        own: Any = backend
+        own._own._agreement._wait = timedelta(seconds=0.2)
+        own._own._loaded["policy"]._outputs = fail
+        with pytest.raises(BackendError, match="too little on this rank") as caught:
+            if moment == "stepping":
+                backend.step(shares("megatron-tp2", documents()), learning_rate=LEARNING_RATE)
+            else:
+                backend.score(shares("megatron-tp2", documents()))
+        assert not isinstance(caught.value, StepFailed)
+
+
+def follower_pid(backend: Any) -> int:
+    return int(backend._followers._links[0][2].pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["waiting", "scoring", "saving"])
+def test_a_dead_follower_is_an_error_and_not_a_hang(folder: Path, tmp_path: Path, moment: str) -> None:
+    """Killed while it waits for a command."""
+    with started("megatron-2", folder) as backend:
+        if moment == "waiting":
+            os.kill(follower_pid(backend), signal.SIGKILL)
+            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+                backend.step(shares("megatron-2", documents()), learning_rate=LEARNING_RATE)
+        elif moment == "scoring":  # which meets in no collective
+            os.kill(follower_pid(backend), signal.SIGKILL)
+            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+                backend.score(shares("megatron-2", documents()))
+        else:
+            backend.save(tmp_path)
+            os.kill(follower_pid(backend), signal.SIGKILL)
+            with pytest.raises(BackendError, match="rank 1.*exit code -9"):
+                backend.save(tmp_path)
+
+
+@pytest.mark.slow
+def test_followers_die_with_a_killed_leader(folder: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from tests.harness.backends import started
+if __name__ == "__main__":
+    with started("megatron-2", Path({str(folder)!r})) as backend:
+        print(backend._followers._links[0][2].pid, flush=True)
+        sys.stdin.read()
+"""
+    path = folder.parent / "leader.py"
+    path.write_text(script)
+    with subprocess.Popen(
+        [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as leader:
+        assert leader.stdout is not None
+        follower = os.pidfd_open(int(leader.stdout.readline()))
+        leader.kill()
+        is_over, _, _ = select.select([follower], [], [], 30.0)
+        os.close(follower)
+    assert is_over

@@ -1,0 +1,286 @@
+"""What a pull and a lender do with what a server may bring, in any order: no server, the test plays it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.jetstream.layout import reader
+from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, make_consumer
+from asyncrl.bus.jetstream.pull_consumer import PullConsumer
+from asyncrl.errors import Unanswered
+
+
+async def nothing() -> None:
+    pass
+
+
+class ScriptedWire:
+    """A connection without a server: the test plays the server, also while a consumer is being made."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.consumers: list[dict[str, Any]] = []
+        self.orders: list[str] = []
+        self.batches: list[int] = []
+        self.sent: list[tuple[str, bytes]] = []
+        self.meanwhile: Callable[[], Awaitable[None]] = nothing
+        self.leaving: Callable[[], Awaitable[None]] = nothing
+        self.listening: dict[str, Callable[[Any], Awaitable[None]]] = {}
+        self._inboxes = itertools.count(1)
+
+    async def online(self) -> None:
+        pass
+
+    async def api(self, verb: str, body: Any = None, *, patience: float = 60.0) -> dict[str, Any]:
+        await self.meanwhile()
+        self.consumers.append(body["config"])
+        return {}
+
+    async def send(self, subject: str, data: bytes, *, reply: str) -> None:
+        if ".MSG.NEXT." in subject:
+            self.orders.append(reply)
+            self.batches.append(json.loads(data)["batch"])
+        else:
+            self.sent.append((subject, data))
+
+    async def subscribe(self, subject: str, on_message: Callable[[Any], Awaitable[None]]) -> Any:
+        self.listening[subject] = on_message
+        return subject
+
+    async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
+        if drain:
+            await self.leaving()
+        del self.listening[subscription]
+
+    def inbox(self) -> str:
+        return f"inbox{next(self._inboxes)}"
+
+    def listen(self, on_change: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    async def ordered(self, count: int) -> None:
+        while len(self.orders) < count:
+            await asyncio.sleep(0)
+
+    async def deliver(self, sequence: int, *, consumer: int, consumer_sequence: int, attempt: int = 1) -> None:
+        """To whoever listens: a test has one at a time."""
+        (on_message,) = self.listening.values()
+        name = self.consumers[consumer]["name"]
+        reply = f"$JS.ACK.s.{name}.{attempt}.{sequence}.{consumer_sequence}.0.0"
+        await on_message(SimpleNamespace(subject="s.k", data=b"", headers=None, reply=reply))
+
+    async def refuse(self, status: str, description: str, *, pending: int = 1) -> None:
+        ((inbox, on_message),) = self.listening.items()
+        headers = {"Status": status, "Description": description, "Nats-Pending-Messages": str(pending)}
+        await on_message(SimpleNamespace(subject=inbox, data=b"", headers=headers, reply=""))
+
+
+def ordered_consumer(wire: ScriptedWire) -> OrderedConsumer:
+    names = itertools.count()
+    return OrderedConsumer(wire, stream="s", create=lambda last: reader(f"reader-{next(names)}", after=last), batch=10)
+
+
+async def test_what_the_old_consumer_still_brings_while_the_new_one_is_made_is_not_read_twice() -> None:
+    wire = ScriptedWire()
+    pull = ordered_consumer(wire)
+    await pull.start()
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await pull.take()).sequence == 1
+    wire.generation += 1  # a reconnect that the consumer outlived
+    wire.meanwhile = lambda: wire.deliver(2, consumer=0, consumer_sequence=2)
+    waiting = asyncio.create_task(pull.take())
+    while len(wire.consumers) < 2:
+        await asyncio.sleep(0)
+    assert wire.consumers[1]["opt_start_seq"] == 2
+    await wire.deliver(2, consumer=1, consumer_sequence=1)
+    await wire.deliver(3, consumer=1, consumer_sequence=2)
+    assert [(await waiting).sequence, (await pull.take()).sequence] == [2, 3]
+
+
+async def test_a_missing_message_is_read_again_from_a_new_consumer() -> None:
+    wire = ScriptedWire()
+    pull = ordered_consumer(wire)
+    await pull.start()
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    await wire.deliver(3, consumer=0, consumer_sequence=3)  # 2 was dropped on the way
+    assert (await pull.take()).sequence == 1
+    waiting = asyncio.create_task(pull.take())
+    while len(wire.consumers) < 2:
+        await asyncio.sleep(0)
+    assert wire.consumers[1]["opt_start_seq"] == 2
+    await wire.deliver(2, consumer=1, consumer_sequence=1)
+    assert (await waiting).sequence == 2
+
+
+async def test_a_consumer_that_a_cluster_gave_to_a_dead_server_is_asked_for_under_another_name() -> None:
+    wire = ScriptedWire()
+
+    async def nobody_answers() -> None:
+        wire.meanwhile = nothing
+        raise Unanswered("given to a server that has just died")
+
+    pull = ordered_consumer(wire)
+    wire.meanwhile = nobody_answers
+    await pull.start()
+    assert [consumer["name"] for consumer in wire.consumers] == ["reader-1"]
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await pull.take()).sequence == 1
+
+
+# -- a consumer that others share --------------------------------------------------------------------------------------
+
+
+def lender(wire: ScriptedWire) -> PullConsumer:
+    return PullConsumer(wire, stream="s", name="workers", ready=lambda: make_consumer(wire, "s", {"name": "workers"}))
+
+
+def given_back(wire: ScriptedWire) -> list[int]:
+    """Stream sequences of the messages that were given back."""
+    return [int(subject.split(".")[5]) for subject, word in wire.sent if word == b"-NAK"]
+
+
+async def test_an_order_that_ran_out_is_placed_again_and_the_consumer_stays() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    for number in range(1, 4):
+        await wire.ordered(number)
+        await wire.refuse("408", "Request Timeout")
+    await wire.ordered(4)
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+    assert len(wire.consumers) == 1
+    await lent.stop()
+    assert not wire.listening
+    assert given_back(wire) == []
+
+
+async def test_no_more_is_ordered_than_is_wanted() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    lent.want(3)
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+    lent.want(2)  # two are on order
+    waiting = asyncio.create_task(lent.take())
+    await asyncio.sleep(0)
+    lent.want(5)
+    await wire.ordered(2)
+    lent.want(6)  # one more is not worth an order
+    for sequence in range(2, 7):
+        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+    assert (await waiting).sequence == 2
+    assert [(await lent.take()).sequence for _ in range(4)] == [3, 4, 5, 6]
+    assert wire.batches == [3, 3]
+
+
+async def test_who_waits_for_long_ends_up_with_one_order() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    lent.want(4)
+    await wire.ordered(2)
+    await wire.refuse("408", "Request Timeout", pending=1)  # three are still on order
+    await wire.refuse("408", "Request Timeout", pending=3)
+    await wire.ordered(3)
+    assert wire.batches == [1, 3, 4]
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+
+
+async def test_who_stops_gives_back_what_came_ahead() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    lent.want(3)
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    for sequence in (1, 2):
+        await wire.deliver(sequence, consumer=0, consumer_sequence=sequence)
+    assert (await waiting).sequence == 1
+    wire.leaving = lambda: wire.deliver(3, consumer=0, consumer_sequence=3)
+    await lent.stop()
+    assert sorted(given_back(wire)) == [2, 3]
+    assert not wire.listening
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(2)
+    await wire.deliver(4, consumer=0, consumer_sequence=4)
+    assert (await waiting).sequence == 4
+
+
+async def test_a_shared_consumer_that_is_gone_is_made_anew() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.refuse("409", "Consumer Deleted")
+    await wire.ordered(2)
+    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    assert (await waiting).sequence == 1
+
+
+async def test_a_message_that_comes_while_a_silent_order_is_withdrawn_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.bus.jetstream.pull_consumer.SILENCE_SECONDS", 0.0)
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    wire.leaving = lambda: wire.deliver(1, consumer=0, consumer_sequence=1)
+    assert (await lent.take()).sequence == 1
+    assert len(wire.orders) == 1
+    assert given_back(wire) == []
+
+
+async def test_a_message_that_crosses_the_withdrawal_is_given_back() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    wire.leaving = lambda: wire.deliver(7, consumer=0, consumer_sequence=1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert given_back(wire) == [7]
+    assert not wire.listening
+
+
+async def test_a_message_that_comes_together_with_the_cancellation_is_given_back() -> None:
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    await wire.deliver(7, consumer=0, consumer_sequence=1)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert given_back(wire) == [7]
+
+
+async def test_an_order_of_before_a_reconnect_is_withdrawn() -> None:
+    """The client listens at its inboxes again after a reconnect, so that the old order would be good again."""
+    wire = ScriptedWire()
+    lent = lender(wire)
+    await lent.start()
+    waiting = asyncio.create_task(lent.take())
+    await wire.ordered(1)
+    wire.generation += 1
+    lent.want(1)  # woken, as by a reconnect
+    await wire.ordered(2)
+    assert list(wire.listening) == [wire.orders[1]]
+    await wire.deliver(1, consumer=1, consumer_sequence=1)
+    assert (await waiting).sequence == 1

@@ -1,0 +1,394 @@
+"""The command as a user meets it: help at once, one line for each mistake, and no torch before it is needed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import __version__, config
+from asyncrl.cli import main as cli
+from asyncrl.config import tables
+from asyncrl.data import demo_task
+from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
+from asyncrl.run.process_manager import Outcome
+from tests import ROOT
+from tests.harness.forked import ForkServer
+
+RUN_FILE = """
+[run]
+name = "tiny"
+directory = "{directory}/runs"
+[model]
+path = "{directory}/model"
+[data]
+path = "{directory}/prompts.jsonl"
+[engine]
+kind = "inprocess"
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 4
+[rollout]
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its prompts."""
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+@pytest.fixture
+def run_file(folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(directory=folder))
+    return path
+
+
+def asyncrl(*arguments: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command."""
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "from asyncrl.cli import main as cli\n"
+        "cli.main(['--help'])\n"
+        "sys.exit(str({'torch', 'numpy', 'transformers', 'nats', 'aiohttp'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+    assert "rollout-worker" in done.stdout
+
+
+BEFORE_TORCH = {
+    "the run file": ("run.stepps=1", "did you mean 'steps'"),
+    "data.path": ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
+    "run.directory": ("run.directory={folder}/prompts.jsonl", "run.directory: "),
+    "bus.kind": ("bus.kind=carrier-pigeon", "bus.kind: 'carrier-pigeon' is unknown"),
+    "bus": ("bus.max_message_bytes=1000", "over bus.max_message_bytes"),
+    "rollout.top_p": ("rollout.top_p=0.5", "top_p=0.5"),
+    "model.path": ("model.path=nowhere", "model.path: "),
+    "reward.kind": ("reward.kind=my_rewards:score", "reward.kind: cannot import 'my_rewards'"),
+    "reward.options": ("reward.kind=remote", "reward"),
+    "rollout.function": ("rollout.function=my_rollouts:play", "rollout.function: cannot import 'my_rollouts'"),
+    "launcher.kind": ("launcher.kind=rays", "launcher.kind: 'rays' is unknown"),
+}
+
+
+def test_what_needs_no_torch_is_refused_without_it(run_file: Path, folder: Path) -> None:
+    """Its import takes many seconds on a busy machine. One process for all, as the first import would be seen."""
+    code = (
+        "import json, sys\n"
+        "from asyncrl.cli import main as cli\n"
+        "for verb in ('check', 'run'):\n"
+        "    for override in sys.argv[2:]:\n"
+        "        assert cli.main([verb, sys.argv[1], '--set', override]) == 2, override\n"
+        "        assert not {'torch', 'transformers'} & sys.modules.keys(), override\n"
+    )
+    overrides = [override.format(folder=folder) for override, _ in BEFORE_TORCH.values()]
+    command = [sys.executable, "-c", code, str(run_file), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    messages = [message for _, message in BEFORE_TORCH.values()]
+    for line, message in zip(done.stderr.splitlines(), 2 * messages, strict=True):
+        assert message in line
+
+
+def test_help_of_every_verb_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from asyncrl.cli import main as cli\n"
+        "for verb in cli.VERBS:\n"
+        "    assert cli.main([verb, '--help']) == 0\n"
+        "    assert not {'torch', 'transformers'} & sys.modules.keys(), verb\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_while_a_verb_is_imported_ends_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str) -> cli.Verb:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load", load)
+    assert asyncrl("run", "run.toml", capsys=capsys) == (130, "", "")
+
+
+def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, summary in cli.VERBS.items():
+        code, out, err = asyncrl(name, "--help", capsys=capsys)
+        assert (code, err) == (0, "")
+        assert summary in " ".join(out.split())
+        assert f"usage: asyncrl {name}" in out
+
+
+def test_a_command_line_that_is_wrong_gives_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("chekc", capsys=capsys)
+    assert (code, "invalid choice: 'chekc'" in err) == (2, True)
+    code, _, err = asyncrl(capsys=capsys)
+    assert (code, "the following arguments are required: VERB" in err) == (2, True)
+    assert asyncrl("--version", capsys=capsys)[:2] == (0, f"asyncrl {__version__}\n")
+
+
+@pytest.mark.slow
+async def test_a_command_works_where_an_event_loop_runs_already(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in a notebook."""
+    nobody = ["--set", "bus.url=nats://127.0.0.1:9", "--set", "run.name=x"]
+    code, _, err = asyncrl("scale", *nobody, "--rollout-workers", 1, capsys=capsys)
+    assert (code, "nats://127.0.0.1:9" in err) == (2, True)
+
+
+def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asyncrl("check", run_file, "--set", "staleness.max_staleness=3", capsys=capsys)
+    assert code == 0
+    assert "staleness bound   3 versions (async)" in out
+    assert "window            16 groups = (max_staleness 3 + 1) x groups_per_batch 4" in out
+    assert "largest message" in out
+    assert "max_staleness = 3" in out
+
+
+def test_check_does_not_print_the_token(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asyncrl("check", run_file, "--set", "bus.token=hunter2", capsys=capsys)
+    assert "hunter2" not in out
+
+
+def test_check_says_which_gpus_each_process_gets(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "GPUs              none, all on the CPU" in asyncrl("check", run_file, capsys=capsys)[1]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    two = ["--set", "rollout.workers=2"]
+    assert "GPUs              learner 0; w0 1; w1 2" in asyncrl("check", run_file, *two, capsys=capsys)[1]
+    cpu = ["--set", "learner.device=cpu"]
+    assert "GPUs              w0 0; w1 1" in asyncrl("check", run_file, *two, *cpu, capsys=capsys)[1]
+    ranks = ["--set", "learner.backend=megatron", "--set", "learner.ranks=8"]
+    code, _, err = asyncrl("check", run_file, *ranks, capsys=capsys)
+    assert (code, "8 ranks need 8 GPUs, this machine has 4" in err) == (2, True)
+
+
+def test_what_no_restart_heals_and_what_waiting_does_have_exit_codes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, run_file: Path
+) -> None:
+    def ended_by(error: BaseException) -> int:
+        def fail(options: Any) -> int:
+            raise error
+
+        monkeypatch.setattr(cli.load("check"), "run", fail)
+        return cli.main(["check", str(run_file)])
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    checkpoint = CheckpointError("step-00000050")
+    checkpoint.__cause__ = full
+    assert ended_by(full) == 5
+    assert ended_by(checkpoint) == 5
+    assert ended_by(ExceptionGroup("two", [RuntimeError("boom"), ExceptionGroup("one", [full])])) == 5
+    assert ended_by(HopelessError("the last 64 groups were all failed")) == 3
+    died = EngineDied("gone")
+    died.__cause__ = ExceptionGroup("the group it was the only one of", [died])
+    assert ended_by(died) == 1
+    assert ended_by(PermissionError(errno.EACCES, "Permission denied")) == 1
+    assert ended_by(OSError(errno.EMFILE, "Too many open files")) == 1
+    assert ended_by(RuntimeError("I/O error: No space left on device (os error 28)")) == 5
+    assert ended_by(ExceptionGroup("two", [full, HopelessError("no groups")])) == 3
+    assert ended_by(ExceptionGroup("two", [ConfigError("learner.ranks: 8"), full])) == 2
+
+
+MISTAKES = {
+    "misspelt key": ("learner.stesp=1", "learner: unknown key 'stesp'"),
+    "near key": ("rollout.group_sise=4", "did you mean 'group_size'?"),
+    "unknown section": ("lerner.ranks=1", "unknown key 'lerner'; did you mean 'learner'?"),
+    "wrong type": ("run.steps=many", "run: steps must be a whole number, got 'many'"),
+    "wrong range": ("staleness.max_staleness=-1", "max_staleness must be >= 0 (0 trains on-policy), got -1"),
+    "bool for a number": ("run.steps=true", "steps must be a whole number"),
+    "unknown choice": ("run.mode=asink", "mode must be one of 'sync', 'one_step_off', 'async', got 'asink'"),
+    "not an override": ("steps", "write section.key=value"),
+    "data missing": ("data.path=nowhere.jsonl", "nowhere.jsonl"),
+    "model missing": ("model.path=nowhere", "model.path: nowhere: no such model folder"),
+    "unknown engine": ("engine.kind=sglnag", "engine.kind: 'sglnag' is unknown; did you mean 'sglang'?"),
+    "unknown engine option": ("engine.options={speed=1}", "engine.options: unknown key 'speed'"),
+    "unknown backend": ("learner.backend=megatorn", "did you mean 'megatron'?"),
+    "reward with a dot": ("reward.kind=my_judge.score", "is unknown; did you mean 'my_judge:score'?"),
+    "name of the hub's": (
+        "model.path=Qwen/Qwen3-0.6B",
+        "hf download ORGANISATION/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B",
+    ),
+    "no room for a prompt": ("rollout.max_new_tokens=64", "64 new tokens leave no room for a prompt"),
+    "reward module": ("reward.kind=my_judge:score", "cannot import 'my_judge'"),
+    "reward function": ("reward.kind=asyncrl.data.demo_task:rewardd", "reward"),
+    "message size": ("bus.max_message_bytes=1000", "over bus.max_message_bytes (1,000)"),
+    "log too small": ("bus.max_log_bytes=100000", "a full log would stop the run"),
+    "no correction": ("algorithm.correction=none", "allow_uncorrected = true if you mean it"),
+    "no baseline": ("rollout.group_size=1", "gives the advantage grpo no baseline"),
+    "truncated sampling": ("rollout.top_p=0.9", "truncated distribution"),
+    "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
+    "bad url": ("bus.url=localhost", "url must start with nats://"),
+    "odd ranks": ("learner.tensor_parallel=2", "ranks must be a multiple of tensor_parallel (2), got 1"),
+    "ranks of one process": ("learner.ranks=2", 'backend = "reference" runs in one process'),
+    "gpu that is not there": ("learner.gpus=[0]", "there is no GPU 0; this machine has none that torch sees"),
+    "rollout that is no function": ("rollout.function=os:sep", "'os:sep' is a str, not a function or class"),
+    "engine that is no class": ("engine.kind=os:sep", "engine.kind: 'os:sep' is a str"),
+    "algorithm that is none": ("algorithm.name=os:path", "'os:path' is a module, not an AlgorithmSpec"),
+    "negative clip": ("algorithm.options={clip_low=-0.2}", "clip_low of ppo_clip must be >= 0, got -0.2"),
+    "alarm over all": ("metrics.drop_alarm=5", "drop_alarm must be a share, 0 to 1 (0 is off), got 5.0"),
+    "reward beyond float32": ("reward.largest=1e30", "largest must be <= 1e12, got 1e+30"),
+    "negative alarm": ("metrics.mismatch_alarm=-1", "mismatch_alarm must be >= 0 (0 is off), got -1.0"),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_line_and_exit_code_2(
+    override: str, message: str, run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = asyncrl("check", run_file, "--set", override, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("check", tmp_path / "none.toml", capsys=capsys)
+    assert (code, "no such run file" in err) == (2, True)
+    (tmp_path / "bad.toml").write_text("[run\nname = 3")
+    code, _, err = asyncrl("check", tmp_path / "bad.toml", capsys=capsys)
+    assert (code, "line 1" in err) == (2, True)
+    code, _, err = asyncrl("check", tmp_path, capsys=capsys)
+    assert (code, "is a folder; name the run file" in err) == (2, True)
+
+
+def test_a_run_that_is_not_there_is_not_gone_on_with(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip in its name would begin another one, from version 0."""
+    there = ("--set", f"run.directory={tmp_path}")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "history.jsonl").touch()
+    code, _, err = asyncrl("run", run_file, *there, "--set", "run.name=reel", "--resume", capsys=capsys)
+    assert code == 2
+    assert err == (
+        f"asyncrl: {tmp_path}/reel: no run to continue; in {tmp_path} there are real; leave out --resume to start one\n"
+    )
+
+
+def test_a_run_that_is_not_there_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("scale", tmp_path / "none", "--rollout-workers", "2", capsys=capsys)
+    assert (code, err) == (2, f"asyncrl: {tmp_path / 'none'}: no such run folder or run file\n")
+
+
+def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none = ["--set", "algorithm.correction=none"]
+    assert asyncrl("check", run_file, *none, "--set", "run.mode=sync", capsys=capsys)[0] == 0
+    assert asyncrl("check", run_file, *none, "--set", "algorithm.allow_uncorrected=true", capsys=capsys)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["learner", "rollout-worker"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=tiny", "start that first"),
+        ("bus.url=nats://127.0.0.1:9", "nats://127.0.0.1:9"),
+    ],
+    ids=["no bus", "unreachable bus"],
+)
+def test_a_role_without_a_bus_says_what_to_start(
+    role: str, override: str, message: str, run_file: Path, forks: ForkServer
+) -> None:
+    code, said = forks.call(role, str(run_file), "--set", override)
+    assert code == 2
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
+    with pytest.raises(ConfigError, match="betas must be a list"):
+        tables.build(config.LearnerSection, {"betas": 0.9}, "learner")
+    with pytest.raises(ConfigError, match="missing path"):
+        tables.build(config.DataSection, {}, "data")
+    assert tables.build(config.LearnerSection, {"learning_rate": 1}, "learner").learning_rate == 1.0
+
+
+def test_the_demo_run_file_names_every_section() -> None:
+    made = config.load(ROOT / "examples" / "demo.toml")
+    assert made.run.mode == "async"
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(("code", "bus"), [(0, "nats"), (130, "nats"), (2, "nats"), (0, "memory"), (130, "memory")])
+def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
+    code: int,
+    bus: str,
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "a b" / "tiny"
+
+    async def launch(*_: Any, **__: Any) -> Outcome:
+        (folder / "weights" / "0-9").mkdir(parents=True)
+        (folder / "weights" / "0-12").mkdir()
+        (folder / "history.jsonl").touch()
+        return Outcome(exit_code=code, reason="")
+
+    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
+    override = f"run.directory={folder.parent}"
+    last_line = {
+        (0, "nats"): f"model in {folder}/weights/0-12\n",
+        (0, "memory"): f"model in {folder}/weights/0-12\n",
+        (130, "nats"): f"continue with: asyncrl run {run_file} --set '{override}' --set bus.kind=nats --resume\n",
+    }
+    command = ["run", run_file, "--set", override, "--set", f"bus.kind={bus}"]
+    assert asyncrl(*command, capsys=capsys) == (code, last_line.get((code, bus), ""), "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
+    run_file: Path, folder: Path, environment: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2"]
+
+    def run(*extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
+
+    first = run("--set", "run.steps=3")
+    assert first.returncode == 0, first.stderr
+    assert "done: 3 steps" in first.stdout
+    assert first.stdout.endswith(f"model in {folder / 'runs' / 'tiny' / 'weights' / '0-3'}\n")
+    again = run("--set", "run.steps=5")
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    resumed = run("--set", "run.steps=5", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["staleness/max"] for row in rows) <= 4
+    assert not (folder / "runs" / "tiny" / "bus.json").exists()

@@ -1,0 +1,98 @@
+"""What `--set` and a table of overrides mean: every value arrives as it was given, or is refused in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.config import only_overrides, override, override_items
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+
+TEXT = st.text(st.characters(codec="utf-8"))
+VALUES = st.recursive(
+    st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
+    max_leaves=8,
+)
+
+
+def table_of(*items: str) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for item in items:
+        override(table, item)
+    return table
+
+
+@given(value=VALUES)
+def test_a_value_is_what_its_text_says(value: Any) -> None:
+    assert tomllib.loads(f"value = {toml_text(value)}")["value"] == value
+    assert table_of(*override_items({"engine.options": value})) == {"engine": {"options": value}}
+
+
+def test_a_key_in_quotes_may_have_dots() -> None:
+    for quoted in ('"geo_mask.low"', "'geo_mask.low'"):
+        assert table_of(f"algorithm.options.{quoted}=0.9") == {"algorithm": {"options": {"geo_mask.low": 0.9}}}
+    assert table_of('engine.options."a=b"=1') == {"engine": {"options": {"a=b": 1}}}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ['algorithm.options."geo_mask.low"=0.9'],
+        ["algorithm.options.geo_mask.low=0.9"],  # as a shell leaves the one above
+        ["algorithm.options={geo_mask.low = 0.9}"],
+        {"algorithm.options": {"geo_mask.low": 0.9}},
+        {"algorithm.options.geo_mask.low": 0.9},
+    ],
+)
+def test_an_option_of_one_part_of_an_algorithm_can_be_set(overrides: Any) -> None:
+    made = only_overrides(override_items(overrides))
+    assert made.algorithm.options == {"geo_mask.low": 0.9}
+    again = only_overrides([f"algorithm.options={toml_text(made.algorithm.options)}"])
+    assert again == made
+
+
+@pytest.mark.parametrize("text", ['"\\ud83d\\ude00"', "'half", "[1, 2", "{a = }", ' "x'])
+def test_what_begins_as_toml_and_is_none_is_refused_without_showing_it(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set bus\.token: its value begins as a TOML value and is none") as error:
+        table_of(f"bus.token={text}")
+    assert text not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bare_word_is_a_text() -> None:
+    assert table_of("engine.kind=sglang", "run.directory=runs/😀") == {
+        "engine": {"kind": "sglang"},
+        "run": {"directory": "runs/😀"},
+    }
+
+
+@pytest.mark.parametrize("item", ["steps=1", "run.steps", "run..steps=1", "run.=1", '"run.steps"=1', "=1"])
+def test_an_override_without_section_and_key_is_refused(item: str) -> None:
+    with pytest.raises(ConfigError, match=r"write section\.key=value"):
+        table_of(item)
+
+
+def test_a_path_is_its_text() -> None:
+    assert override_items({"run.directory": Path("runs/a b"), "x.y": [Path("c")]}) == (
+        'run.directory="runs/a b"',
+        'x.y=["c"]',
+    )
+
+
+@pytest.mark.parametrize("overrides", ["run.steps=10", b"run.steps=10", None, 7, [("run.steps", 10)]])
+def test_overrides_that_are_no_table_and_no_list_are_refused(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match=r'^overrides: give a table, \{"run.steps": 10\}, or a list of texts'):
+        override_items(overrides)
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, "NoneType"), ({"a": [object()]}, "object"), ({1}, "set")])
+def test_a_value_that_no_run_file_can_hold_is_refused(value: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^overrides: engine\.options\S* is a {kind}, which a run file cannot hold"):
+        override_items({"engine.options": value})

@@ -1,0 +1,88 @@
+"""[staleness] of the run file: what it says reaches the loop, and what cannot work is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config import RunConfig, tables
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+from asyncrl.run import build, registry
+
+
+def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) -> RunConfig:
+    table = {
+        "run": {"mode": mode, "directory": str(folder / "runs")},
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "prompts.jsonl")},
+        "learner": {"backend": "reference", "device": "cpu"},
+        "engine": {"kind": "inprocess", "device": "cpu"},
+        "reward": {"kind": "exact"},
+        "staleness": staleness,
+    }
+    return tables.build(RunConfig, table, "run.toml")
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no room to adapt": ({"adaptive": True, "smallest": 5}, "between smallest and max_staleness; got 5 > 4"),
+    "adaptive without staleness": ({"adaptive": True, "mode": "sync"}, 'adaptive needs run.mode = "async"; sync has'),
+    "crossed": ({"ess_low": 0.95}, "0 <= ess_low <= ess_high <= 1 must hold, got 0.95 and 0.9"),
+    "freshest first that waits": ({"order": "freshest_first", "eviction": "wait"}, 'eviction = "wait" waits for; use'),
+    "weights that do not fall": ({"weight": "exponential", "weight_rate": 0.0}, "weight_rate must be > 0, got 0.0"),
+    "unknown weight": ({"weight": "quadratic"}, "weight must be one of 'exponential', 'inverse', 'linear'"),
+    "unknown rule": ({"learning_rate": "sqrt"}, "learning_rate must be one of 'ess_sqrt', 'ess_linear', got 'sqrt'"),
+    "partial in sync": ({"stragglers": "partial", "mode": "sync"}, 'stragglers = "partial" needs run.mode = "async"'),
+    "partial at once": ({"stragglers": "partial", "max_staleness": 1}, "and max_staleness >= 2: else every batch"),
+    "one is no group": ({"stragglers": "partial", "min_group": 1}, "min_group must be >= 2"),
+    "more than the group": ({"stragglers": "partial", "min_group": 9}, "min_group 9 is more than rollout.group_size 8"),
+    "no patience": ({"patience": 0}, "patience must be > 0, got 0"),
+}
+
+
+@pytest.mark.parametrize(("section", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run_config(**section)
+    assert str(raised.value).startswith("run.toml: staleness: ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:
+    assert registry.algorithm(run_config(learning_rate="ess_sqrt")).learning_rate_rule == "sqrt"
+    assert registry.algorithm(run_config(learning_rate="ess_linear")).learning_rate_rule == "linear"
+    assert registry.algorithm(run_config()).learning_rate_rule == ""
+
+
+async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    run = run_config(
+        tmp_path, adaptive=True, smallest=2, ess_low=0.3, ess_high=0.8, patience=7, order="in_order", weight="linear"
+    )
+    bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
+    learner, _ = await build.build_learner(run, bus=bus, resume=False)
+    await learner.stop()
+    bound = learner.table.bound
+    assert (bound.bound, bound.largest, bound.smallest) == (4, 4, 2)
+    assert learner._batcher._selection.order == "in_order"
+    weight = learner._batcher._age_weight
+    assert weight is not None
+    assert weight([0, 4]).tolist() == pytest.approx([1.0, 0.2])
+    assert (bound.low, bound.high, bound.patience) == (0.3, 0.8, 7)
+
+
+async def test_the_run_file_reaches_the_workers(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
+    partial = run_config(tmp_path, stragglers="partial", max_staleness=6, min_group=3)
+    worker, _ = await build.build_worker(partial, bus=bus, name="w0")
+    (training,) = worker._stages
+    assert training._stragglers._max_staleness == 6
+    assert training._stragglers._min_group == 3
+    whole, _ = await build.build_worker(run_config(tmp_path), bus=bus, name="w1")
+    (training,) = whole._stages
+    assert training._stragglers is None

@@ -1,0 +1,324 @@
+"""How we talk to SGLang: requests, loads, aborts, old servers. A fake server says what SGLang would."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import pickle
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import test_utils, web
+
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang.weights import WeightLoader
+from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.messages import SamplingParams
+from tests.harness.engines import PROMPT, Model
+from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
+
+SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
+
+
+# -- a fake server -----------------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    """Says what SGLang would; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.version = "0.5.16"
+        self.weight_version = "default"
+        self.update_status = 200
+        self.is_silent = self.is_paused = self.is_proxy = False
+        self.ended: list[Any] = []
+        """Connections that carry nothing more: SGLang closes one behind an error that it did not expect."""
+        self.callers: dict[str, set[int]] = {}
+        """Ports that each path was asked from: one is one connection."""
+        self.application = web.Application()
+        self.application.router.add_route("*", "/{path}", self.answer)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        asked = await request.json() if request.can_read_body else {}
+        self.asked.append((path, asked))
+        assert request.transport is not None
+        if request.transport in self.ended:
+            request.transport.abort()
+        self.callers.setdefault(path, set()).add(request.transport.get_extra_info("peername")[1])
+        if path == "/server_info":
+            return web.json_response({"version": self.version, "max_running_requests": 1})
+        if path == "/model_info":
+            return web.json_response({"weight_version": self.weight_version})
+        if path == "/update_weights_from_disk" and self.update_status == 500:
+            self.ended.append(request.transport)
+        if path == "/update_weights_from_disk":
+            return web.json_response({"success": self.update_status == 200, "message": "no"}, status=self.update_status)
+        if path == "/generate" and self.is_paused:
+            await asyncio.Event().wait()
+        if path == "/generate" and not asked["stream"]:
+            return web.json_response(body([1], finish_reason=LENGTH))
+        if path == "/generate" and self.is_proxy:
+            return web.Response(text="<html>Bad gateway</html>", content_type="text/html")
+        if path == "/generate" and self.is_silent:
+            await asyncio.Event().wait()
+        if path == "/generate":
+            chunk = body([5, 6, 7, 8], weight_version=self.weight_version, finish_reason=LENGTH)
+            return web.Response(text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
+        return web.Response()
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
+    server = FakeServer()
+    async with test_utils.TestServer(server.application) as running:
+        yield server, str(running.make_url("")).rstrip("/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def make_engine(model: Model, log_path: Path, **options: Any) -> sglang.SGLangEngine:
+    return sglang.SGLangEngine(
+        model.folder,
+        device="cpu",
+        dtype="float32",
+        version=(0, 3),
+        options=sglang.Options(**options),
+        log_path=log_path,
+    )
+
+
+async def test_an_old_server_is_asked_by_stream(fake: tuple[FakeServer, str], model: Model, tmp_path: Path) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    generation = await engine.generate(PROMPT, SHORT, seed=0)
+    assert finished(generation) == ([5, 6, 7, 8], [(0, 3)])
+    asked = server.asked[-1][1]
+    assert asked["stream"]
+    assert asked["input_ids"] == PROMPT.tolist()
+    assert engine.stats().tokens_generated == 4
+    await engine.close()
+
+
+async def test_every_load_changes_the_name_of_the_prefix_cache(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    for version in (4, 5):
+        await engine.generate(PROMPT, SHORT, seed=0)
+        await engine.load(model.version(version))
+    await engine.generate(PROMPT, SHORT, seed=0)
+    names = [asked["extra_key"] for path, asked in server.asked if path == "/generate" and asked["stream"]]
+    assert len(set(names)) == 3
+    await engine.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_the_orders_of_a_load_share_a_connection_unless_the_server_is_not_ours(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url="" if is_ours else url)
+
+    async def launch() -> None:
+        engine._client.url = url
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    await engine.start()
+    await engine.load(model.version(4))
+    orders = [server.callers[path] for path in ("/pause_generation", "/update_weights_from_disk")]
+    assert (orders[0] == orders[1]) == is_ours
+    await engine.close()
+
+
+async def test_a_load_whose_session_may_have_begun_ends_it_before_the_next(model: Model) -> None:
+    """The answer to the order that begins it got lost: until a load succeeds the server stays paused."""
+    begin, update, end = "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"
+    asked: list[str] = []
+    is_answering = False
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        asked.append(path)
+        if path == begin and not is_answering:
+            raise EngineError("no answer")
+        return {"success": True}
+
+    is_open = asyncio.Event()
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=is_open)
+    loader.has_sessions, loader.ranks_with_loader = True, 2
+    with pytest.raises(WeightsError, match="no answer"):
+        await loader.load(model.version(4), model.folder)
+    assert asked == ["/pause_generation", begin]
+    assert loader.version < (0, 0)
+    assert not is_open.is_set()
+    asked.clear()
+    is_answering = True
+    await loader.load(model.version(4), model.folder)
+    assert asked == ["/pause_generation", end, begin, update, end, "/continue_generation"]
+    assert loader.version == (0, 4)
+    assert is_open.is_set()
+
+
+async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Model) -> None:
+    """The folder may be collected while it is read; the descriptor may be out of the server's reach."""
+    named: list[str] = []
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        for order in body.get("serialized_named_tensors", ()):
+            named.extend(name for name, _ in pickle.loads(base64.b64decode(order)))
+        return {"success": True}
+
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
+    loader.ranks_with_loader = 1
+    await loader.load(model.version(4), model.folder)
+    opened, file = named
+    assert opened.startswith(f"/proc/{os.getpid()}/fd/")
+    assert file == str(model.folder / "model.safetensors")
+
+
+async def test_a_file_that_is_gone_is_never_ordered(model: Model, tmp_path: Path) -> None:
+    """An error in our loader would end the server."""
+
+    async def post(path: str, body: Mapping[str, Any]) -> Any:
+        raise AssertionError(path)
+
+    loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
+    loader.ranks_with_loader = 1
+    with pytest.raises(WeightsError, match="removed to make room"):
+        await loader.load(model.version(4), tmp_path)
+    assert loader.version == (0, 3)
+
+
+async def test_an_order_to_a_closed_engine_says_that_it_is_closed(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    _, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    await engine.close()
+    with pytest.raises(EngineDied, match="not running"):
+        await engine._client.order("/continue_generation", {})
+
+
+async def test_a_server_that_refuses_weights_goes_on_with_the_old_ones(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.update_status = 400
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    with pytest.raises(WeightsError, match="0:4"):
+        await engine.load(model.version(4))
+    assert server.paths[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+    assert engine.version == (0, 3)
+    assert len((await engine.generate(PROMPT, SHORT, seed=0)).tokens) == 4
+    await engine.close()
+
+
+async def test_an_order_behind_an_unexpected_error_takes_a_connection_of_its_own(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server goes on with the old weights; the connection that the error came over may be closing."""
+    server, url = fake
+    server.update_status = 500
+    engine = make_engine(model, tmp_path / "log")
+
+    async def launch() -> None:
+        engine._client.url = url
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    await engine.start()
+    with pytest.raises(WeightsError, match="500"):
+        await engine.load(model.version(4))
+    assert server.paths[-1] == "/continue_generation"
+    server.update_status = 200
+    await engine.load(model.version(4))
+    assert engine.version == (0, 4)
+    await engine.close()
+
+
+async def test_the_version_an_attached_server_has_is_taken_over(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    server.weight_version = "1:7"
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    assert engine.version == (1, 7)
+    await engine.close()
+
+
+async def test_a_cancelled_request_is_aborted_on_the_server(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    server.is_silent = True
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await engine.generate(PROMPT, SHORT, seed=0)
+    (_, sent), (path, aborted) = server.asked[-2:]
+    assert (path, aborted["rid"]) == ("/abort_request", sent["rid"])
+    await engine.close()
+
+
+async def test_an_answer_that_is_no_json_fails_the_request_and_not_the_prompt(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    server, url = fake
+    engine = make_engine(model, tmp_path / "log", url=url)
+    await engine.start()
+    server.is_proxy = True
+    with pytest.raises(EngineError, match="the response is not JSON") as raised:
+        await engine.generate(PROMPT, SHORT, seed=0)
+    assert not isinstance(raised.value, EngineDied)
+    await engine.close()
+
+
+async def test_a_server_that_was_left_paused_is_not_waited_for_without_a_word(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    """Who loaded weights into it died, or ended with its run, in the middle: it is healthy and samples nothing."""
+    fake[0].is_paused = True
+    engine = make_engine(model, tmp_path / "log", url=fake[1], start_seconds=0.2)
+    with pytest.raises(EngineDied, match="paused"):
+        async with asyncio.timeout(5.0):
+            await engine.start()
+
+
+@pytest.mark.parametrize("options", [{"version_source": "spans"}, {"pause": "retract"}])
+async def test_what_an_old_server_cannot_do_is_refused(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path, options: dict[str, str]
+) -> None:
+    engine = make_engine(model, tmp_path / "log", url=fake[1], **options)
+    with pytest.raises(ConfigError, match=r"0\.5\.16"):
+        await engine.start()
+
+
+async def test_a_server_that_is_gone_is_a_dead_engine(
+    fake: tuple[FakeServer, str], model: Model, tmp_path: Path
+) -> None:
+    async with test_utils.TestServer(fake[0].application) as running:
+        engine = make_engine(model, tmp_path / "log", url=str(running.make_url("")))
+        await engine.start()
+    with pytest.raises(EngineDied):
+        await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(EngineDied):
+        await engine.load(model.version(4))
+    await engine.close()

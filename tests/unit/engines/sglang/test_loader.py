@@ -1,0 +1,162 @@
+"""Our reading of weights inside an SGLang server: each tensor as it was written, however the file is cut."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.engines.sglang import loader
+from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.snapshot import Bucket, Snapshot
+
+CPU = torch.device("cpu")
+
+
+def written(path: Path) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    given = {f"layer.{number}": torch.randn(5 + number, 7, generator=generator) for number in range(9)}
+    given |= {f"half.{number}": torch.randn(3, 11, generator=generator).bfloat16() for number in range(5)}
+    given |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "ids": torch.arange(6)}
+    write(path, given)
+    return given
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    snapshot = Snapshot.of(tensors.items())
+    blocks = [bucket.data.numpy().tobytes() for bucket in snapshot.buckets]
+    with path.open("wb") as stream:
+        safetensors_file.write(stream, [safetensors_file.header(snapshot.entries), *blocks])
+
+
+def check_same(found: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == given.keys()
+    for name, tensor in given.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+@pytest.mark.parametrize(("piece_bytes", "bucket_bytes"), [(32 * 2**20, 2**29), (16, 200), (7, 1)])
+def test_every_tensor_comes_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(loader, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(loader, "_BUCKET_BYTES", bucket_bytes)
+    given = written(tmp_path / "w")
+    check_same(dict(loader.tensors(tmp_path / "w", CPU)), given)
+
+
+def test_at_most_three_buckets_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is read, one that is taken, and the one before while the loop still holds its last tensor."""
+    monkeypatch.setattr(loader, "_BUCKET_BYTES", 1)  # each tensor has its own
+    given = written(tmp_path / "w")
+    made: list[weakref.ref[torch.Tensor]] = []
+    at_once: list[int] = []
+
+    class Counted(Bucket):
+        @classmethod
+        def empty(cls, *arguments: Any) -> Bucket:
+            bucket = Bucket.empty(*arguments)
+            made.append(weakref.ref(bucket.data))
+            at_once.append(sum(data() is not None for data in made))
+            return bucket
+
+    monkeypatch.setattr(loader, "Bucket", Counted)
+    count = 0
+    for _name, _tensor in loader.tensors(tmp_path / "w", CPU):
+        count += 1
+    assert count == len(at_once) == len(given)
+    assert max(at_once) <= 3
+
+
+@pytest.mark.gpu
+def test_a_gpu_gets_every_byte_while_the_model_still_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small buckets in the same memory over and over, and a model whose copies are late."""
+    monkeypatch.setattr(loader, "_PIECE_BYTES", 4 * 2**20)
+    monkeypatch.setattr(loader, "_BUCKET_BYTES", 16 * 2**20)
+    generator = torch.Generator().manual_seed(0)
+    given = {f"layer.{number}": torch.randn(1024, 2048, generator=generator) for number in range(24)}
+    write(tmp_path / "w", given)
+    for _ in range(5):
+        taken = {}
+        for name, tensor in loader.tensors(tmp_path / "w", torch.device("cuda", 0)):
+            torch.cuda._sleep(2_000_000)
+            taken[name] = tensor.clone()
+        check_same({name: tensor.cpu() for name, tensor in taken.items()}, given)
+
+
+def test_a_file_that_ends_early_is_an_error_and_no_tensor_of_zeros(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    written(file)
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(EOFError, match="bytes early"):
+        dict(loader.tensors(file, CPU))
+
+
+def test_a_file_with_gaps_between_tensors_is_refused(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
+    (tmp_path / "w").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match="a is at 4..8, expected at 0..4"):
+        dict(loader.tensors(tmp_path / "w", CPU))
+
+
+@pytest.mark.parametrize("first", ["w", "a descriptor that the server must not look at"])
+def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path: Path, first: str) -> None:
+    """What SGLang does with an order: it decodes it, moves its tensors to the device, and calls the loader."""
+    given = written(tmp_path / "w")
+    taken: dict[str, torch.Tensor] = {}
+
+    class Network(torch.nn.Linear):
+        def load_weights(self, weights: object) -> None:
+            taken.update(weights)  # type: ignore[call-overload]
+
+    named = pickle.loads(base64.b64decode(loader.serialized(tmp_path / first, tmp_path / "w")))
+    loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in named])
+    check_same(taken, given)
+
+
+def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight channel's: the tensors of the file that the payload names."""
+    return loader.tensors(Path(payload.decode()), device)
+
+
+def from_source(tmp_path: Path, *, expected: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """What a model is given by an order to load what ``source`` yields."""
+    taken: dict[str, torch.Tensor] = {}
+
+    class Network(torch.nn.Linear):
+        def load_weights(self, weights: object) -> None:
+            taken.update(weights)  # type: ignore[call-overload]
+
+    payload = str(tmp_path / "w").encode()
+    order = loader.serialized_source(source, payload, expected=expected, optional=frozenset({"tied"}))
+    loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in pickle.loads(base64.b64decode(order))])
+    return taken
+
+
+def test_a_model_is_given_what_the_function_of_a_weight_channel_yields(tmp_path: Path) -> None:
+    given = written(tmp_path / "w")
+    expected = {name: tuple(tensor.shape) for name, tensor in given.items()} | {"tied": (3,)}
+    check_same(from_source(tmp_path, expected=expected), given)
+
+
+def test_a_function_that_yields_another_models_tensors_is_an_error(tmp_path: Path) -> None:
+    given = written(tmp_path / "w")
+    expected = {name: tuple(tensor.shape) for name, tensor in given.items()} | {"another": (3,)}
+    with pytest.raises(WeightsError, match="test_loader:source: another is missing"):
+        from_source(tmp_path, expected=expected)
+
+
+def test_a_function_that_the_server_could_not_import_is_refused(tmp_path: Path) -> None:
+    def inner(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    with pytest.raises(ConfigError, match="inner is not at the top of its module"):
+        loader.serialized_source(inner, b"", expected={}, optional=frozenset())

@@ -1,0 +1,322 @@
+"""Weights from the learner's memory into SGLang: what a fake server is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import pickle
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import test_utils, web
+
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.engines.sglang import weights as sglang_weights
+from asyncrl.errors import EngineDied, WeightsError
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.codec import encode
+from asyncrl.messages.weight_transfer import TransferOffer
+from asyncrl.protocols import LoadReport
+from asyncrl.weights.collective import CollectiveOffer
+from asyncrl.weights.pull import PullReceiver
+from tests.harness.engines import PROMPT, Model
+from tests.harness.fakes import until
+from tests.harness.transfers import changed, collective_of, layouts, receiver_of
+from tests.unit.engines.sglang.test_engine import FakeServer
+
+SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+BEGIN, UPDATE, END = "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+FROM_FOLDER, BY_LOADER = "/update_weights_from_disk", "/update_weights_from_tensor"
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+class Server(FakeServer):
+    """``refuses``: what the so-many-th call of a path answers no to; ``hangs``: a path that never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_sessions = True
+        self.refuses: set[tuple[str, int]] = set()
+        self.hangs = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        if path == BEGIN and request.method == "GET":
+            return web.Response(status=405 if self.has_sessions else 404)
+        answer = await super().answer(request)
+        if path == self.hangs:
+            await asyncio.Event().wait()
+        if (path, self.paths.count(path)) in self.refuses:
+            return web.json_response({"success": False, "message": "torn"}, status=400)
+        if path in (BEGIN, UPDATE, END, JOIN, LEAVE, BY_LOADER):
+            return web.json_response({"success": True, "message": ""})
+        return answer
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for asked, body in self.asked if asked == path]
+
+
+class Attached:
+    """An engine on a fake server; ``begun``: the server's requests before ours do not count."""
+
+    def __init__(self, server: Server, engine: sglang.SGLangEngine, offer: TransferOffer) -> None:
+        self.server, self.engine, self.offer = server, engine, offer
+        self.receiver = receiver_of(engine, "w7")
+
+    @property
+    def paths(self) -> list[str]:
+        return self.server.paths
+
+    async def join(self) -> None:
+        await self.receiver.join(self.offer)
+        self.server.asked.clear()
+
+    async def receive(self) -> LoadReport:
+        return await self.receiver.receive(self.offer)
+
+
+Attach = Callable[..., Any]
+
+
+@pytest.fixture
+async def attach(old: Model, tmp_path: Path) -> AsyncIterator[Attach]:
+    """``await attach(has_sessions=..., pause=...)``: an engine that is attached to a fake server."""
+    server = Server()
+    engines: list[sglang.SGLangEngine] = []
+
+    async with test_utils.TestServer(server.application) as running:
+
+        async def make(*, has_sessions: bool = True, **options: Any) -> Attached:
+            server.has_sessions = has_sessions
+            server.version = "0.5.23"
+            url = str(running.make_url("")).rstrip("/")
+            engine = sglang.SGLangEngine(
+                old.folder,
+                device="cpu",
+                dtype="float32",
+                version=(0, 3),
+                options=sglang.Options(url=url, **options),
+                log_path=tmp_path / "w7.engine.log",
+            )
+            engines.append(engine)
+            await engine.start()
+            meeting = CollectiveOffer(host="127.0.0.1", port=running.port or 0, collective="gloo", buckets=layouts(old))
+            offer = TransferOffer(incarnation=0, policy_version=4, payload=encode(meeting))
+            return Attached(server, engine, offer)
+
+        yield make
+        for engine in engines:
+            await engine.close()
+
+
+async def test_the_server_joins_as_the_ranks_after_the_learners(attach: Attach) -> None:
+    attached = await attach()
+    request = attached.receiver.request
+    assert (request.engine, request.num_ranks, request.has_joined) == ("w7", 1, False)
+    await attached.receiver.join(attached.offer)
+    assert attached.server.bodies(JOIN) == [
+        {
+            "master_address": "127.0.0.1",
+            "master_port": collective_of(attached.offer).port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": request.group,
+            "backend": "gloo",
+        }
+    ]
+    assert attached.receiver.request == replace(request, has_joined=True)
+
+
+@pytest.mark.parametrize("has_sessions", [True, False])
+async def test_buckets_are_taken_in_order_while_the_server_is_paused(attach: Attach, has_sessions: bool) -> None:
+    attached = await attach(has_sessions=has_sessions)
+    await attached.join()
+    report = await attached.receive()
+    updates = [UPDATE] * len(collective_of(attached.offer).buckets)
+    expected = [BEGIN, *updates, END] if has_sessions else updates
+    assert attached.paths == [PAUSE, *expected, CONTINUE]
+    assert [tuple(body["names"]) for body in attached.server.bodies(UPDATE)] == [
+        bucket.names for bucket in collective_of(attached.offer).buckets
+    ]
+    assert attached.engine.version == (0, 4)
+    assert 0 <= report.pause_seconds <= report.load_seconds
+
+
+async def test_the_last_bucket_alone_makes_it_that_version(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    await attached.receive()
+    versions = [body.get("weight_version") for body in attached.server.bodies(UPDATE)]
+    assert len(versions) > 2
+    assert versions == [None] * (len(versions) - 1) + ["0:4"]
+
+
+@pytest.mark.parametrize(("pause", "is_flushed"), [("in_place", False), ("retract", True)])
+async def test_keys_are_flushed_only_when_requests_are_retracted(attach: Attach, pause: str, is_flushed: bool) -> None:
+    attached = await attach(pause=pause)
+    await attached.join()
+    await attached.receive()
+    assert {body["flush_cache"] for body in attached.server.bodies(UPDATE)} == {is_flushed}
+
+
+async def test_every_transfer_changes_the_name_of_the_prefix_cache(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    for _ in range(2):
+        await attached.engine.generate(PROMPT, SHORT, seed=0)
+        await attached.receive()
+    await attached.engine.generate(PROMPT, SHORT, seed=0)
+    assert len({body["extra_key"] for body in attached.server.bodies("/generate")}) == 3
+
+
+async def test_a_torn_update_keeps_the_server_paused(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    group = attached.receiver.request.group
+    attached.server.refuses = {(UPDATE, 2)}
+    with pytest.raises(WeightsError, match="torn"):
+        await attached.receive()
+    assert attached.paths == [PAUSE, BEGIN, UPDATE, UPDATE, LEAVE]
+    assert attached.server.bodies(LEAVE) == [{"group_name": group}]
+    assert attached.engine.version < (0, 0)  # any weights are newer than none
+    waiting = asyncio.ensure_future(attached.engine.generate(PROMPT, SHORT, seed=0))
+    await until(lambda: attached.engine.stats().queued == 1)
+    assert "/generate" not in attached.paths
+    waiting.cancel()
+
+
+async def test_a_folder_brings_a_torn_server_back(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    attached.server.asked.clear()
+    await attached.engine.load(old.version(4))
+    assert attached.paths == [PAUSE, END, FROM_FOLDER, CONTINUE]
+    assert attached.engine.version == (0, 4)
+    assert len((await attached.engine.generate(PROMPT, SHORT, seed=0)).tokens)
+
+
+async def test_a_torn_server_that_refuses_a_folder_too_stays_paused(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    await attached.join()
+    attached.server.refuses = {(UPDATE, 2), (FROM_FOLDER, 1)}
+    with pytest.raises(WeightsError):
+        await attached.receive()
+    with pytest.raises(WeightsError):
+        await attached.engine.load(old.version(4))
+    assert CONTINUE not in attached.paths
+    await attached.engine.load(old.version(4))
+    assert attached.paths[-1] == CONTINUE
+
+
+async def test_a_server_that_refuses_a_folder_goes_on(attach: Attach, old: Model) -> None:
+    attached = await attach()
+    attached.server.refuses = {(FROM_FOLDER, 1)}
+    with pytest.raises(WeightsError):
+        await attached.engine.load(old.version(4))
+    assert attached.paths[-3:] == [PAUSE, FROM_FOLDER, CONTINUE]
+    assert attached.engine.version == (0, 3)
+
+
+async def test_weights_of_another_model_are_refused_before_the_server_is_paused(attach: Attach, old: Model) -> None:
+    """The learner sends them already: the group is left, so that its broadcast ends."""
+    attached = await attach()
+    await attached.join()
+    with pytest.raises(WeightsError, match="missing"):
+        await attached.receiver.receive(changed(attached.offer, buckets=layouts(old)[1:]))
+    assert attached.paths == [LEAVE]
+    assert attached.engine.version == (0, 3)
+
+
+async def test_an_address_nobody_answers_at_is_not_given_to_the_server(attach: Attach) -> None:
+    """It would wait there for minutes, and generate nothing."""
+    attached = await attach()
+    before = list(attached.paths)
+    with pytest.raises(WeightsError, match="cannot reach the learner at 127.0.0.1:1: .*weights.options.host"):
+        await attached.receiver.join(changed(attached.offer, port=1))
+    assert attached.paths == before
+
+
+@pytest.mark.parametrize("failure", ["join", "update"])
+async def test_after_a_failure_the_learner_is_met_under_another_name(attach: Attach, failure: str) -> None:
+    attached = await attach()
+    first = attached.receiver.request.group
+    attached.server.refuses = {(JOIN if failure == "join" else UPDATE, 1)}
+    with pytest.raises(WeightsError):
+        await attached.receiver.join(attached.offer)
+        await attached.receive()
+    request = attached.receiver.request
+    assert request.group != first
+    assert not request.has_joined
+
+
+async def test_who_leaves_the_learner_meets_it_under_another_name(attach: Attach) -> None:
+    attached = await attach()
+    await attached.join()
+    joined = attached.receiver.request
+    await attached.receiver.leave()
+    assert attached.server.bodies(LEAVE) == [{"group_name": joined.group}]
+    assert attached.receiver.request.group != joined.group
+    assert not attached.receiver.request.has_joined
+
+
+@pytest.mark.parametrize("path", [JOIN, UPDATE])
+async def test_a_server_that_waits_for_a_learner_that_left_is_dead(
+    attach: Attach, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is inside a collective that never returns, and does nothing else meanwhile."""
+    attached = await attach()
+    monkeypatch.setattr(sglang_weights, "_STUCK_SECONDS", 0.2)
+    attached.server.hangs = path
+    hint = "reach the learner at 127.0.0.1:\\d+ .weights.options.host" if path == JOIN else "did not send its weights"
+    with pytest.raises(EngineDied, match=hint):
+        await attached.join()
+        await attached.receive()
+    assert CONTINUE not in attached.paths
+
+
+def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a weight channel whose engines fetch: the server calls it, and this one is fake."""
+    raise AssertionError
+
+
+async def test_a_paused_server_is_told_the_function_of_a_channel_whose_engines_fetch(attach: Attach) -> None:
+    attached = await attach()
+    attached.engine._loader.ranks_with_loader = 2
+    attached.server.asked.clear()
+    await PullReceiver(attached.engine.intake, source, engine="w7").receive(replace(attached.offer, payload=b"where"))
+    assert attached.paths == [PAUSE, BEGIN, BY_LOADER, END, CONTINUE]
+    first, second = attached.server.bodies(BY_LOADER)[0]["serialized_named_tensors"]
+    assert first == second
+    names = [name for name, _ in pickle.loads(base64.b64decode(first))]
+    assert names[:2] == [f"source:{__name__}:source", base64.b64encode(b"where").decode()]
+    assert attached.engine.version == (0, 4)
+
+
+async def test_a_server_without_our_loader_is_not_told_to_fetch(attach: Attach) -> None:
+    attached = await attach()
+    before = list(attached.paths)
+    with pytest.raises(WeightsError, match="lacks asyncrl's loader"):
+        await PullReceiver(attached.engine.intake, source, engine="w7").receive(attached.offer)
+    assert attached.paths == before
+
+
+async def test_an_offer_of_another_channel_is_refused_before_the_server_is_asked(attach: Attach) -> None:
+    attached = await attach()
+    before = list(attached.paths)
+    with pytest.raises(WeightsError, match="none of this channel: not a CollectiveOffer"):
+        await attached.receiver.join(replace(attached.offer, payload=b"another's"))
+    assert attached.paths == before

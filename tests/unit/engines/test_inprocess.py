@@ -1,0 +1,86 @@
+"""The in-process engine alone: it can repeat itself, and its thread may end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.inprocess.decoder import Decoder
+from asyncrl.errors import EngineDied
+from asyncrl.messages import SamplingParams
+from tests.harness.engines import LONG, PROMPT, SHORT, TOLERANCE, Check, Model, start_inprocess
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+async def test_the_same_seed_gives_the_same_tokens_bit_for_bit(old: Model) -> None:
+    engine = await start_inprocess(old, max_batch_size=1)
+    first, _other, again = [await engine.generate(PROMPT, LONG, seed=seed) for seed in (5, 6, 5)]
+    assert first.tokens.tobytes() == again.tokens.tobytes()
+    assert first.logprobs.tobytes() == again.logprobs.tobytes()
+    await engine.close()
+
+
+async def test_the_batch_does_not_change_what_a_seed_samples(old: Model) -> None:
+    alone = await start_inprocess(old, max_batch_size=1)
+    batched = await start_inprocess(old)
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompts = [np.arange(4, 6 + n, dtype=np.int32) for n in range(16)]
+    for prompt, generation in zip(
+        prompts,
+        await asyncio.gather(*(batched.generate(prompt, sampling, seed=n) for n, prompt in enumerate(prompts))),
+        strict=True,
+    ):
+        expected = await alone.generate(prompt, sampling, seed=len(prompt) - 2)
+        assert generation.tokens.tolist() == expected.tokens.tolist()
+    await alone.close()
+    await batched.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+async def test_other_architectures_and_tied_embeddings_sample_right(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    model = Model(tmp_path / "a", seed=0, architecture=architecture, tie_word_embeddings=tied)
+    other = Model(tmp_path / "b", seed=1, architecture=architecture, tie_word_embeddings=tied)
+    engine = await start_inprocess(model)
+    assert Check(model)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    await engine.load(other.version(2))
+    assert Check(other)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+    await engine.close()
+
+
+async def test_a_crash_of_the_decode_thread_wakes_everybody(old: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(_decoder: Decoder) -> None:
+        raise MemoryError("out of memory")
+
+    engine = await start_inprocess(old)
+    running = asyncio.gather(*(engine.generate(PROMPT, LONG, seed=n) for n in range(3)), return_exceptions=True)
+    await engine.generate(PROMPT, SHORT, seed=4)
+    monkeypatch.setattr(Decoder, "step", step)
+    async with asyncio.timeout(30):
+        assert [type(error) for error in await running] == [EngineDied] * 3
+    with pytest.raises(EngineDied, match="out of memory"):
+        await engine.generate(PROMPT, SHORT, seed=0)
+    with pytest.raises(EngineDied):
+        await engine.load(old.version(2))
+    await engine.close()
+
+
+async def test_closing_ends_what_is_in_progress(old: Model) -> None:
+    engine = await start_inprocess(old)
+    task = asyncio.ensure_future(engine.generate(PROMPT, LONG, seed=0))
+    await engine.generate(PROMPT, SHORT, seed=1)
+    await engine.close()
+    with pytest.raises(EngineDied, match="closed"):
+        await task
+    await engine.close()

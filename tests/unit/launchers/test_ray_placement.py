@@ -1,0 +1,79 @@
+"""Where processes may go in a cluster, and what is refused: two machines of 4 CPUs, one with 2 GPUs of a kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl.launchers import ray_placement
+from asyncrl.launchers.ray_placement import Choice, Machine, Need, Strategy
+
+A = Machine(id="a", address="10.0.0.1", capacity={"CPU": 4.0, "GPU": 2.0}, labels={"kind": "H100"})
+B = Machine(id="b", address="10.0.0.2", capacity={"CPU": 4.0})
+CPU = Need(name="w0", resources={"CPU": 1.0})
+GPU = Need(name="w0", resources={"CPU": 1.0, "GPU": 1.0})
+
+
+def choose(strategy: Strategy, *ours: str, need: Need = CPU, planned: int = 3, unfit: str = "") -> Choice:
+    return ray_placement.choose(
+        need, strategy=strategy, machines=[A, B], ours=ours, planned=[need] * planned, unfit=frozenset(unfit)
+    )
+
+
+def test_pack_goes_near_the_others_and_spread_away_from_them_if_there_is_room() -> None:
+    assert choose("PACK", "b", "b", "a") == Choice(near="b")
+    assert choose("SPREAD", "b", "b", "a") == Choice(near="a")
+    assert choose("PACK") == choose("SPREAD") == Choice()
+    assert choose("SPREAD", "a", need=GPU) == Choice(near="a")  # b has no GPU
+
+
+def test_strict_pack_has_one_machine_and_the_first_finds_one_for_all() -> None:
+    assert choose("STRICT_PACK", "b") == Choice(within=frozenset("b"))
+    assert choose("STRICT_PACK") == Choice(within=frozenset("ab"))
+    assert choose("STRICT_PACK", need=GPU, planned=2) == Choice(within=frozenset("a"))
+
+
+def test_strict_spread_shares_no_machine() -> None:
+    assert choose("STRICT_SPREAD", "a") == Choice(without=frozenset("a"))
+    assert choose("STRICT_SPREAD", "a", "b").may_come_true([A, B]) is False
+
+
+def test_a_machine_that_lacks_something_is_not_chosen_again() -> None:
+    assert choose("PACK", "a", unfit="a") == Choice(without=frozenset("a"), near="b")
+    assert choose("PACK", unfit="a").may_come_true([A]) is False
+
+
+@pytest.mark.parametrize(
+    ("need", "fits"),
+    [
+        ({}, True),
+        ({"kind": "H100"}, True),
+        ({"kind": "A100"}, False),
+        ({"other": "x"}, False),
+        ({"kind": "in(H100,A100)"}, True),  # Ray's operators are Ray's to judge
+        ({"kind": "!H100"}, True),
+    ],
+)
+def test_labels_are_compared_and_operators_left_to_ray(need: dict[str, str], fits: bool) -> None:
+    assert Need(name="w0", resources={"CPU": 1.0}, labels=need).fits(A) is fits
+
+
+def refusal(needs: list[Need], strategy: Strategy = "PACK") -> str:
+    return ray_placement.refusal(needs, strategy=strategy, machines=[A, B])
+
+
+def test_what_can_run_is_not_refused() -> None:
+    assert refusal([CPU] * 8) == refusal([GPU, GPU]) == refusal([CPU, CPU], "STRICT_SPREAD") == refusal([]) == ""
+
+
+def test_a_refusal_says_what_is_asked_and_what_there_is() -> None:
+    big = Need(name="learner", resources={"CPU": 1.0, "GPU": 4.0}, labels={"kind": "H100"})
+    assert refusal([big]) == (
+        "learner needs 1 CPU, 4 GPU, kind = H100 on one machine; there is 10.0.0.1 4 CPU, 2 GPU; 10.0.0.2 4 CPU, 0 GPU"
+    )
+    assert refusal([GPU] * 3) == "3 processes (w0 ... w0) need 3 CPU, 3 GPU; the cluster has 8 CPU, 2 GPU on 2 machines"
+    assert refusal([CPU] * 5, "STRICT_PACK") == (
+        "STRICT_PACK: 5 processes (w0 ... w0) need 5 CPU on one machine; there is 10.0.0.1 4 CPU; 10.0.0.2 4 CPU"
+    )
+    assert refusal([CPU] * 3, "STRICT_SPREAD") == (
+        "STRICT_SPREAD: 3 processes (w0 ... w0) need 3 machines; the cluster has 2"
+    )

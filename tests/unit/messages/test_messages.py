@@ -1,0 +1,371 @@
+"""Messages check themselves, and bytes become a message or a MessageError and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import (
+    CallSegment,
+    Event,
+    GroupSegment,
+    Heartbeat,
+    Progress,
+    PromptGroup,
+    Quarantine,
+    SamplingParams,
+    StepMetrics,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+    Wait,
+    WeightVersion,
+    replace,
+)
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.topics import ALL
+
+SPANS = (VersionSpan(start=0, incarnation=0, policy_version=6), VersionSpan(start=2, incarnation=1, policy_version=7))
+TRAJECTORY = Trajectory(
+    tokens=[3, 4, 1],
+    response_mask=[True, True, False],
+    behavior_logprobs=[-0.1, -0.3, 0.0],
+    version_spans=SPANS,
+    reward=1.0,
+    reward_parts={"right": 1.0, "format": 0.0},
+    finish_reason="length",
+)
+SAMPLES: dict[type, Any] = {
+    type(message): message
+    for message in (
+        PromptGroup(
+            group_id=3,
+            prompt_tokens=[9, 2, 7, 4],
+            group_size=8,
+            sampling=SamplingParams(max_new_tokens=16, temperature=0.7, top_p=0.9, top_k=20, ignore_eos=True),
+            prompt="7+5=",
+            label={"answer": [12, None, 1.5, True]},
+            metadata={"level": 3, "source": "ünï"},
+            epoch=2,
+            min_policy_version=5,
+        ),
+        TrajectoryGroup(group_id=3, prompt_tokens=[9, 2], trajectories=(TRAJECTORY, TRAJECTORY), worker="w", seconds=2),
+        WeightVersion(incarnation=1, policy_version=7, uri="/dev/shm/7", sha256="ab", num_bytes=2**40),
+        Progress(incarnation=1, step=7, policy_version=7, groups_trained=9, finished=True),
+        Heartbeat(
+            actor="a",
+            role="learner",
+            waits=(Wait(what="trajectories", on="rollout-worker", seconds=1.5),),
+            numbers={"loss": 0.25},
+        ),
+        GroupSegment(
+            group_id=3,
+            worker="w",
+            calls=(
+                CallSegment(
+                    index=0,
+                    call=1,
+                    prompt_digest=b"ab",
+                    start=12,
+                    tokens=[3, 4, 1],
+                    behavior_logprobs=[-0.1, -0.3, 0.0],
+                    version_spans=SPANS,
+                ),
+            ),
+        ),
+        Quarantine(worker="w2", incarnation=1, reason="0.9 nats off"),
+        StepMetrics(step=7, numbers={"loss": 0.25}, staleness=(10, 30)),
+        FleetSize(rollout_workers=8, request="1f"),
+        FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
+        RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
+        Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
+    )
+}
+TYPES = tuple(SAMPLES)
+OTHER_MESSAGE = encode(SAMPLES[Progress])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def decodes_or_is_refused(data: bytes, kind: type) -> None:
+    try:
+        message = decode(data, kind)
+    except MessageError as error:
+        assert str(error)
+    else:
+        assert type(message) is kind
+        encode(message)
+
+
+# -- round trips -------------------------------------------------------------------------------------------------------
+
+
+def test_every_topic_has_a_sample_here() -> None:
+    assert {topic.message_type for topic in ALL} == set(TYPES)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_a_message_survives_the_wire(kind: type) -> None:
+    got = decode(encode(SAMPLES[kind]), kind)
+    sent = SAMPLES[kind]
+    if kind is TrajectoryGroup:
+        sent = replace(sent, seconds=2.0)  # an int where a float is meant comes back as a float
+    assert same(got, sent)
+
+
+def test_an_unrewarded_trajectory_survives_the_wire() -> None:
+    group = replace(SAMPLES[TrajectoryGroup], trajectories=(replace(TRAJECTORY, reward=math.nan),))
+    assert math.isnan(decode(encode(group), TrajectoryGroup).trajectories[0].reward)
+
+
+def test_a_failed_group_survives_the_wire() -> None:
+    group = TrajectoryGroup(group_id=1, prompt_tokens=[1], trajectories=(), error="engine died three times")
+    assert same(decode(encode(group), TrajectoryGroup), group)
+
+
+@given(
+    tokens=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50),
+    logprob=st.floats(-(2.0**100), 0.0, width=32),
+    reward=st.floats(allow_infinity=True, allow_nan=True),
+    text=st.text(max_size=20),
+)
+def test_any_trajectory_survives_the_wire(tokens: list[int], logprob: float, reward: float, text: str) -> None:
+    trajectory = Trajectory(
+        tokens=tokens,
+        response_mask=[token % 2 == 0 for token in tokens],
+        behavior_logprobs=[logprob] * len(tokens),
+        version_spans=(SPANS[0],),
+        reward=reward,
+        reward_parts={text: 1.0},
+    )
+    group = TrajectoryGroup(group_id=0, prompt_tokens=tokens, trajectories=(trajectory,), worker=text)
+    assert same(decode(encode(group), TrajectoryGroup), group)
+
+
+def test_big_endian_and_strided_arrays_arrive_as_plain_ones() -> None:
+    strided = np.arange(10, dtype=np.int32)[::2]
+    prompt = replace(SAMPLES[PromptGroup], prompt_tokens=strided)
+    np.testing.assert_array_equal(decode(encode(prompt), PromptGroup).prompt_tokens, [0, 2, 4, 6, 8])
+
+
+def test_an_array_costs_its_bytes() -> None:
+    tokens = np.zeros(10_000, dtype=np.int32)
+    assert len(encode(replace(SAMPLES[PromptGroup], prompt_tokens=tokens))) < 40_000 + 500
+
+
+def test_what_was_received_cannot_be_written_to() -> None:
+    prompt = decode(encode(SAMPLES[PromptGroup]), PromptGroup)
+    with pytest.raises(ValueError, match="read-only"):
+        prompt.prompt_tokens[0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        prompt.group_id = 1  # type: ignore[misc]
+
+
+# -- rejections ------------------------------------------------------------------------------------------------------
+
+
+def tampered(kind: type, changes: dict[str, Any]) -> bytes:
+    """A sample's bytes with other fields; None removes one."""
+    name, schema, fields = msgpack.unpackb(encode(SAMPLES[kind]), ext_hook=msgpack.ExtType, strict_map_key=False)
+    fields = {key: value for key, value in (fields | changes).items() if value is not None}
+    return bytes(msgpack.packb((name, schema, fields)))
+
+
+def test_another_type_is_refused() -> None:
+    with pytest.raises(MessageError, match="not a PromptGroup but a 'Progress'"):
+        decode(OTHER_MESSAGE, PromptGroup)
+
+
+def test_another_schema_is_refused() -> None:
+    name, _, fields = msgpack.unpackb(OTHER_MESSAGE)
+    with pytest.raises(MessageError, match="schema 99"):
+        decode(msgpack.packb((name, 99, fields)), Progress)
+
+
+def test_an_unknown_field_is_refused_by_name() -> None:
+    with pytest.raises(MessageError, match="unknown fields.*iteration"):
+        decode(tampered(Progress, {"iteration": 3}), Progress)
+
+
+def test_a_missing_field_is_refused_by_name() -> None:
+    with pytest.raises(MessageError, match="missing fields.*step"):
+        decode(tampered(Progress, {"step": None}), Progress)
+
+
+def test_a_field_with_a_default_may_be_missing() -> None:
+    assert decode(tampered(Progress, {"groups_trained": None}), Progress).groups_trained == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (Progress, {"step": "7"}, "Progress.step must be int, is str"),
+        (Progress, {"step": True}, "must be int, is bool"),
+        (Progress, {"finished": 1}, "must be bool"),
+        (Heartbeat, {"clock_shift": "now"}, "must be a number"),
+        (Heartbeat, {"numbers": {"loss": "low"}}, "Heartbeat.numbers.loss must be a number"),
+        (Heartbeat, {"numbers": {3: 1.0}}, "must be a table"),
+        (PromptGroup, {"prompt_tokens": [1, 2]}, "PromptGroup.prompt_tokens must be an array, is list"),
+        (PromptGroup, {"sampling": 3}, "must be a table of fields"),
+        (PromptGroup, {"group_size": 0}, "group_size must be >= 1"),
+        (TrajectoryGroup, {"trajectories": []}, "either trajectories or an error"),
+        (TrajectoryGroup, {"trajectories": 5}, "must be a list"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_refused_by_name(kind: type, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        decode(tampered(kind, changes), kind)
+
+
+def array(dtype: str, shape: list[Any], data: bytes) -> msgpack.ExtType:
+    return msgpack.ExtType(1, msgpack.packb((dtype, shape)) + data)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        array("<i8", [1], bytes(8)),  # not i32
+        array("<i4", [2, 2], bytes(16)),  # not one-dimensional
+        array("<i4", [3], bytes(8)),  # shorter than its shape
+        array("|O", [1], bytes(8)),  # objects: pickle by the back door
+        array("|V4", [1], bytes(4)),
+        array("<i4", [-1], bytes(8)),  # -1 asks numpy to guess
+        array("<i4", [2**62, 2**62], b""),
+        msgpack.ExtType(1, b""),
+        msgpack.ExtType(1, b"\x92"),
+        msgpack.ExtType(1, msgpack.packb(7)),
+        msgpack.ExtType(7, b"abc"),
+    ],
+)
+def test_an_array_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(MessageError):
+        decode(tampered(PromptGroup, {"prompt_tokens": value}), PromptGroup)
+
+
+def test_what_cannot_be_sent_is_a_message_error() -> None:
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    for label in (object(), {1, 2}, 2**70, np.array([object()]), np.array(["text"]), "half \ud800 a pair", nested):
+        with pytest.raises(MessageError):
+            encode(replace(SAMPLES[PromptGroup], label=label))
+
+
+def test_numpy_scalars_may_be_sent() -> None:
+    event = Event(kind="x", actor="a", time=0.0, data={"a": np.float32(0.5), "b": np.int64(3), "c": np.bool_(True)})
+    assert decode(encode(event), Event).data == {"a": 0.5, "b": 3, "c": True}
+
+
+# -- fuzz --------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.binary(max_size=200), kind=st.sampled_from(TYPES))
+@example(data=b"", kind=Progress)
+@example(data=b"\xc1", kind=Progress)
+@example(data=b"\x93" * 3000, kind=Progress)  # nested deeper than a stack
+@example(data=b"\xdd\xff\xff\xff\xff", kind=Progress)  # a list of four billion
+def test_random_bytes_are_refused(data: bytes, kind: type) -> None:
+    with pytest.raises(MessageError, match=kind.__name__):
+        decode(data, kind)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_every_truncation_is_refused(kind: type) -> None:
+    data = encode(SAMPLES[kind])
+    for length in range(len(data)):
+        with pytest.raises(MessageError):
+            decode(data[:length], kind)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+def test_bytes_left_over_are_refused(kind: type) -> None:
+    with pytest.raises(MessageError):
+        decode(encode(SAMPLES[kind]) + b"\x00", kind)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.__name__)
+@settings(max_examples=150)
+@given(data=st.data())
+def test_mutated_messages_decode_or_are_refused(kind: type, data: st.DataObject) -> None:
+    mutated = bytearray(encode(SAMPLES[kind]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    decodes_or_is_refused(bytes(mutated), kind)
+
+
+JSON_LIKE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=150)
+@given(data=st.data(), kind=st.sampled_from(TYPES), value=JSON_LIKE)
+def test_any_value_in_any_field_is_taken_or_refused(data: st.DataObject, kind: type, value: Any) -> None:
+    field = data.draw(st.sampled_from([f.name for f in dataclasses.fields(kind)]))
+    decodes_or_is_refused(tampered(kind, {field: value}), kind)
+
+
+@given(head=JSON_LIKE, kind=st.sampled_from(TYPES))
+def test_any_msgpack_is_taken_or_refused(head: Any, kind: type) -> None:
+    decodes_or_is_refused(msgpack.packb(head), kind)
+
+
+def test_a_large_random_body_is_refused() -> None:
+    with pytest.raises(MessageError):
+        decode(os.urandom(1_000_000), TrajectoryGroup)
+
+
+# -- messages check themselves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": [], "response_mask": [], "behavior_logprobs": []}, "no tokens"),
+        ({"response_mask": [True]}, "response_mask has 1 of 3"),
+        ({"behavior_logprobs": [-1.0]}, "behavior_logprobs has 1 of 3"),
+        ({"behavior_logprobs": [-1.0, math.nan, 0.0]}, "NaN"),
+        ({"behavior_logprobs": [-1.0, -math.inf, 0.0]}, "infinity"),
+        ({"behavior_logprobs": [-1.0, 0.5, 0.0]}, "above 0"),
+        ({"version_spans": ()}, "version_spans"),
+        ({"version_spans": (VersionSpan(start=1, incarnation=0, policy_version=0),)}, "start at 0"),
+        ({"version_spans": (SPANS[0], VersionSpan(start=3, incarnation=0, policy_version=9))}, "below 3"),
+        ({"version_spans": (SPANS[0], SPANS[0])}, "rise"),
+        ({"finish_reason": "tired"}, "tired"),
+        ({"tokens": np.zeros(3, np.int64)}, "tokens must have one dimension of int32"),
+        ({"tokens": np.zeros((3, 1), np.int32)}, "one dimension"),
+    ],
+)
+def test_a_trajectory_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(MessageError, match=words):
+        replace(TRAJECTORY, **changes)
+
+
+def test_newer_weights_compare_greater() -> None:
+    def weights(incarnation: int, policy_version: int) -> WeightVersion:
+        return WeightVersion(incarnation=incarnation, policy_version=policy_version, uri="/w", sha256="ab", num_bytes=1)
+
+    assert weights(1, 3).order > weights(1, 2).order
+    assert weights(2, 0).order > weights(1, 99).order

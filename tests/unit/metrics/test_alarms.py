@@ -1,0 +1,92 @@
+"""A run that trains something else than it looks like says so, once for each time that it begins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
+from asyncrl.policies.batching.batch import Metric, histogram
+
+
+def test_a_mismatch_is_warned_of_once_for_each_time_it_rises_over_the_threshold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    alarm = MismatchAlarm(0.05)
+    seen = [alarm.look({"mismatch/fresh_mean": mean}) for mean in (0.01, 0.05, 0.06, 0.3, 0.02, math.nan)]
+    assert [metrics["mismatch/alarm"] for metrics in seen] == [0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    assert len(caplog.records) == 2
+    assert "0.060 nats per token, over metrics.mismatch_alarm = 0.05" in caplog.text
+
+
+def test_no_mismatch_is_reported_when_nothing_was_fresh_or_the_alarm_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    assert MismatchAlarm(0.05).look({"mismatch/mean": 0.9}) == {}
+    assert MismatchAlarm(0.0).look({"mismatch/fresh_mean": 0.9}) == {}
+    assert not caplog.records
+
+
+def step(*, dropped: int, length: int = 400) -> dict[str, Metric]:
+    """64 answers of 100 tokens are trained, and ``dropped`` are not."""
+    row: dict[str, Metric] = {"length/trained": histogram([100] * 64), "length/trained_mean": 100.0}
+    row["length/dropped"] = histogram([length] * dropped)
+    return row | ({"length/dropped_mean": float(length)} if dropped else {})
+
+
+def test_many_dropped_answers_are_warned_of_with_their_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DropAlarm(0.05)
+    shares = [alarm.look(step(dropped=16))["staleness/dropped_share"] for _ in range(30)]
+    assert shares == [0.2] * 30
+    assert len(caplog.records) == 1
+    assert "20 % of the answers of the last 10 steps were dropped as too stale" in caplog.text
+    assert "400 tokens long on average, those that are trained 100" in caplog.text
+
+
+def test_a_few_dropped_answers_are_counted_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DropAlarm(0.05)
+    for _ in range(9):
+        alarm.look(step(dropped=0))
+    assert alarm.look(step(dropped=8)) == {"staleness/dropped_share": 8 / (8 + 640)}
+    assert not caplog.records
+
+
+def test_nothing_is_said_of_the_first_steps_whose_share_says_little(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DropAlarm(0.05)
+    for _ in range(9):
+        alarm.look(step(dropped=64))
+    assert not caplog.records
+
+
+def test_one_burst_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A learner that fell back to an old checkpoint drops what the lost history sampled at once."""
+    alarm = DropAlarm(0.05)
+    for dropped in [0] * 3 + [320] + [0] * 20:
+        alarm.look(step(dropped=dropped))
+    assert not caplog.records
+
+
+def test_dropping_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DropAlarm(0.05)
+    for dropped in [8] * 20 + [0] * 20 + [8] * 20:
+        alarm.look(step(dropped=dropped))
+    assert len(caplog.records) == 2
+
+
+def test_an_alarm_that_is_off_still_tells_the_share(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DropAlarm(0.0)
+    for _ in range(20):
+        assert alarm.look(step(dropped=64)) == {"staleness/dropped_share": 0.5}
+    assert not caplog.records
+
+
+def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = StandstillAlarm()
+    still: dict[str, Metric] = {"grad_norm": 0.0, "reward/mean": 0.25, "reward/same_in_group": 1.0}
+    for row in [still] * 9 + [{"grad_norm": 0.1}] + [still] * 9:
+        assert alarm.look(row) == {}
+    assert not caplog.records
+    for _ in range(30):
+        alarm.look(still)
+    assert len(caplog.records) == 1
+    assert "the last 10 steps trained nothing" in caplog.text
+    assert "Rewards average 0.25, and the share of groups with equal rewards is 1" in caplog.text

@@ -1,0 +1,169 @@
+"""What a run reports arrives where a person looks: metrics.jsonl, the console, W&B."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from asyncrl.actors.learner.metrics_reporter import worker_metrics
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Heartbeat
+from asyncrl.metrics import schema
+from asyncrl.metrics.sinks import Console, JsonLines
+from asyncrl.metrics.wandb import WandB
+from asyncrl.policies.batching.batch import Histogram, Metric
+
+STALENESS = Histogram(edges=(0.0, 1.0, 2.0), counts=(3, 4))
+ROW: dict[str, Metric] = {
+    "staleness/mean": 0.5,
+    "staleness/max": 1.0,
+    "staleness/histogram": STALENESS,
+    "staleness/dropped_groups": 2.0,
+    "weights/w0/lag_versions": 1.0,
+    "learner/idle_ratio": 0.25,
+    "rollout/idle_ratio": 0.125,
+    "reward/mean": 0.75,
+}
+
+
+def test_metrics_jsonl_has_every_number_of_every_step(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    sink.write(1, ROW)
+    sink.write(2, {"loss": -0.5, "grad_norm": math.nan})
+    sink.close()
+    first, second = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert first["staleness/histogram"] == {"edges": [0.0, 1.0, 2.0], "counts": [3, 4]}
+    assert first["staleness/mean"] == 0.5
+    assert second == {"step": 2, "loss": -0.5, "grad_norm": None}
+
+
+def test_a_row_that_a_full_disk_cut_is_taken_back_and_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')  # a kill cut it short
+    sink = JsonLines(path)
+    file = sink._file
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            if len(data) < 20:  # it has taken some
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return file.write(data[:-10])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(file, name)
+
+    sink._file = Full()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):
+        sink.write(2, {"loss": 1.0, "reward/mean": 1.0})
+    assert path.read_bytes() == b'{"step": 1}\n'
+    sink._file = file
+    sink.write(2, {"loss": 1.0})
+    sink.close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2, "loss": 1.0}\n'
+
+
+def test_the_console_prints_one_line_a_step() -> None:
+    out = io.StringIO()
+    Console(steps=40, out=out).write(7, ROW)
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("step  7/40  reward  0.750")
+    assert "staleness  0.5 (max 1)" in line
+    assert "dropped 2" in line
+
+
+def test_the_console_shows_a_mismatch() -> None:
+    out = io.StringIO()
+    console = Console(steps=40, out=out)
+    console.write(7, ROW | {"mismatch/fresh_mean": 0.004, "mismatch/alarm": 0.0})
+    console.write(8, ROW | {"mismatch/fresh_mean": 0.061, "mismatch/alarm": 1.0})
+    fine, alarmed = out.getvalue().splitlines()
+    assert "MISMATCH" not in fine
+    assert alarmed.endswith("MISMATCH 0.061")
+
+
+def test_workers_are_reported_each_and_together() -> None:
+    beats = [
+        Heartbeat(
+            actor=f"w{n}",
+            role="rollout-worker",
+            policy_version=7 - n,
+            numbers={
+                "rollout/tokens_per_second": 100.0,
+                "rollout/idle_ratio": 0.5 * n,
+                "weights/pause_seconds": 0.01 * n,
+            },
+        )
+        for n in range(2)
+    ]
+    metrics = worker_metrics(beats, policy_version=8)
+    assert metrics["rollout/tokens_per_second"] == 200.0
+    assert metrics["rollout/idle_ratio"] == 0.25
+    assert metrics["weights/pause_seconds"] == 0.01
+    assert metrics["weights/lag_versions"] == 2.0
+    assert metrics["weights/w0/lag_versions"] == 1.0
+    assert all(schema.is_known(name) for name in metrics)
+
+
+@pytest.mark.slow
+def test_wandb_without_a_key_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match="metrics.wandb: No API key configured; run `wandb login`"):
+        WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
+
+
+def test_wandb_gets_staleness_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline, read back from the file that `wandb sync` would upload."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = WandB(project="test", name="run", directory=tmp_path, config={"seed": 1}, resume=False)
+    sink.write(1, ROW)
+    sink.write(2, ROW | {"staleness/mean": 1.5})
+    sink.close()
+    wandb.teardown()  # ends the process that writes the file
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    history = list(_history(path))
+    assert [row["step"] for row in history] == [1, 2]
+    assert (tmp_path / "wandb-id").read_text() in path.name  # what a resumed learner goes on with
+    assert [row["staleness/mean"] for row in history] == [0.5, 1.5]
+    assert history[0]["staleness/histogram/_type"] == "histogram"
+    assert history[0]["staleness/histogram/values"] == [3, 4]
+    assert history[0]["staleness/histogram/bins"] == [0.0, 1.0, 2.0]
+    for name in ("weights/w0/lag_versions", "learner/idle_ratio", "rollout/idle_ratio", "staleness/dropped_groups"):
+        assert history[0][name] == ROW[name]
+
+
+def _history(path: Path) -> Iterator[dict[str, Any]]:
+    """The logged rows of a .wandb file: a 7-byte header, then protobuf records in LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2 as wire
+
+    for data in _records(path.read_bytes()):
+        record = wire.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    block, header, place, partial = 32_768, 7, 7, b""
+    while place + header <= len(data):
+        if block - place % block < header:  # too little room for a header: padding up to the next block
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        place += header
+        partial += data[place : place + length]
+        place += length
+        if kind in (1, 4):  # whole, or the last part
+            yield partial
+            partial = b""

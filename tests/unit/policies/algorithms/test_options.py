@@ -1,0 +1,150 @@
+"""Options of an algorithm's parts do what their formulas say, in a batch as the learner builds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.policies.advantages.advantage import AdvantageInputs
+from asyncrl.policies.advantages.returns import GAE
+from asyncrl.policies.advantages.table import ADVANTAGES
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching import batch as batches
+from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.packing import pack
+from tests.harness.fakes import Backend
+
+
+def answer(reward: float, mask: str = "xxx", *, finish_reason: str = "stop") -> Trajectory:
+    """``mask``: x for a token that the policy sampled, o for an observation."""
+    return Trajectory(
+        tokens=np.arange(4, 4 + len(mask), dtype=np.int32),
+        response_mask=np.array([letter == "x" for letter in mask]),
+        behavior_logprobs=np.full(len(mask), -0.5, np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=5),),
+        reward=reward,
+        finish_reason=finish_reason,
+    )
+
+
+def build(algorithm: Algorithm, *groups: tuple[Trajectory, ...]) -> Batch:
+    made = [
+        TrajectoryGroup(group_id=i, prompt_tokens=np.array([1], np.int32), trajectories=group, error="")
+        for i, group in enumerate(groups)
+    ]
+    return batches.build(made, algorithm=algorithm, policy_version=5, max_staleness=4, forks={})
+
+
+def advantages(batch: Batch) -> np.ndarray:
+    return np.concatenate([document.advantages[document.response_mask] for document in batch.documents])
+
+
+CUT = answer(0.0, "x" * 9, finish_reason="length")
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_whitening_is_over_the_tokens_that_are_trained(name: str) -> None:
+    algorithm = dataclasses.replace(resolve(ALGORITHMS[name]), masks_truncated=True)
+    made = advantages(build(algorithm, (answer(1.0), answer(0.0, "xx"), CUT), (answer(0.5), answer(1.0), CUT)))
+    assert len(made) == 11
+    assert made.mean() == pytest.approx(0, abs=1e-6)
+    assert made.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_gae_whitens_over_the_tokens_that_are_trained() -> None:
+    trained = np.array([True, True, True, False, False])
+    inputs = AdvantageInputs(
+        rewards=np.array([1.0, 0.0]),
+        group=np.zeros(2, np.int64),
+        sequence=np.array([0, 0, 0, 1, 1]),
+        is_trained=trained,
+        is_truncated=~np.array([True, False]),
+        values=np.array([0.1, 0.5, 0.2, 3.0, 4.0]),
+        final_values=np.zeros(2),
+    )
+    made, returned = GAE().with_returns(inputs)
+    assert made[trained].mean() == pytest.approx(0, abs=1e-6)
+    assert returned is not None
+    assert returned.tolist() == [1, 1, 1, 0, 0]
+
+
+def test_a_masked_answer_counts_in_its_group_s_mean() -> None:
+    algorithm = dataclasses.replace(resolve(ALGORITHMS["dr_grpo"]), masks_truncated=True)
+    made = advantages(build(algorithm, (answer(1.0), answer(0.5), CUT)))
+    assert made.tolist() == [0.5] * 3 + [0.0] * 3
+
+
+def test_a_batch_counts_the_tokens_that_it_trains(caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = dataclasses.replace(resolve(ALGORITHMS["grpo"]), masks_truncated=True)
+    some, none = build(algorithm, (answer(1.0), CUT)), build(algorithm, (CUT, CUT))
+    assert (some.num_tokens, none.num_tokens) == (3, 0)
+    assert [made.metrics["length/trained_tokens"] for made in (some, none)] == [3.0, 0.0]
+    assert some.metrics["staleness/histogram"].counts == (3, 0, 0, 0, 0)  # type: ignore[union-attr]
+    step = TrainingStep(Backend(), algorithm=algorithm)
+    with caplog.at_level(logging.WARNING):
+        step(some, [pack(some.documents, max_tokens=99)], step=6, learning_rate=1e-3)
+        assert not caplog.messages
+        step(none, [pack(none.documents, max_tokens=99)], step=6, learning_rate=1e-3)
+    assert caplog.messages == ["step 7 trains nothing: no answer of its batch has a token that is trained"]
+
+
+def test_overlong_shaping_counts_what_the_policy_wrote() -> None:
+    algorithm = dataclasses.replace(resolve(ALGORITHMS["dr_grpo"]), overlong_tokens=2, max_response_tokens=4)
+    rewards = build(algorithm, (answer(1.0, "xooooox"), answer(1.0, "xxx"))).advantage_inputs.rewards
+    assert rewards.tolist() == [1.0, 0.5]
+
+
+# -- variants of advantages --------------------------------------------------------------------------------------------
+
+GROUPS = ((answer(1.0), answer(0.0), answer(0.0)), (answer(3.0), answer(1.0)), (answer(2.0),))
+REWARDS = np.array([1.0, 0.0, 0.0, 3.0, 1.0, 2.0])
+CENTRED = np.array([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"std": "none"}, CENTRED),
+        ({"std": "biased"}, CENTRED / np.repeat([np.sqrt(2) / 3, 1.0, 1.0], [3, 2, 1])),
+        ({"std": "unbiased"}, CENTRED / np.repeat([np.sqrt(1 / 3), np.sqrt(2), 1.0], [3, 2, 1])),
+        ({"std_over": "batch"}, CENTRED / REWARDS.std(ddof=1)),
+        ({"std_over": "batch", "std": "biased"}, CENTRED / REWARDS.std()),
+        ({"std": "none", "singleton": "raw"}, CENTRED + np.array([0, 0, 0, 0, 0, 2.0])),
+    ],
+)
+def test_grpo_divides_by_the_standard_deviation_that_is_chosen(options: dict[str, Any], expected: Any) -> None:
+    made = advantages(build(resolve(ALGORITHMS["grpo"], options=options), *GROUPS))
+    assert made[::3] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("observations", "first"), [("carry", 0.25), ("reset", 0.0)])
+def test_a_return_is_carried_over_an_observation_or_ends_there(observations: str, first: float) -> None:
+    algorithm = resolve(ALGORITHMS["topr"], options={"gamma": 0.5, "advantage.observations": observations})
+    made = advantages(build(algorithm, (answer(1.0, "xoxx"),)))
+    assert made.tolist() == [first, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "gae"])
+def test_whitened_estimates_end_at_an_observation_too(name: str) -> None:
+    inputs = AdvantageInputs(
+        rewards=np.array([1.0]),
+        group=np.zeros(1, np.int64),
+        sequence=np.zeros(3, np.int64),
+        positions=np.array([0, 2, 3]),
+        is_truncated=np.array([False]),
+        values=np.zeros(3),
+        final_values=np.zeros(1),
+    )
+    carried, ended = (
+        ADVANTAGES[name]().with_options({"observations": choice})(inputs) for choice in ("carry", "reset")
+    )
+    assert carried.tolist() == [0, 0, 0]
+    assert ended[0] < 0 < ended[1] == ended[2]

@@ -1,0 +1,100 @@
+"""Which buffered groups train next: oldest first or as the run file says, and none that is too old."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness import samplers
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from tests.harness.groups import group
+
+
+def table(versions: dict[int, int], *, step: int = 0) -> GroupTable:
+    """Of groups that arrived in this order with tokens of these versions."""
+    made = GroupTable(bound=AdaptiveBound.fixed(4), step=step)
+    for group_id in range(max(versions, default=-1) + 1):
+        made.publish(group_id, position=group_id)
+    for sequence, (group_id, version) in enumerate(versions.items(), start=1):
+        made.arrive(sequence, group(group_id, version=version), now=0.0)
+    return made
+
+
+def rule(order: str = "oldest_first", *, max_staleness: int = 4) -> Selection:
+    return Selection(max_staleness=max_staleness, order=order)
+
+
+def ids(groups: list[BufferedGroup] | None) -> list[int] | None:
+    return None if groups is None else [one.group_id for one in groups]
+
+
+def test_the_oldest_groups_are_taken_first_whatever_their_arrival() -> None:
+    assert ids(rule().next_batch(table({3: 1, 2: 1, 1: 2, 0: 2}), count=3)) == [2, 3, 0]
+
+
+def test_a_batch_is_whole() -> None:
+    assert rule().next_batch(table({0: 1}), count=2) is None
+
+
+def test_nothing_too_stale_is_trained() -> None:
+    made = table({0: 1, 1: 2}, step=4)
+    assert ids(rule(max_staleness=2).stale(made)) == [0]
+
+
+def test_a_bound_that_falls_makes_nothing_stale() -> None:
+    """A group four versions old is over the adapted bound, and within max_staleness."""
+    made = table({0: 3}, step=7)
+    made.bound = AdaptiveBound(bound=4, largest=4, smallest=0)
+    assert made.adapt(0.1) == {"bound": 2, "before": 4, "ess": 0.1}
+    assert made.adapt(0.1) == {}
+    assert rule().stale(made) == []
+    made.step = 8
+    assert ids(rule().stale(made)) == [0]
+
+
+def test_groups_are_taken_in_the_order_the_run_file_names() -> None:
+    made = table({3: 1, 0: 2, 1: 3})
+    assert ids(rule("oldest_first").next_batch(made, count=2)) == [3, 0]
+    assert ids(rule("freshest_first").next_batch(made, count=2)) == [1, 0]
+    assert ids(rule("in_order").next_batch(made, count=2)) == [0, 1]
+
+
+def test_in_order_a_batch_waits_for_the_straggler_between() -> None:
+    made = table({0: 1, 2: 1})
+    assert rule("in_order").next_batch(made, count=2) is None
+    made.arrive(3, group(1, error="failed"), now=0.0)
+    assert ids(rule("in_order").next_batch(made, count=2)) == [0, 2]
+
+
+@pytest.mark.parametrize("order", sorted(samplers.ORDERS))
+@given(
+    versions=st.permutations(range(8)).flatmap(
+        lambda ids: st.fixed_dictionaries({group_id: st.integers(0, 6) for group_id in ids})
+    ),
+    step=st.integers(0, 9),
+)
+def test_what_is_foreseen_is_what_is_taken_when_nothing_arrives(
+    order: str, versions: dict[int, int], step: int
+) -> None:
+    made, chosen = table(versions, step=step), None
+    made.drop(rule(order).stale(made))
+    if (chosen := rule(order).next_batch(made, count=2)) is not None:
+        made.take(chosen)
+    foreseen = ids(rule(order).foresee(made, count=2))
+    if chosen is not None:
+        made.trained(max_staleness=0)
+    made.drop(rule(order).stale(made))
+    assert foreseen == ids(rule(order).next_batch(made, count=2))
+
+
+@given(st.dictionaries(st.integers(0, 12), st.integers(0, 9), max_size=12), st.integers(0, 12), st.integers(0, 6))
+def test_what_is_left_after_the_stale_are_dropped_is_within_the_bound(
+    versions: dict[int, int], step: int, bound: int
+) -> None:
+    made = table(versions, step=step)
+    made.drop(rule(max_staleness=bound).stale(made))
+    assert {one.group_id for one in made.buffered.values()} == {i for i, v in versions.items() if step - v <= bound}

@@ -1,0 +1,348 @@
+"""The group table alone: whatever happens in whatever order, no group is lost and none is done twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.selection import Selection
+from asyncrl.policies.groups.states import FATES, Outcome
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from tests.harness.groups import group
+
+BOUND = AdaptiveBound.fixed(2)
+
+
+def table(count: int = 0) -> GroupTable:
+    """With ``count`` outstanding groups."""
+    made = GroupTable(bound=BOUND)
+    for group_id in range(count):
+        made.publish(group_id, position=group_id, oldest_start=0)
+    return made
+
+
+# -- one event at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_delivered_twice_is_buffered_once() -> None:
+    made = table(1)
+    assert made.arrive(1, group(0), now=0.0).became == "buffered"
+    assert made.arrive(2, group(0), now=0.0).became == "duplicate"
+    made.take([made.buffered[0]])
+    assert made.arrive(3, group(0), now=0.0).became == "duplicate"
+    made.trained(max_staleness=0)
+    assert made.arrive(4, group(0), now=0.0).became == "duplicate"
+    assert made.consumed.as_json() == {"watermark": 5, "beyond": []}
+
+
+def test_a_log_that_went_back_is_read_again_and_what_was_trained_is_not_trained_again() -> None:
+    """Entries 1 and 2 were trained and buffered; the server lost both, and workers stored others in their places."""
+    made = table(4)
+    for number in (0, 1):
+        made.arrive(number + 1, group(number), now=0.0)
+    made.take([made.buffered[0]])
+    made.trained(max_staleness=0)
+    made.start_new_log(first=1)
+    assert made.cursor == 0
+    assert made.arrive(1, group(2), now=0.0).became == "buffered"  # its sequence was consumed in the lost log
+    assert made.arrive(2, group(0), now=0.0).became == "duplicate"
+    assert made.arrive(3, group(1), now=0.0).became == "duplicate"
+    assert 3 not in made.consumed  # the buffered group has a record again: it is kept until the group is done
+    assert made.buffered.keys() == {1, 2}
+    made.drop([made.buffered[1]])
+    assert 3 in made.consumed
+    assert 1 not in made.consumed
+
+
+def test_a_checkpoint_knows_the_log_and_its_last_record() -> None:
+    made = table(2)
+    made.log = "made at noon"
+    made.arrive(1, group(0), now=0.0, stored=17)
+    state = made.save(groups_per_batch=2, history=0)
+    assert state.log == {"identity": "made at noon", "sequence": 1, "stored": 17}
+    assert not state.problem()
+    again = GroupTable.restore(state, bound=BOUND)
+    assert (again.log, again.last_read, again.cursor) == ("made at noon", (1, 17), 0)
+
+
+def test_a_group_that_nobody_asked_for_is_rejected() -> None:
+    made = table(1)
+    assert made.arrive(1, group(1), now=0.0).became == "rejected"
+    assert made.arrive(2, None, now=0.0).became == "rejected"
+    assert made.consumed.watermark == 3
+    assert made.outstanding.keys() == {0}
+
+
+def test_a_group_with_an_error_fails_at_once_and_says_why() -> None:
+    made = table(1)
+    arrival = made.arrive(1, group(0, error="reward raised"), now=0.0)
+    assert arrival.outcome == Outcome(
+        fate="failed",
+        group_ids=(0,),
+        step=0,
+        events=({"group_id": 0, "worker": "", "error": "reward raised"},),
+    )
+    assert (made.failed_in_a_row, made.problem) == (1, "reward raised")
+    assert 1 in made.consumed
+
+
+def test_the_next_group_that_is_made_ends_a_row_of_failures() -> None:
+    made = table(2)
+    made.arrive(1, group(0, error="reward raised"), now=0.0)
+    made.arrive(2, group(1), now=0.0)
+    assert (made.failed_in_a_row, made.problem) == (0, "")
+
+
+def test_a_batch_in_training_is_consumed_when_its_step_is_done_and_not_before() -> None:
+    made = table(2)
+    made.arrive(1, group(0), now=0.0)
+    made.arrive(2, group(1), now=0.0)
+    made.take([made.buffered[1], made.buffered[0]])
+    assert (made.consumed.watermark, made.policy_version) == (1, 0)
+    assert made.trained(max_staleness=1) == Outcome(fate="trained", group_ids=(1, 0), step=1, max_staleness=1)
+    assert (made.consumed.watermark, made.policy_version) == (3, 1)
+
+
+def test_a_batch_that_is_put_back_is_buffered_again() -> None:
+    made = table(1)
+    made.arrive(1, group(0), now=0.0)
+    made.take([made.buffered[0]])
+    assert made.batches_taken == 1
+    for _ in range(2):  # saying so again changes nothing
+        made.put_back()
+        assert made.buffered.keys() == {0}
+        assert (made.training, made.batches_taken) == ({}, 0)
+
+
+def test_what_is_dropped_says_how_old_and_how_long_it_was() -> None:
+    made = table(1)
+    made.arrive(1, group(0, version=1), now=0.0)
+    made.step = 4
+    outcome = made.drop([made.buffered[0]])
+    assert outcome.events == ({"group_id": 0, "reason": "stale", "staleness": 3, "lengths": [3, 3]},)
+    assert made.take_lengths() == ([3, 3], [3, 3])
+    assert made.take_lengths() == ([], [])
+
+
+def test_an_id_that_is_left_out_is_an_error() -> None:
+    with pytest.raises(ValueError, match="group 1 is published before group 0"):
+        table().publish(1, position=0)
+
+
+def test_a_prompt_that_is_published_again_counts_once_and_begins_anew() -> None:
+    made = table(1)
+    made.publish(0, position=0, oldest_start=7)
+    assert (made.next_group_id, made.oldest_starts) == (1, [7])
+
+
+def test_a_group_of_a_lost_history_has_no_known_start() -> None:
+    made = table(1)
+    made.publish(1, position=5)
+    assert made.oldest_starts == [0]
+    assert made.position == 6
+
+
+# -- any sequence of events --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """What is outside the table and outlives a learner: prompts on the bus, and the trajectory log.
+
+    log      group ids, with their errors
+    history  lines as (fate, group ids); a checkpoint says how many there were
+    """
+
+    published: int = 0
+    log: list[tuple[int, str]] = field(default_factory=list)
+    history: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+
+
+class Run(RuleBasedStateMachine):
+    """A run of any number of incarnations, killed anywhere, with a log that repeats itself.
+
+    The learner reads the log in its order from the cursor, and all else comes in any order.
+    """
+
+    checkpoints: Bundle[LearnerState] = Bundle("checkpoints")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.table = table()
+        self.rule = Selection(max_staleness=2)
+
+    # -- what happens outside ------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 4))
+    def publish(self, count: int) -> None:
+        for _ in range(count):
+            group_id = self.table.next_group_id
+            self.table.publish(group_id, position=group_id, oldest_start=self.table.step)
+        self.world.published = max(self.world.published, self.table.next_group_id)
+
+    @rule(data=st.data(), error=st.sampled_from(["", "", "", "reward raised"]))
+    def answer(self, data: st.DataObject, error: str) -> None:
+        """A worker answers a group, perhaps one that was answered before, perhaps one that nobody asked for."""
+        self.world.log.append((data.draw(st.integers(0, self.world.published)), error))
+
+    # -- what the learner does -----------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.table.cursor < len(self.world.log))
+    @rule(is_message=st.sampled_from([True, True, True, False]))
+    def read(self, is_message: bool) -> None:
+        """is_message: False for one that the validator rejects. Its group stays outstanding."""
+        sequence = self.table.cursor + 1
+        group_id, error = self.world.log[sequence - 1]
+        made = group(group_id, version=max(0, self.table.step - group_id % 3), error=error) if is_message else None
+        arrival = self.table.arrive(sequence, made, now=0.0)
+        assert (arrival.outcome is not None) == (arrival.became == "failed")
+        self.tell(arrival.outcome)
+
+    @precondition(lambda self: self.table.outstanding)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        """A group whose place in the log is taken."""
+        group_id = data.draw(st.sampled_from(sorted(self.table.outstanding)))
+        self.tell(self.table.fail(group_id, error="its place is taken"))
+
+    @precondition(lambda self: self.table.buffered)
+    @rule(data=st.data())
+    def filter(self, data: st.DataObject) -> None:
+        self.tell(self.table.filter(data.draw(st.sampled_from(sorted(self.table.buffered)))))
+
+    @precondition(lambda self: self.table.buffered)
+    @rule(data=st.data())
+    def drop_quarantined(self, data: st.DataObject) -> None:
+        ids = data.draw(st.sets(st.sampled_from(sorted(self.table.buffered)), min_size=1))
+        self.tell(self.table.drop([self.table.buffered[group_id] for group_id in ids], reason="quarantined"))
+
+    @precondition(lambda self: not self.table.training)
+    @rule(count=st.integers(1, 3))
+    def take(self, count: int) -> None:
+        if stale := self.rule.stale(self.table):
+            self.tell(self.table.drop(stale))
+        if (chosen := self.rule.next_batch(self.table, count=count)) is not None:
+            self.table.take(chosen)
+
+    @precondition(lambda self: self.table.training)
+    @rule()
+    def put_back(self) -> None:
+        self.table.put_back()
+
+    @precondition(lambda self: self.table.training)
+    @rule()
+    def train(self) -> None:
+        ages = [self.table.step - one.oldest for one in self.table.training.values()]
+        assert max(ages) <= 2
+        self.tell(self.table.trained(max_staleness=max(ages)))
+
+    @rule(target=checkpoints)
+    def save(self) -> LearnerState:
+        return self.table.save(groups_per_batch=2, history=len(self.world.history))
+
+    # -- kills ---------------------------------------------------------------------------------------------------------
+
+    @rule(state=consumes(checkpoints) | checkpoints)
+    def crash(self, state: LearnerState) -> None:
+        """The learner is killed, and goes on from this checkpoint or an older one; the rest is a lost history."""
+        del self.world.history[state.history :]
+        self.table = GroupTable.restore(state, bound=BOUND)
+        assert self.table.save(groups_per_batch=2, history=state.history) == state
+        self.catch_up()
+
+    @rule()
+    def crash_before_any_checkpoint(self) -> None:
+        self.world.history.clear()
+        self.table = table()
+        self.catch_up()
+
+    @rule()
+    def lose_the_bus(self) -> None:
+        """The learner is killed, and the log is a new one: what it held must be made again."""
+        state = self.table.save(groups_per_batch=2, history=len(self.world.history))
+        self.world.log.clear()
+        self.table = GroupTable.restore(state, bound=BOUND)
+        self.table.start_new_log()
+
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        """The server loses power: the log is what it was some records ago, and the learner reads it again."""
+        waiting = self.table.buffered | self.table.training
+        del self.world.log[data.draw(st.integers(0, len(self.world.log))) :]
+        self.table.start_new_log()
+        assert (self.table.buffered | self.table.training).keys() == waiting.keys()
+
+    def catch_up(self) -> None:
+        """The prompt source finds on the bus what was published after the checkpoint."""
+        for group_id in range(self.table.next_group_id, self.world.published):
+            self.table.publish(group_id, position=group_id)
+
+    def tell(self, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            self.world.history.append((outcome.fate, outcome.group_ids))
+
+    # -- what holds at every moment ------------------------------------------------------------------------------------
+
+    @invariant()
+    def each_group_is_in_one_place(self) -> None:
+        places = [*self.table.outstanding, *self.table.buffered, *self.table.training]
+        places += [group_id for group_id in range(self.world.published) if group_id in self.table.done]
+        assert sorted(places) == list(range(self.table.next_group_id))
+
+    @invariant()
+    def the_counts_add_up(self) -> None:
+        waiting = len(self.table.outstanding) + len(self.table.buffered) + len(self.table.training)
+        assert self.table.next_group_id == waiting + sum(self.table.counts.values())
+        assert sum(self.table.counts.values()) == len(self.table.done)
+
+    @invariant()
+    def the_history_tells_the_fate_of_each_group_that_is_done_once(self) -> None:
+        told = [group_id for _, group_ids in self.world.history for group_id in group_ids]
+        assert sorted(told) == [group_id for group_id in range(self.world.published) if group_id in self.table.done]
+        for fate in FATES:
+            assert self.table.counts[fate] == sum(len(ids) for name, ids in self.world.history if name == fate)
+
+    @invariant()
+    def what_is_not_done_comes_back(self) -> None:
+        """After a kill at this moment, every answer that is not done is in the log behind the saved ledger."""
+        for one in (*self.table.buffered.values(), *self.table.training.values()):
+            assert one.sequence not in self.table.consumed
+            assert self.world.log[one.sequence - 1][0] == one.group_id
+
+    @invariant()
+    def what_is_saved_is_everything_but_what_the_log_brings_back(self) -> None:
+        saved = self.table.save(groups_per_batch=2, history=0).prompts
+        waiting = self.table.outstanding.keys() | self.table.buffered.keys() | self.table.training.keys()
+        assert saved.outstanding.keys() == waiting
+        assert saved.next_group_id == self.table.next_group_id
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(max_examples=30, stateful_step_count=50)
+
+
+@given(st.lists(st.integers(0, 7), min_size=8, max_size=30))
+def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[int]) -> None:
+    """In any order, with any repeats, and a kill halfway."""
+    order = [*order, *range(8)]
+    made, trained = table(8), list[int]()
+    state = made.save(groups_per_batch=1, history=0)
+    for sequence, group_id in enumerate(order, start=1):
+        made.arrive(sequence, group(group_id), now=0.0)
+        if sequence == len(order) // 2:
+            state = made.save(groups_per_batch=1, history=0)
+            made = GroupTable.restore(state, bound=BOUND)
+            for again in range(1, sequence + 1):  # from the cursor, which is at the beginning: nothing is trained yet
+                made.arrive(again, group(order[again - 1]), now=0.0)
+    while (chosen := Selection(max_staleness=100).next_batch(made, count=1)) is not None:
+        made.take(chosen)
+        trained += made.trained(max_staleness=0).group_ids
+    assert trained == list(range(8))
+    assert made.consumed.watermark == len(order) + 1

@@ -1,0 +1,362 @@
+"""Every kind of fault gets its name, its cause and who suffers from it; a run that is only slow gets none.
+
+The run of the table: a learner with its prompt source and weight sender, workers w1 and w2 with their followers. A row
+is what its actors say under one fault; times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.policies.health import faults
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.policies.health.faults import (
+    FOLLOWER,
+    LEARNER,
+    PROMPT_SOURCE,
+    ROOM_IN_WINDOW,
+    SENDER,
+    SPACE_IN_LOG,
+    WORKER,
+    Finding,
+    Observation,
+    Seen,
+)
+
+PROCESSES = {LEARNER: 1, "prompts": 1, "weights": 1, "w1": 11, "w1.weights": 11, "w2": 12, "w2.weights": 12}
+ROLES = {LEARNER: LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER, "w1": WORKER, "w2": WORKER}
+HOSTS = {1: "trainer", 11: "left", 12: "right"}
+
+
+def on(part: str, seconds: float, *, usual: float = 0.1, limit: float = 6.0, what: str = "it") -> Wait:
+    """A wait for a part of the own process."""
+    return Wait(what=what, on=part, seconds=seconds, usual=usual, limit=limit)
+
+
+def trajectories(seconds: float) -> Wait:
+    return Wait(what="trajectories", on=WORKER, seconds=seconds)
+
+
+def prompts(seconds: float) -> Wait:
+    return Wait(what="prompts", on=PROMPT_SOURCE, seconds=seconds)
+
+
+def room(seconds: float) -> Wait:
+    return Wait(what=ROOM_IN_WINDOW, on=LEARNER, seconds=seconds)
+
+
+def space(seconds: float) -> Wait:
+    return Wait(what=SPACE_IN_LOG, on=LEARNER, seconds=seconds)
+
+
+def weights(seconds: float) -> Wait:
+    return Wait(what="weights of version 5", on=LEARNER, seconds=seconds)
+
+
+TOKEN = on("engine", 0.1, what="the next token of 8 answers")
+ENDED = Wait(what="more data", on="data", seconds=40)
+ALL_ELSE: dict[str, tuple[Wait, ...]] = {
+    LEARNER: (on("step", 0.5),),
+    "prompts": (room(0.5),),
+    "w1": (TOKEN, prompts(0.5)),
+    "w2": (TOKEN, prompts(0.5)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One fault: what differs from a run that goes on, and what must be said."""
+
+    fault: str
+    says: str
+    waits: dict[str, tuple[Wait, ...]] = field(default_factory=dict)
+    silent: dict[int, float] = field(default_factory=dict)  # process: seconds
+    process: dict[int, str] = field(default_factory=dict)
+    without: tuple[int, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
+    problem: str = ""
+    clock: dict[str, float] = field(default_factory=dict)  # host: shift
+    bus: dict[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+
+IDLE = {LEARNER: (trajectories(14),), "prompts": (room(14),), "w1": (prompts(13),), "w2": (prompts(12),)}
+"""The learner has nothing to train, and whoever still works has nothing to do."""
+
+TABLE: dict[str, Row] = {
+    "an engine hangs": Row(
+        fault="engine",
+        says="learner waits for trajectories; worker w1 waits for prompts; "
+        "worker w2's engine has not answered for 12 s (the next token of 8 answers; usually 0.1 s)",
+        waits=IDLE | {"w2": (on("engine", 12, what="the next token of 8 answers"), prompts(11))},
+    ),
+    "an engine hangs while another works": Row(
+        fault="engine",
+        says="worker w2's engine has not answered for 7 s (it; usually 0.1 s)",
+        waits={"w2": (on("engine", 7),)},
+    ),
+    "a reward function hangs": Row(
+        fault="reward",
+        says="worker w2's reward function has not returned for 9 s",
+        waits=IDLE | {"w2": (on("reward", 9), prompts(11))},
+    ),
+    "a rollout function hangs": Row(
+        fault="rollout",
+        says="worker w1's rollout function has not returned for 8 s",
+        waits=IDLE | {"w1": (on("rollout", 8),)},
+    ),
+    "a weight load hangs": Row(
+        fault="load",
+        says="worker w1's engine has not loaded its weights for 30 s",
+        waits=IDLE | {"w1": (weights(31), on("load", 30)), "w1.weights": (on("load", 30),)},
+    ),
+    "a shared folder hangs": Row(
+        fault="folder",
+        says="worker w1 has been reading a weight folder for 9 s",
+        waits={"w1.weights": (on("folder", 9),)},
+    ),
+    "a worker is frozen by SIGSTOP": Row(
+        fault="frozen",
+        says="learner waits for trajectories; worker w1 waits for prompts; "
+        "worker w2 is stopped (SIGSTOP) and has not been heard of for 8 s (process 12 on right)",
+        waits=IDLE | {"w2": (TOKEN,)},
+        silent={12: 8},
+        process={12: "stopped"},
+    ),
+    "the learner is frozen by SIGSTOP": Row(
+        fault="frozen",
+        says="worker w1 waits for prompts; worker w2 waits for prompts; learner is stopped (SIGSTOP)",
+        waits=IDLE | {LEARNER: (on("step", 0.5),)},
+        silent={1: 9},
+        process={1: "stopped"},
+    ),
+    "an event loop blocks": Row(
+        fault="blocked",
+        says="worker w1 has not been heard of for 7 s though its process is there",
+        silent={11: 7},
+        process={11: "running"},
+    ),
+    "a connection is half open": Row(
+        fault="silent",
+        says="worker w1 has not been heard of for 7 s: frozen, cut off, or its machine is gone (process 11 on left)",
+        silent={11: 7},
+    ),
+    "a worker is gone": Row(
+        fault="gone",
+        says="worker w1 has not been heard of for 7 s: its process has ended",
+        silent={11: 7},
+        process={11: "gone"},
+    ),
+    "there is no worker at all": Row(
+        fault="no worker",
+        says="learner waits for trajectories; there is no rollout worker",
+        waits=IDLE,
+        without=(11, 12),
+    ),
+    "there is no learner": Row(
+        fault="no learner",
+        says="worker w1 waits for prompts; worker w2 waits for prompts; there is no learner",
+        waits=IDLE,
+        without=(1,),
+    ),
+    "a clock jumps": Row(fault="clock", says="the clock of left jumped by +3600 s", clock={"left": 3600.0}),
+    "the learner is stuck in a step": Row(
+        fault="step",
+        says="worker w1 waits for prompts; worker w2 waits for prompts; learner has been in one training step for 26 s",
+        waits=IDLE | {LEARNER: (on("step", 26, usual=2.0, limit=8.0),)},
+    ),
+    "the backend hangs": Row(
+        fault="backend",
+        says="learner's backend has not answered for 7 s (a copy of the weights",
+        waits={LEARNER: (on("backend", 7, what="a copy of the weights"),)},
+    ),
+    "a checkpoint cannot be written": Row(
+        fault="disk",
+        says="learner has been writing a file for 8 s (a checkpoint to be written",
+        waits={LEARNER: (on("disk", 8, what="a checkpoint to be written"),)},
+    ),
+    "a model cannot be read": Row(
+        fault="start",
+        says="worker w2 has been starting for 26 s (its engine to start)",
+        waits=IDLE | {"w2": (on("start", 26, usual=0.0, limit=25.0, what="its engine to start"),)},
+    ),
+    "nats-server is frozen": Row(
+        fault="bus",
+        says="nats-server has not answered for 7 s: its process is stopped (SIGSTOP)",
+        silent={1: 40, 11: 40, 12: 40},
+        bus={"bus_silent": 7.0, "bus_process": "stopped"},
+    ),
+    "nats-server cannot be reached": Row(
+        fault="bus",
+        says="nats-server has not answered for 7 s: nobody answers at nats://there:4222",
+        bus={"bus_silent": 7.0, "bus_problem": "nobody answers at nats://there:4222"},
+    ),
+    "the disk of nats-server is full": Row(
+        fault="bus storage",
+        says="nats-server answers but has stored nothing for 8 s: insufficient resources",
+        silent={1: 8, 11: 8, 12: 8},
+        bus={"bus_refuses": 8.0, "bus_problem": "insufficient resources"},
+    ),
+    "all prompts are failed": Row(
+        fault="failed",
+        says="the last 5 groups were all failed; the newest because: reward exact: raised KeyError",
+        numbers={"learner/failed_in_a_row": 5.0},
+        problem="reward exact: raised KeyError",
+    ),
+    "nothing is left to learn from": Row(
+        fault="filtered",
+        says="81 groups were filtered out (algorithm.filters) since the last step",
+        numbers={"learner/filtered_since_step": 81.0, "learner/window": 20.0},
+    ),
+    "the window is full of dead groups": Row(
+        fault="window",
+        says="the window is full of groups that nobody works on: learner waits for trajectories; worker w1 waits for "
+        "prompts; prompts waits for room in the window",
+        waits=IDLE,
+    ),
+    "the trajectory log is full": Row(
+        fault="log",
+        says="the trajectory log is full before a batch is in it",
+        waits={LEARNER: (trajectories(9),), "prompts": (room(9),), "w1": (space(9),), "w2": (space(8),)},
+    ),
+    "everybody waits for everybody": Row(
+        fault="deadlock",
+        says="everybody waits for somebody else: learner waits for trajectories; worker w1 waits for weights of "
+        "version 5",
+        waits={LEARNER: (trajectories(9),), "prompts": (room(1),), "w1": (weights(9),), "w2": (weights(8),)},
+    ),
+    "the data has ended and groups are lost": Row(
+        fault="data",
+        says="the data has ended, and groups that would fill the last batch do not come back",
+        waits=IDLE | {"prompts": (ENDED,)},
+    ),
+    "a worker's loan is not back yet": Row(
+        fault="gone",
+        says="learner waits for trajectories; worker w1 waits for prompts; worker w2 has not been heard of for 14 s",
+        waits=IDLE,
+        silent={12: 14},
+        process={12: "gone"},
+    ),
+}
+
+
+def observed(row: Row) -> Observation:
+    actors = {}
+    for name, pid in PROCESSES.items():
+        if pid in row.without:
+            continue
+        is_learner = name == LEARNER
+        beat = Heartbeat(
+            actor=name,
+            role=ROLES.get(name, FOLLOWER),
+            waits=row.waits.get(name, ALL_ELSE.get(name, ()) if not row.waits else ()),
+            problem=row.problem if is_learner else "",
+            clock_shift=row.clock.get(HOSTS[pid], 0.0),
+            host=HOSTS[pid],
+            pid=pid,
+            numbers=row.numbers if is_learner else {},
+        )
+        process: Any = row.process.get(pid, "")
+        actors[name] = Seen(beat=beat, seconds=row.silent.get(pid, 0.0), process=process)
+    return Observation(actors=actors, listened=20.0, **row.bus)
+
+
+HEALTHY = Row(fault="", says="", waits=ALL_ELSE)
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE.keys())
+def test_each_kind_of_fault_gets_its_name_and_no_other(row: Row) -> None:
+    found = diagnose(observed(row))
+    assert [finding.fault for finding in found] == [row.fault]
+    assert row.says in found[0].text
+    assert found[0].remedy
+
+
+def test_the_table_has_more_than_twenty_kinds_of_fault() -> None:
+    assert len(TABLE) >= 20
+    assert len({row.fault for row in TABLE.values()}) >= 20
+
+
+SLOW: dict[str, dict[str, tuple[Wait, ...]]] = {
+    "everything goes on": ALL_ELSE,
+    "engines write long answers": {LEARNER: (trajectories(300),), "w1": (TOKEN, prompts(1)), "w2": (TOKEN,)},
+    "one worker works and one has nothing to do": IDLE | {"w1": (TOKEN,)},
+    "a step that is always long": IDLE | {LEARNER: (on("step", 60, usual=50, limit=200),)},
+    "a judge that is always slow": IDLE | {"w1": (on("reward", 20, usual=15, limit=60),)},
+    "a model that is being read": IDLE | {"w1": (on("start", 20, usual=0, limit=25),)},
+    "workers wait for a step": ALL_ELSE | {"w1": (prompts(9),), "w2": (weights(9),), "prompts": (room(9),)},
+    "an engine waits for its turn": ALL_ELSE | {"w1.weights": (Wait(what="its turn", on=FOLLOWER, seconds=9),)},
+}
+
+
+@pytest.mark.parametrize("waits", SLOW.values(), ids=SLOW.keys())
+def test_a_run_that_is_only_slow_has_no_findings(waits: dict[str, tuple[Wait, ...]]) -> None:
+    assert diagnose(observed(replace(HEALTHY, waits=waits))) == []
+
+
+def test_a_learner_that_starts_brings_its_prompt_source_and_its_weights_with_it() -> None:
+    """However long workers have waited: it was killed because they did."""
+    observation = observed(replace(HEALTHY, waits=IDLE | {"w1": (prompts(90),), "w2": (prompts(90), weights(80))}))
+    starting = Heartbeat(actor=LEARNER, role=LEARNER, phase="starting", waits=(on("start", 5, limit=25),), pid=2)
+    workers = {name: seen for name, seen in observation.actors.items() if name.startswith("w")}
+    del workers["weights"]
+    assert diagnose(replace(observation, actors=workers | {LEARNER: Seen(beat=starting)})) == []
+    (found,) = diagnose(replace(observation, actors=workers))
+    assert found.fault == "no learner"
+
+
+def test_a_quarantined_worker_is_named_with_its_reason_and_is_nobody_to_wait_for() -> None:
+    def quarantined(name: str) -> Seen:
+        seen = observed(replace(HEALTHY, waits=IDLE)).actors[name]
+        return replace(seen, beat=replace(seen.beat, phase="quarantined", problem="it lies", waits=()))
+
+    healthy = observed(HEALTHY)
+    (found,) = diagnose(replace(healthy, actors=dict(healthy.actors) | {"w1": quarantined("w1")}))
+    assert (found.fault, found.actor, found.cause) == ("quarantine", "w1", "worker w1 is quarantined: it lies")
+    assert "judged anew" in found.remedy
+    idle = observed(replace(HEALTHY, waits=IDLE))
+    both = diagnose(replace(idle, actors=dict(idle.actors) | {name: quarantined(name) for name in ("w1", "w2")}))
+    assert [one.fault for one in both] == ["no worker", "quarantine", "quarantine"]
+
+
+def test_a_process_is_named_once_however_many_actors_it_has() -> None:
+    found = diagnose(observed(Row(fault="", says="", waits=ALL_ELSE, silent={1: 9, 11: 9}, process={1: "gone"})))
+    assert sorted((finding.fault, finding.actor) for finding in found) == [("gone", LEARNER), ("silent", "w1")]
+
+
+def test_faults_that_hold_up_the_learner_come_first() -> None:
+    waits = IDLE | {"w1": (on("reward", 9),), "w2": (on("engine", 9),), "w1.weights": (on("folder", 9),)}
+    found = diagnose(observed(replace(HEALTHY, waits=waits)))
+    assert [finding.fault for finding in found] == ["engine", "reward", "folder"]
+    assert [bool(finding.victims) for finding in found] == [True, True, False]
+
+
+def test_a_finished_run_has_no_findings_but_of_its_bus() -> None:
+    observation = observed(TABLE["there is no worker at all"])
+    assert diagnose(replace(observation, is_finished=True)) == []
+    assert [one.fault for one in diagnose(replace(observation, is_finished=True, bus_silent=9.0))] == ["bus"]
+
+
+def test_a_finding_keeps_its_key_while_it_lasts() -> None:
+    def first(seconds: float) -> Finding:
+        return diagnose(observed(replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", seconds),)})))[0]
+
+    assert first(7).key == first(20).key
+    assert first(7).text != first(20).text
+
+
+def test_a_limit_is_four_times_the_median_and_never_under_six_seconds() -> None:
+    assert faults.limit(0.5, first=25) == 6
+    assert faults.limit(5, first=25) == 20
+    assert faults.limit(0, first=25) == 25
+
+
+def test_a_thousand_actors_that_all_stand_still_are_no_burden() -> None:
+    base = observed(TABLE["the window is full of dead groups"])
+    worker = base.actors["w1"]
+    many = {f"x{i}": replace(worker, beat=replace(worker.beat, actor=f"x{i}", pid=100 + i)) for i in range(200)}
+    assert [one.fault for one in diagnose(replace(base, actors=dict(base.actors) | many))] == ["window"]

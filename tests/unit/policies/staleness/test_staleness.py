@@ -1,0 +1,176 @@
+"""Staleness control: admission, order, groups with stragglers, weights that fall with age, and the controllers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.policies.staleness import samplers, staleness
+from asyncrl.policies.staleness.adaptive import AdaptiveBound, vcpo_learning_rate
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.staleness.samplers import Key
+
+keys = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 12)), unique_by=lambda key: key[1], max_size=10)
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 5), st.integers(1, 8), st.integers(0, 8), st.integers(0, 80))
+def test_our_window_is_areal_s_capacity_where_nothing_is_lost(
+    steps: int, batch: int, bound: int, published: int
+) -> None:
+    ours = Admission(mode="async", groups_per_batch=batch, max_staleness=bound, total_groups=10**6)
+    window = ours.may_publish(published=published, lost=0, batches_taken=steps, steps_done=steps)
+    areal = (bound + steps + 1) * batch - published  # (eta + v + 1) B - (accepted + running)
+    assert window == max(0, areal)
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@given(keys, st.randoms(use_true_random=False), st.integers(1, 5), st.sampled_from(sorted(samplers.ORDERS)))
+def test_what_is_selected_does_not_depend_on_arrival(held: list[Key], random: object, count: int, name: str) -> None:
+    shuffled = list(held)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    order = samplers.ORDERS[name]
+    assert samplers.select(held, count=count, order=order) == samplers.select(shuffled, count=count, order=order)
+
+
+def test_the_three_orders() -> None:
+    held = [(3, 5), (4, 2), (3, 7), (5, 9)]
+    assert samplers.select(held, count=4) == [(3, 5), (3, 7), (4, 2), (5, 9)]
+    assert samplers.select(held, count=3, order=samplers.freshest_first) == [(5, 9), (4, 2), (3, 5)]
+    assert samplers.select(held, count=2, order=samplers.in_order) == [(4, 2), (3, 5)]
+    assert samplers.select(held, count=5) is None
+
+
+def test_in_order_stops_at_the_first_group_that_is_missing() -> None:
+    held = [(1, 0), (1, 1), (2, 3), (2, 5)]
+    assert samplers.leading(held, is_done=lambda _: False) == [(1, 0), (1, 1)]
+    assert samplers.leading(held, is_done={2}.__contains__) == [(1, 0), (1, 1), (2, 3)]
+    assert samplers.leading(held, is_done={2, 4}.__contains__) == held
+    assert samplers.leading(held, is_done=lambda _: True) == held
+    assert samplers.leading([], is_done=lambda _: True) == []
+
+
+# -- groups that are not whole -----------------------------------------------------------------------------------------
+
+
+def action(versions: list[int], done: list[bool], **changes: int) -> str:
+    options = {"group_size": 4, "policy_version": 7, "max_staleness": 4, **changes}
+    return samplers.group_action(versions, done, **options)
+
+
+def test_a_group_is_trained_whole_or_dropped_whole() -> None:
+    assert action([4, 4, 5, 5], [True] * 4) == "train"
+    assert action([4, 4, 5], [True] * 3) == "wait"
+    assert action([4, 4, 5, 5], [True, True, True, False]) == "wait"
+    assert action([2, 7, 7, 7], [True] * 4) == "drop"
+    assert action([], []) == "wait"
+
+
+def test_a_straggler_does_not_take_the_others_with_it_at_their_last_step() -> None:
+    # Oldest version 3, bound 4: the step from 7 is the last that may train it.
+    assert action([3, 3, 3, 4], [True, True, True, False], at_least=2) == "train"
+    assert action([3, 3, 3, 4], [True, True, True, False], at_least=2, policy_version=6) == "wait"
+    assert action([3, 3, 3, 4], [True, False, False, False], at_least=1) == "wait"  # one member has no baseline
+    assert action([3, 3, 3, 4], [True, False, False, False], at_least=2, policy_version=8) == "drop"
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4), st.integers(0, 12))
+def test_no_group_that_is_too_old_is_ever_trained(members: list[tuple[int, bool]], version: int) -> None:
+    versions, done = [member[0] for member in members], [member[1] for member in members]
+    found = action(versions, done, policy_version=version, at_least=2)
+    assert (found == "drop") == staleness.is_stale(min(versions), policy_version=version, max_staleness=4)
+
+
+# -- weights and statistics --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(-3, 50), min_size=1, max_size=20))
+def test_staleness_weights_are_one_when_fresh_and_fall_with_age(ages: list[int]) -> None:
+    ordered = np.sort(ages)
+    for weights in (
+        staleness.exponential_weight(ordered),
+        staleness.inverse_weight(ordered),
+        staleness.linear_weight(ordered, max_staleness=8),
+    ):
+        assert (np.diff(weights) <= 0).all()
+        assert ((weights >= 0) & (weights <= 1)).all()
+        assert (weights[ordered <= 0] == 1).all()
+
+
+def test_a_weight_is_known_by_its_name() -> None:
+    def weights(name: str) -> list[float]:
+        found = staleness.age_weight(name, rate=0.5, max_staleness=3)
+        assert found is not None
+        return found([0, 2]).tolist()
+
+    assert weights("exponential") == pytest.approx([1.0, np.exp(-1.0)])
+    assert weights("inverse") == pytest.approx([1.0, 1 / 3])
+    assert weights("linear") == pytest.approx([1.0, 0.5])
+    assert staleness.age_weight("", rate=0.5, max_staleness=3) is None
+
+
+def test_a_linear_weight_is_above_nothing_at_the_bound_and_nothing_beyond() -> None:
+    assert staleness.linear_weight([4, 5], max_staleness=4).tolist() == pytest.approx([0.2, 0.0])
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
+def test_a_lag_is_the_time_in_flight_and_in_the_queue(start: int, flight: int, queue: int) -> None:
+    found = staleness.lag(policy_version=start + flight + queue, start=start, end=start + flight)
+    assert (found.in_flight, found.in_queue, found.total) == (flight, queue, flight + queue)
+
+
+def test_statistics_leave_out_sequences_without_tokens() -> None:
+    found = staleness.statistics([5, 2, 1, 1], [0, 0, 2, 2], num_sequences=3)
+    assert (found.mean, found.smallest, found.largest) == (2.25, 1.0, 5.0)
+    np.testing.assert_array_equal(found.oldest, [5, np.nan, 1])
+    np.testing.assert_array_equal(found.spread, [3, np.nan, 0])
+
+
+# -- controllers -------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1e-3, 1.0), st.floats(0.1, 1.0), st.sampled_from(["sqrt", "linear"]))
+def test_the_scaled_learning_rate_rises_with_the_ess_and_never_over_the_given_one(
+    ess: float, base: float, rule: str
+) -> None:
+    found = vcpo_learning_rate(1e-6, ess_fraction=ess, base_ess_fraction=base, rule=rule)
+    assert 0 < found <= 1e-6
+    assert found <= vcpo_learning_rate(1e-6, ess_fraction=min(1.0, ess * 2), base_ess_fraction=base, rule=rule)
+    if ess >= base:
+        assert found == 1e-6
+
+
+def test_the_bound_halves_at_once_and_rises_by_one_after_patience() -> None:
+    bound = AdaptiveBound(bound=8, largest=16, patience=2)
+    bound = bound.update(0.4)
+    assert bound.bound == 4
+    for _ in range(8):  # the batches of the old bound are still coming; what they say is known
+        bound = bound.update(0.1)
+    assert bound.bound == 4
+    bound = bound.update(0.95).update(0.95)
+    assert bound.bound == 5
+    bound = bound.update(0.95).update(0.7).update(0.95)  # not in a row
+    assert bound.bound == 5
+
+
+@given(st.lists(st.floats(0, 1), max_size=60), st.integers(0, 4), st.integers(0, 12))
+def test_the_bound_stays_within_its_limits(measured: list[float], smallest: int, more: int) -> None:
+    bound = AdaptiveBound(bound=smallest + more, smallest=smallest, largest=smallest + more, patience=1)
+    for ess in measured:
+        bound = bound.update(ess)
+        assert smallest <= bound.bound <= smallest + more
+
+
+def test_a_bound_is_not_changed_but_replaced() -> None:
+    bound = AdaptiveBound(bound=8, largest=16)
+    bound.update(0.1)
+    assert bound == replace(bound)
+    assert bound.bound == 8

@@ -1,0 +1,115 @@
+"""Which answers are scored again, and who is quarantined for them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+
+
+def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Document:
+    """Two prompt tokens, then ``tokens`` sampled ones."""
+    mask = np.arange(2 + tokens) >= 2
+    return Document(
+        tokens=np.ones(2 + tokens, np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, behavior, 0).astype(np.float32),
+        advantages=np.zeros(2 + tokens, np.float32),
+        loss_weights=np.zeros(2 + tokens, np.float32),
+        staleness=np.where(mask, age, 0).astype(np.int32),
+    )
+
+
+def looked(
+    rescoring: LogprobMismatch, documents: list[Document], workers: list[str], *, step: int, trainer: float
+) -> list[str]:
+    """Who is quarantined by a look in which the trainer gives every token the logprob ``trainer``."""
+    chosen = rescoring.choose(documents, workers, step=step)
+    logprobs = {one.document: np.full(len(documents[one.document]), trainer, np.float32) for one in chosen}
+    return rescoring.judge(chosen, documents, logprobs)[1]
+
+
+def test_the_youngest_and_the_oldest_answer_of_each_worker_are_scored() -> None:
+    documents = [document(age=age) for age in (3, 1, 2, 0)]
+    chosen = LogprobMismatch(bound=0.5, every=10).choose(documents, ["a", "a", "a", "b"], step=20)
+    assert sorted((one.worker, one.age) for one in chosen) == [("a", 1), ("a", 3), ("b", 0)]
+
+
+@pytest.mark.parametrize(("bound", "step"), [(0.5, 7), (0.0, 10)])
+def test_nothing_is_scored_between_the_looks_or_when_it_is_off(bound: float, step: int) -> None:
+    assert LogprobMismatch(bound=bound, every=10).choose([document()], ["a"], step=step) == []
+
+
+def test_a_worker_over_the_bound_twice_is_quarantined_and_the_others_are_not() -> None:
+    rescoring = LogprobMismatch(bound=0.5, every=10)
+    documents = [document(behavior=-1.0), document(behavior=-3.0)]  # |trainer - behavior| is 0 and 2
+    assert looked(rescoring, documents, ["good", "bad"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, documents, ["good", "bad"], step=1, trainer=-1.0) == ["bad"]
+
+
+def test_who_was_over_the_bound_once_and_is_not_again_goes_free() -> None:
+    rescoring = LogprobMismatch(bound=0.5, every=10)
+    assert looked(rescoring, [document(behavior=-3.0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, [document()], ["w"], step=1, trainer=-1.0) == []
+    assert looked(rescoring, [document(behavior=-3.0)], ["w"], step=10, trainer=-1.0) == []
+
+
+def guilty_of(documents: list[Document], workers: list[str], *, looks: int = 3) -> list[str]:
+    """Who is quarantined within so many looks at the same answers; the trainer gives every token -1."""
+    rescoring = LogprobMismatch(bound=0.5, every=1)
+    return sorted(
+        {one for step in range(looks) for one in looked(rescoring, documents, workers, step=step, trainer=-1.0)}
+    )
+
+
+def off(nats: float, *, age: int) -> Document:
+    return document(age=age, behavior=-1.0 - nats)
+
+
+def test_no_worker_is_quarantined_for_a_policy_that_moves_fast() -> None:
+    """What a run at learning rate 3e-3 showed: nothing at age 0, and 0.7 to 2.7 nats of everybody behind it."""
+    old = [off(0.7, age=1), off(1.5, age=2), off(2.7, age=3), off(1.4, age=1)]
+    assert guilty_of(old, ["a", "b", "c", "d"]) == []
+    assert guilty_of(old, ["a", "a", "b", "b"]) == []
+    assert guilty_of([off(0.0, age=0), off(2.7, age=1)], ["a", "a"]) == []
+
+
+def test_a_worker_alone_with_old_answers_is_not_judged() -> None:
+    assert guilty_of([off(3.0, age=2)], ["w"]) == []
+
+
+def test_a_worker_without_fresh_answers_is_compared_with_the_others() -> None:
+    assert guilty_of([off(0.1, age=2), off(3.0, age=2), off(0.2, age=3)], ["a", "bad", "c"]) == ["bad"]
+    assert guilty_of([off(0.2, age=2), off(3.0, age=3)], ["a", "bad"]) == ["bad"]
+    fast = [off(2.0, age=2), off(9.0, age=2), off(2.5, age=3)]
+    assert guilty_of(fast, ["a", "bad", "c"]) == ["bad"]
+
+
+def test_one_bad_worker_does_not_make_the_others_guilty_or_hide_behind_its_old_answers() -> None:
+    assert guilty_of([off(0.1, age=0), off(3.0, age=0), off(3.0, age=4)], ["a", "bad", "bad"]) == ["bad"]
+
+
+def test_who_was_off_when_fresh_is_quarantined_when_its_next_answers_are_old() -> None:
+    rescoring = LogprobMismatch(bound=0.5, every=10)
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
+    assert looked(rescoring, [off(3.0, age=2)], ["w"], step=1, trainer=-1.0) == ["w"]
+
+
+def test_the_next_worker_of_a_name_is_no_suspect() -> None:
+    rescoring = LogprobMismatch(bound=0.5, every=1)
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=0, trainer=-1.0) == []
+    rescoring.forget("w")
+    assert looked(rescoring, [off(3.0, age=0)], ["w"], step=1, trainer=-1.0) == []
+
+
+def test_a_trainer_that_says_nan_agrees_with_nobody() -> None:
+    rescoring = LogprobMismatch(bound=0.5, every=1)
+    for step in (0, 1):
+        guilty = looked(rescoring, [document()], ["w"], step=step, trainer=float("nan"))
+    assert guilty == ["w"]
+
+
+def test_an_answer_without_sampled_tokens_says_nothing() -> None:
+    assert LogprobMismatch(bound=0.5, every=1).choose([document(tokens=0)], ["w"], step=0) == []

@@ -1,0 +1,187 @@
+"""Groups that cannot be are found out with the reason; those that can be are let through."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
+from asyncrl.policies.trust.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
+
+VETTING = GroupValidation(vocabulary_size=100, context_tokens=8)
+SPAN = VersionSpan(start=0, incarnation=1, policy_version=6)
+TRAJECTORY = Trajectory(
+    tokens=[3, 99, 0],
+    response_mask=[True, True, True],
+    behavior_logprobs=[-1.0, -1.0, 0.0],
+    version_spans=(SPAN,),
+    reward=0.5,
+    reward_parts={"format": 1.0},
+)
+GROUP = TrajectoryGroup(group_id=0, prompt_tokens=[1, 2], trajectories=(TRAJECTORY,), worker="w")
+
+
+def problem(group: TrajectoryGroup) -> str:
+    """At version 6 of incarnation 1, which began from version 4."""
+    return VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4})
+
+
+def of(**changes: Any) -> TrajectoryGroup:
+    group: TrajectoryGroup = replace(GROUP, trajectories=(TRAJECTORY, replace(TRAJECTORY, **changes)))
+    return group
+
+
+def test_a_group_that_can_be_is_let_through() -> None:
+    assert problem(GROUP) == ""
+    assert problem(TrajectoryGroup(group_id=1, prompt_tokens=[], trajectories=(), error="reward failed")) == ""
+
+
+def test_tokens_of_a_lost_history_are_let_through() -> None:
+    """Version 9 of incarnation 0 counts as version 4, from which epoch 1 began."""
+    assert problem(of(version_spans=(VersionSpan(start=0, incarnation=0, policy_version=9),))) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": np.array([3, 100, 0], np.int32)}, "token 100 is outside the vocabulary of 100"),
+        ({"tokens": np.array([3, -1, 0], np.int32)}, "token -1 is outside"),
+        ({"reward": math.nan}, "reward is nan"),
+        ({"reward": -math.inf}, "reward is -inf"),
+        ({"reward_parts": {"format": math.inf}}, "format is inf"),
+        ({"version_spans": (VersionSpan(start=0, incarnation=1, policy_version=7),)}, "version 7 of incarnation 1"),
+        ({"version_spans": (VersionSpan(start=0, incarnation=2, policy_version=0),)}, "incarnation 2"),
+        ({"version_spans": (SPAN, VersionSpan(start=1, incarnation=1, policy_version=2**52))}, "at version 6 of 1"),
+    ],
+)
+def test_what_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
+    assert words in problem(of(**changes))
+
+
+def test_a_prompt_that_cannot_be_is_named() -> None:
+    assert "prompt token 100" in problem(replace(GROUP, prompt_tokens=np.array([100], np.int32)))
+    assert "no prompt tokens" in problem(replace(GROUP, prompt_tokens=np.zeros(0, np.int32)))
+
+
+def test_what_does_not_fit_into_the_model_is_named() -> None:
+    long = replace(GROUP, prompt_tokens=np.ones(6, np.int32))
+    assert problem(long) == "prompt and answer have 9 tokens, the model's context 8"
+
+
+def test_answers_that_nothing_sampled_may_name_any_version() -> None:
+    given = of(version_spans=(VersionSpan(start=0, incarnation=99, policy_version=7),))
+    vetting = GroupValidation(vocabulary_size=100, context_tokens=8, are_sampled=False)
+    assert vetting.problem(given, incarnation=1, policy_version=6, forks={}) == ""
+
+
+# -- what the prompt of the group asked for ----------------------------------------------------------------------------
+
+ASKED = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, prompt_digest=digest(GROUP.prompt_tokens))
+WHOLE = GroupValidation(vocabulary_size=100, context_tokens=50, largest_reward=10.0, are_answers_whole=True)
+PAIR: TrajectoryGroup = replace(GROUP, trajectories=(TRAJECTORY, TRAJECTORY))
+
+
+def asked_problem(group: TrajectoryGroup, validation: GroupValidation = WHOLE, asked: Asked | None = ASKED) -> str:
+    return validation.problem(group, incarnation=1, policy_version=6, forks={1: 4}, asked=asked)
+
+
+def answers(*lengths: int, **changes: Any) -> tuple[Trajectory, ...]:
+    return tuple(
+        replace(
+            TRAJECTORY,
+            tokens=np.full(length, 5, np.int32),
+            response_mask=np.ones(length, np.bool_),
+            behavior_logprobs=np.full(length, -1.0, np.float32),
+            **changes,
+        )
+        for length in lengths
+    )
+
+
+def test_the_group_that_was_asked_for_is_let_through() -> None:
+    assert asked_problem(PAIR) == ""
+    assert asked_problem(replace(PAIR, trajectories=answers(1, 4, reward=-10.0))) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"trajectories": answers(3)}, "1 answers and 0 cut off, and 2 were asked for"),
+        ({"trajectories": answers(1) * 20_000}, "20000 answers, and 2 were asked for"),
+        ({"trajectories": answers(3), "cancelled": 1}, "this run cuts none"),
+        ({"cancelled": 2**52}, f"2 answers and {2**52} cut off"),
+        ({"trajectories": answers(3, 5)}, "an answer has 5 tokens, and at most 4 were asked for"),
+        ({"prompt_tokens": np.array([1, 3], np.int32)}, "its prompt is not the one that was asked"),
+        ({"prompt_tokens": np.ones(40, np.int32)}, "its prompt has 40 tokens, and no prompt has more than 2"),
+        ({"worker": "w" * 300}, "has 300"),
+        ({"worker": "é" * 40}, "has 240"),
+        ({"worker": "w0\nall is well"}, "must be printable"),
+    ],
+)
+def test_another_group_than_was_asked_for_is_named(changes: dict[str, Any], words: str) -> None:
+    assert words in asked_problem(replace(PAIR, **changes))
+
+
+def test_a_failed_group_must_have_a_name_too_and_nothing_else() -> None:
+    failed: TrajectoryGroup = replace(PAIR, trajectories=(), error="out of memory", prompt_tokens=np.zeros(0, np.int32))
+    assert asked_problem(failed) == ""
+    assert "printable" in asked_problem(replace(failed, worker="\x1b[2J"))
+
+
+def test_answers_may_be_missing_where_stragglers_are_cut_off_and_are_counted() -> None:
+    cutting = GroupValidation(vocabulary_size=100, context_tokens=50)
+    assert asked_problem(replace(PAIR, trajectories=answers(3), cancelled=1), cutting) == ""
+    assert "1 answers and 0 cut off" in asked_problem(replace(PAIR, trajectories=answers(3)), cutting)
+
+
+def test_the_pass_over_the_data_is_the_prompts() -> None:
+    of_epoch = Asked(samples=frozenset({2}), max_tokens=4, max_prompt_tokens=2, epoch=3)
+    assert asked_problem(replace(PAIR, epoch=3), asked=of_epoch) == ""
+    assert "epoch 0 of the data, and its prompt of 3" in asked_problem(PAIR, asked=of_epoch)
+
+
+def test_a_prompt_of_an_earlier_life_may_have_asked_for_what_any_life_asked_for() -> None:
+    before = Asked(samples=frozenset({1, 3}), max_tokens=4, max_prompt_tokens=9)
+    resumed = GroupValidation(vocabulary_size=100, context_tokens=50, asked_before=before)
+    assert asked_problem(replace(PAIR, trajectories=answers(2)), resumed, asked=None) == ""
+    assert "1 or 3 were asked for" in asked_problem(PAIR, resumed, asked=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"response_mask": np.zeros(3, np.bool_), "behavior_logprobs": np.zeros(3, np.float32)}, "nothing to train"),
+        ({"reward": 1e308}, "reward is 1e+308, beyond reward.largest = 10"),
+        ({"reward_parts": {"format": -11.0}}, "format is -11"),
+        ({"reward_parts": {"mean": 1.0}}, "reward/mean is a metric of the learner"),
+        ({"reward_parts": {"x" * 200: 1.0}}, "1 to 128 printable characters"),
+        ({"reward_parts": {f"{number}": 0.1 for number in range(65)}}, "65 parts, over 64"),
+        ({"behavior_logprobs": np.array([-1.0, -1e30, -1.0], np.float32)}, "a behavior logprob is -1e+30"),
+        ({"behavior_logprobs": np.full(3, -80.0, np.float32)}, "3 tokens add up to -240"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_named(changes: dict[str, Any], words: str) -> None:
+    assert words in asked_problem(replace(PAIR, trajectories=(TRAJECTORY, replace(TRAJECTORY, **changes))))
+
+
+def test_what_an_environment_wrote_has_no_logprob_to_look_at() -> None:
+    logprobs = np.array([-1.0, -1e30, -1.0], np.float32)
+    mixed = replace(TRAJECTORY, response_mask=np.array([True, False, True]), behavior_logprobs=logprobs)
+    assert asked_problem(replace(PAIR, trajectories=(mixed, TRAJECTORY))) == ""
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
+    """Whatever its distribution: a hundred thousand tokens of logits of any size, sampled and scored in float32."""
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal((200, 100)) * scale).astype(np.float32)
+    shifted = logits - logits.max(1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    drawn = (np.exp(logprobs).cumsum(1)[:, None, :] < rng.random((200, 500, 1)) * 0.999999).sum(2)
+    sampled = np.take_along_axis(logprobs, drawn, 1)
+    assert sampled.min() >= LEAST_LOGPROB
+    assert (sampled.sum(1) >= -(500 * np.log(100) + UNLIKELY)).all()
+    assert (sampled >= -(np.log(100) + UNLIKELY)).all()  # an answer of one token

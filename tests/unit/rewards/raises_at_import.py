@@ -1,0 +1,3 @@
+"""A module that cannot be imported, named as a reward."""
+
+raise ValueError("two\nlines")

@@ -1,0 +1,359 @@
+"""What rewards promise: each kind judges as it says, and whatever a function does, a group gets rewards or a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import config
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.load import load_reward
+from tests.harness.rewards import load, sample, values
+
+HERE = "tests.unit.rewards.test_rewards"
+
+
+# -- built-in kinds ----------------------------------------------------------------------------------------------------
+
+
+async def test_math_judges_what_is_equal_not_what_looks_equal() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        ("The answer is 42.", "42", 1.0),
+        ("so we get \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("first 3, then 4, so 7", "7", 1.0),
+        ("It is 1,000 in all", "1000", 1.0),
+        ("$x = 3$", 3, 1.0),
+        ("2.5", 2.5, 1.0),
+        ("\\boxed{8} or maybe 9", "8", 1.0),
+        ("The answer is 41.", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        ("", "42", 0.0),
+    ]
+    got = await values(load("math"), *(sample(text, label=label) for text, label, _ in cases))
+    assert got == [value for _, _, value in cases]
+
+
+async def test_math_survives_what_no_time_is_enough_for() -> None:
+    pytest.importorskip("math_verify")
+    section = config.RewardSection(kind="math", options={"timeout_seconds": 1})
+    endless = "\\boxed{9^{9^{9^{9^{9}}}}}"
+    assert await values(load_reward(section), sample(endless, label="3"), sample("3", label="3")) == [0.0, 1.0]
+
+
+async def test_a_judge_that_dies_fails_its_group_and_is_replaced() -> None:
+    pytest.importorskip("math_verify")
+    reward = load("math")
+    await reward([sample("1", label="1")])
+    judge = reward._function._idle[0]  # type: ignore[attr-defined]
+    judge.kill()
+    await judge.wait()
+    with pytest.raises(RewardError, match="judge's process"):
+        await reward([sample("1", label="1")])
+    assert await values(reward, sample("1", label="1")) == [1.0]
+
+
+async def test_math_without_a_label_says_so() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(RewardError, match="no label"):
+        await load("math")([sample("7")])
+
+
+async def test_exact_compares_stripped_text() -> None:
+    texts = [sample(" yes\n", label="yes"), sample("Yes", label="yes"), sample("yes, sir", label="yes")]
+    assert await values(load("exact"), *texts) == [1.0, 0.0, 0.0]
+    assert await values(load("exact", ignore_case=True), *texts) == [1.0, 1.0, 0.0]
+    assert await values(load("exact", strip=False), *texts) == [0.0, 0.0, 0.0]
+
+
+async def test_exact_extracts_the_last_match() -> None:
+    reward = load("exact", extract=r"answer: (\d+)")
+    texts = [sample("answer: 3, no, answer: 4 indeed", label=4), sample("4", label=4)]
+    assert await values(reward, *texts) == [1.0, 0.0]
+
+
+async def test_regex_compares_its_group_to_the_label_or_just_matches() -> None:
+    texts = [sample("<a>\n7</a>", label="7"), sample("<a>8</a>", label="7"), sample("7", label="7")]
+    assert await values(load("regex", pattern="<a>(.*?)</a>"), *texts) == [1.0, 0.0, 0.0]
+    assert await values(load("regex", pattern="<a>(.*?)</a>", compare="match"), *texts) == [1.0, 1.0, 0.0]
+
+
+# -- your own function -------------------------------------------------------------------------------------------------
+
+
+def per_sample(sample: Sample) -> float:
+    return float(len(sample.completion))
+
+
+async def async_per_sample(sample: Sample) -> Reward:
+    return Reward(value=1.0, parts={"length": len(sample.completion)})
+
+
+def named_samples(samples):  # type: ignore[no-untyped-def]
+    return [float(len(samples))] * len(samples)
+
+
+def annotated_sequence(group: Sequence[Sample]) -> list[float]:
+    return [1.0 / len(group)] * len(group)
+
+
+async def async_list(group: list[Sample]) -> list[dict[str, float]]:
+    return [{"a": 0.5, "b": 0.25} for _ in group]
+
+
+def with_default(sample: Sample, scale: float = 2.0) -> np.float32:
+    return np.float32(scale)
+
+
+class Scorer:
+    def __call__(self, sample: Sample) -> float:
+        return 3.0
+
+
+def of_a_dict(sample: dict[str, Any]) -> float:
+    return 5.0
+
+
+def of_a_tuple(batch: tuple[Sample, ...]) -> list[float]:
+    return [6.0 for _ in batch]
+
+
+def of_what_it_cannot_name(batch: "collections.abc.Sequence[nowhere.Sample]") -> list[float]:  # type: ignore[name-defined]  # noqa: F821, UP037
+    return [7.0 for _ in batch]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("per_sample", [1.0, 2.0]),
+        ("async_per_sample", [1.0, 1.0]),
+        ("named_samples", [2.0, 2.0]),
+        ("annotated_sequence", [0.5, 0.5]),
+        ("async_list", [0.75, 0.75]),
+        ("with_default", [2.0, 2.0]),
+        ("Scorer", [3.0, 3.0]),
+        ("of_a_dict", [5.0, 5.0]),
+        ("of_a_tuple", [6.0, 6.0]),
+        ("of_what_it_cannot_name", [7.0, 7.0]),
+    ],
+)
+async def test_the_signature_decides_between_sample_and_group(name: str, expected: list[float]) -> None:
+    assert await values(load(f"{HERE}:{name}"), sample("a"), sample("bb")) == expected
+
+
+async def test_a_dict_of_parts_is_summed_and_kept() -> None:
+    (reward,) = await load(f"{HERE}:async_list")([sample()])
+    assert reward == Reward(value=0.75, parts={"a": 0.5, "b": 0.25})
+
+
+async def test_the_demo_rewards_counting_on() -> None:
+    reward = load("asyncrl.data.demo_task:reward")
+    # 0124: three of four count on. 012: three, one missing. 01234: five of five. 3456: all but the first.
+    texts = ["0123", "0124", "012", "01234", "", "3456"]
+    got = await values(reward, *(sample(text, prompt="67", label="0123") for text in texts))
+    assert got == [1.0, 0.75, 0.75, 1.0, 0.0, 0.75]
+
+
+# -- what a bad function does ------------------------------------------------------------------------------------------
+
+
+def raises(sample: Sample) -> float:
+    raise KeyError("no such thing\nand more")
+
+
+def raises_at_random(sample: Sample) -> float:
+    if sample.completion == "bad":
+        raise ValueError("bad sample")
+    return 1.0
+
+
+def raises_timeout(sample: Sample) -> float:
+    raise TimeoutError("the user's own")
+
+
+def exits(sample: Sample) -> float:
+    raise SystemExit(3)
+
+
+def nan(sample: Sample) -> float:
+    return math.nan
+
+
+def infinite_part(sample: Sample) -> Reward:
+    return Reward(value=1.0, parts={"speed": math.inf})
+
+
+def huge(sample: Sample) -> float:
+    return -2e6
+
+
+def many_parts(sample: Sample) -> dict[str, float]:
+    return {str(number): 0.0 for number in range(65)}
+
+
+def learners_part(sample: Sample) -> dict[str, float]:
+    return {"mean": 1.0}
+
+
+def text(sample: Sample) -> str:
+    return "1.0"
+
+
+def text_part(sample: Sample) -> dict[str, str]:
+    return {"a": "0.5"}
+
+
+def text_value(sample: Sample) -> Reward:
+    return Reward(value="0.5")  # type: ignore[arg-type]
+
+
+def endless(sample: Sample) -> int:
+    return int(10**400)
+
+
+class Unreadable:
+    def __float__(self) -> float:
+        raise LookupError
+
+    def __repr__(self) -> str:
+        raise LookupError
+
+
+def unreadable(sample: Sample) -> Unreadable:
+    return Unreadable()
+
+
+async def exits_async(sample: Sample) -> float:
+    raise SystemExit(3)
+
+
+def too_few(samples: Sequence[Sample]) -> list[float]:
+    return [1.0]
+
+
+def one_number(samples: Sequence[Sample]) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", r"raised KeyError: 'no such thing\\nand more'$"),
+        ("raises_at_random", "raised ValueError: bad sample$"),
+        ("raises_timeout", "raised TimeoutError: the user's own$"),
+        ("exits", "raised RuntimeError: SystemExit: 3$"),
+        ("nan", "the reward is nan$"),
+        ("infinite_part", "speed is inf$"),
+        ("exits_async", "raised RuntimeError: SystemExit: 3$"),
+        ("huge", r"the reward is -2e\+06, beyond reward.largest = 1e\+06; raise that or scale it$"),
+        ("many_parts", "has 65 parts, and 64 are allowed$"),
+        ("learners_part", "named 'mean', and reward/mean is a metric of the learner$"),
+        ("text", "must be a number, a Reward or a dict of parts, got '1.0'$"),
+        ("text_part", "must be a number, a Reward or a dict of parts, got {'a': '0.5'}$"),
+        ("text_value", r"must be a number, a Reward or a dict of parts, got Reward\(value='0.5', parts={}\)$"),
+        ("endless", r"must be a number, a Reward or a dict of parts, got 10+\.\.\.$"),
+        ("unreadable", "must be a number, a Reward or a dict of parts, got an Unreadable$"),
+        ("too_few", "returned 1 rewards for 2 samples$"),
+        ("one_number", "must return a list of rewards, returned 1.0$"),
+    ],
+)
+async def test_a_bad_reward_is_one_line_with_its_reason(name: str, reason: str) -> None:
+    with pytest.raises(RewardError, match=reason) as caught:
+        await load(f"{HERE}:{name}")([sample("good"), sample("bad")])
+    assert str(caught.value).startswith(f"reward {HERE}:{name}: ")
+    assert "\n" not in str(caught.value)
+
+
+_release = threading.Event()
+
+
+def blocks(sample: Sample) -> float:
+    _release.wait()
+    return 1.0
+
+
+async def waits(sample: Sample) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+@pytest.mark.parametrize("name", ["blocks", "waits"])
+async def test_a_reward_that_hangs_is_given_up_and_holds_nobody(name: str) -> None:
+    reward = load(f"{HERE}:{name}", timeout_seconds=0.05)
+    for _ in range(3):
+        with pytest.raises(RewardError, match="longer than reward.timeout_seconds = 0.05"):
+            await reward([sample() for _ in range(16)])
+    _release.set()
+
+
+async def test_a_plain_function_does_not_block_the_loop() -> None:
+    (reward,) = await load(f"{HERE}:thread_name")([sample()])
+    assert reward.parts == {"is_reward_thread": 1.0}
+
+
+def thread_name(sample: Sample) -> dict[str, float]:
+    return {"is_reward_thread": float(threading.current_thread().name == "reward")}
+
+
+async def test_cancelling_a_reward_is_no_reward_error() -> None:
+    task = asyncio.ensure_future(load(f"{HERE}:waits")([sample()]))
+    await asyncio.wait([task], timeout=0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# -- run files that cannot work ----------------------------------------------------------------------------------------
+
+
+def two_arguments(prompt: str, completion: str) -> float:
+    return 0.0
+
+
+COUNT = 1
+
+
+class CannotBeMade(Scorer):
+    def __init__(self) -> None:
+        raise OSError("no table\nbut a line more")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("mth", {}, "did you mean 'math'"),
+        ("nothing.here:f", {}, "cannot import 'nothing.here'"),
+        (f"{HERE}:per_smaple", {}, "did you mean 'per_sample'"),
+        (f"{HERE}:two_arguments", {}, "must take one argument.*it takes prompt, completion"),
+        (f"{HERE}:HERE", {}, "is a str, not a function or class$"),
+        (f"{HERE}:COUNT", {}, "is an int, not a function or class$"),
+        (f"{HERE}:CannotBeMade", {}, "reward.kind: making '.*:CannotBeMade' raised OSError: no table$"),
+        ("tests.unit.rewards.exits_at_import:score", {}, r"cannot import '.*': it exits \(sys.exit\(0\)\)$"),
+        ("tests.unit.rewards.raises_at_import:score", {}, "importing '.*' raised ValueError: two$"),
+        (f"{HERE}:per_sample", {"scale": 2}, "takes no options, got scale"),
+        ("exact", {"stripp": True}, "reward.options: unknown key 'stripp'; did you mean 'strip'"),
+        ("exact", {"extract": "("}, "reward.options: extract: '\\(' is no regular expression"),
+        ("regex", {}, "reward.options: missing pattern"),
+        ("regex", {"pattern": "["}, "is no regular expression"),
+        ("remote", {"url": "localhost:80"}, "url must start with http"),
+        ("math", {"processes": 0}, "must be >= 1"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_refused_before_the_run(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(kind, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_starts_nothing() -> None:
+    before = threading.active_count()
+    reward = load("math")
+    assert threading.active_count() == before
+    assert not reward._function._idle  # type: ignore[attr-defined]

@@ -1,0 +1,97 @@
+"""A rollout worker that the launcher starts has a key, and its name is bound to it for as long as it runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.messages.signing import SigningKey
+from asyncrl.protocols.launcher import Launcher, ProcessSpec
+from asyncrl.run import worker_keys
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE, KeyedLauncher
+
+LEARNER = "l" * 64
+
+
+class Started:
+    """A launcher that keeps what it was told to start."""
+
+    places = False
+
+    def __init__(self) -> None:
+        self.specs: list[ProcessSpec] = []
+        self.released: list[str] = []
+
+    async def start(self, spec: ProcessSpec) -> None:
+        self.specs.append(spec)
+
+    async def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+def spec(name: str, role: str = "rollout-worker") -> ProcessSpec:
+    return ProcessSpec(name=name, role=role, arguments=(role, "--name", name), environment={"A": "1"})
+
+
+async def public_of(launcher: KeyedLauncher, inner: Started, name: str) -> str:
+    await launcher.start(spec(name))
+    return SigningKey.from_text(inner.specs[-1].environment[WORKER_KEY_VARIABLE]).public
+
+
+def keyed(inner: Started, folder: Path) -> KeyedLauncher:
+    launcher: Launcher = inner  # type: ignore[assignment]
+    return KeyedLauncher(launcher, folder=folder)
+
+
+async def test_its_key_is_in_its_environment_and_nowhere_on_its_command_line(tmp_path: Path) -> None:
+    inner = Started()
+    await public_of(keyed(inner, tmp_path), inner, "w0")
+    (started,) = inner.specs
+    assert started.environment["A"] == "1" and len(started.environment[WORKER_KEY_VARIABLE]) == 64
+    assert started.arguments == spec("w0").arguments
+    assert started.environment[WORKER_KEY_VARIABLE] not in repr(started)
+    assert stat.S_IMODE((tmp_path / "workers" / "w0").stat().st_mode) == 0o600
+
+
+async def test_a_name_is_bound_until_it_is_released(tmp_path: Path) -> None:
+    inner = Started()
+    launcher, bound = keyed(inner, tmp_path), worker_keys.bound_names(tmp_path, learner=LEARNER)
+    assert bound("w0") == ""
+    first, second = await public_of(launcher, inner, "w0"), await public_of(launcher, inner, "w1")
+    assert (bound("w0"), bound("w1"), bound("guest")) == (first, second, "") and first != second
+    await launcher.release("w0")
+    assert (bound("w0"), bound("w1"), inner.released) == ("", second, ["w0"])
+
+
+async def test_it_keeps_its_key_over_restarts_of_itself_and_of_the_launcher(tmp_path: Path) -> None:
+    inner = Started()
+    launcher = keyed(inner, tmp_path)
+    key = await public_of(launcher, inner, "w0")
+    assert await public_of(launcher, inner, "w0") == key
+    assert await public_of(keyed(inner, tmp_path), inner, "w0") == key
+
+
+async def test_the_learner_gets_none(tmp_path: Path) -> None:
+    inner = Started()
+    await keyed(inner, tmp_path).start(spec("learner", role="learner"))
+    assert WORKER_KEY_VARIABLE not in inner.specs[0].environment
+
+
+def test_names_of_the_learners_actors_are_the_learners(tmp_path: Path) -> None:
+    bound = worker_keys.bound_names(tmp_path, learner=LEARNER)
+    assert [bound(name) for name in ("learner", "prompts", "weights", "w0")] == [LEARNER] * 3 + [""]
+
+
+def test_whom_a_worker_starts_does_not_inherit_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worker_keys.own_key() is None
+    key = SigningKey.generate()
+    monkeypatch.setenv(WORKER_KEY_VARIABLE, key.text())
+    found = worker_keys.own_key()
+    assert found is not None and found.public == key.public and WORKER_KEY_VARIABLE not in os.environ
+    monkeypatch.setenv(WORKER_KEY_VARIABLE, "no key")
+    with pytest.raises(ConfigError, match="ASYNCRL_WORKER_KEY: a signing key is 64 hexadecimal digits"):
+        worker_keys.own_key()

@@ -1,0 +1,245 @@
+"""A damaged checkpoint is found before it is used and kept aside; the one before is taken, and nothing else touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from asyncrl.errors import CheckpointDamaged, CheckpointError
+from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.state import checkpoint, manifest
+
+
+def saved(step: int, *, incarnation: int = 0) -> LearnerState:
+    """Two groups a step, and two outstanding."""
+    done = 2 * step
+    return LearnerState(
+        incarnation=incarnation,
+        step=step,
+        policy_version=step,
+        groups={"watermark": done, "beyond": []},
+        consumed={"watermark": done + 1, "beyond": []},
+        prompts=PromptState(next_group_id=done + 2, position=done + 2, outstanding={done: done, done + 1: done + 1}),
+        groups_trained=done,
+        forks={incarnation: 1} if incarnation else {},
+    )
+
+
+def save_backend(folder: Path) -> None:
+    safetensors.torch.save_file({"weight": torch.arange(1000.0)}, folder / "rank-00000.safetensors")
+    torch.save({"momentum": torch.arange(1000.0)}, folder / "optimizer.pt")
+    (folder / "backend.json").write_text('{"ranks": 1}')
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Checkpoints of steps 5, 10 and 15."""
+    for step in (5, 10, 15):
+        checkpoint.write(tmp_path, saved(step), save_backend=save_backend, keep=3)
+    return tmp_path
+
+
+def resumed(directory: Path) -> tuple[int, list[str]]:
+    """The step that a learner goes on from, and what is said."""
+    said: list[str] = []
+    found = checkpoint.resume(directory, say=said.append)
+    assert not any("\n" in line for line in said)
+    return (-1 if found is None else found[0].step), said
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "truncated": truncate,
+    "a bit flipped": flip,
+    "emptied": lambda path: path.write_bytes(b""),
+    "gone": Path.unlink,
+    "a folder": replace_by_folder,
+}
+FILES = ["learner.json", "backend/rank-00000.safetensors", "backend/optimizer.pt", "backend/backend.json"]
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
+    directory: Path, name: str, damage: str
+) -> None:
+    if (name, damage) == ("manifest.json", "gone"):
+        return  # as one of an older version
+    DAMAGES[damage](directory / "step-00000015" / name)
+    step, said = resumed(directory)
+    assert step == 10
+    assert len(said) == 1
+    if (name, damage) != ("manifest.json", "a bit flipped"):  # then a file seems to have other bytes
+        assert f"step-00000015: is damaged: {name} " in said[0]
+    assert "step-00000015: is damaged: " in said[0]
+    assert "kept as damaged-step-00000015; trying step-00000010" in said[0]
+    assert (directory / "damaged-step-00000015").is_dir() and not (directory / "step-00000015").exists()
+    assert resumed(directory) == (10, [])  # once
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncated", "emptied"])
+def test_without_a_manifest_what_a_file_says_of_itself_is_checked(directory: Path, name: str, damage: str) -> None:
+    """As older versions wrote them."""
+    for folder in checkpoint.complete(directory):
+        (folder / manifest.FILE).unlink()
+    assert resumed(directory) == (15, [])
+    DAMAGES[damage](directory / "step-00000015" / name)
+    step, said = resumed(directory)
+    assert (step, len(said)) == (10, 1)
+
+
+def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path) -> None:
+    shutil.rmtree(directory / "step-00000015" / "backend")
+    flip(directory / "step-00000010" / "learner.json")
+    step, said = resumed(directory)
+    assert (step, len(said)) == (5, 2)
+    assert checkpoint.damaged(directory) == ["damaged-step-00000010", "damaged-step-00000015"]
+    shutil.rmtree(directory / "step-00000005" / "backend")
+    step, said = resumed(directory)
+    assert (step, len(said)) == (-1, 1)
+    assert said[0].endswith("there is no checkpoint before it")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("has_manifest", [True, False], ids=["hashed", "read"])
+def test_what_cannot_be_read_now_is_not_damaged(
+    directory: Path, number: int, has_manifest: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user, a network disk that stumbles: nothing is renamed, and no older checkpoint taken for it."""
+
+    def fail(path: Path) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    if has_manifest:
+        monkeypatch.setattr(manifest, "_sha256", fail)
+    else:
+        monkeypatch.setattr(manifest, "damage", lambda folder, **_: "")
+        monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(OSError, match="step-00000015") as raised:
+        resumed(directory)
+    assert raised.value.errno == number
+    assert checkpoint.damaged(directory) == []
+    assert len(checkpoint.complete(directory)) == 3
+
+
+def test_what_is_damaged_is_never_deleted_nor_replaced(directory: Path) -> None:
+    flip(directory / "step-00000015" / "learner.json")
+    (directory / "damaged-step-00000015").mkdir()
+    resumed(directory)
+    assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
+    for step in (20, 25, 30, 35):
+        checkpoint.write(directory, saved(step, incarnation=1), save_backend=save_backend, keep=2)
+    assert [folder.name for folder in checkpoint.complete(directory)] == [
+        "step-00000030-epoch-1",
+        "step-00000035-epoch-1",
+    ]
+    assert (directory / "damaged-step-00000015-1" / "learner.json").exists()
+
+
+def test_names_that_are_not_ours_are_left_alone_and_named_once(directory: Path) -> None:
+    for name in (
+        "step-foo",
+        "step-00000015-backup",
+        "lost+found",
+        "step-15",
+        "step-00000015-epoch-x",
+        ".step-x.partial",
+    ):
+        (directory / name).mkdir()
+    (directory / "notes.txt~").write_text("mine")
+    (directory / "step-00000099").write_text("a file")
+    (directory / ".step-00000015.partial").mkdir()  # of a learner that was killed
+    step, said = resumed(directory)
+    assert step == 15
+    assert said == [
+        f"{directory}: left alone, not asyncrl's: .step-x.partial, lost+found, notes.txt~, step-00000015-backup, "
+        "step-00000015-epoch-x, step-00000099, step-15, step-foo"
+    ]
+    checkpoint.write(directory, saved(20), save_backend=save_backend, keep=1)
+    assert (directory / "step-foo").is_dir() and (directory / "step-00000015-backup").is_dir()
+    assert [folder.name for folder in checkpoint.complete(directory)] == ["step-00000020"]
+
+
+def test_an_empty_folder_with_a_checkpoints_name_is_no_checkpoint(directory: Path) -> None:
+    (directory / "step-99999999").mkdir()
+    assert resumed(directory)[0] == 15
+
+
+def test_a_format_of_a_later_version_is_no_damage(directory: Path) -> None:
+    path = directory / "step-00000015" / "learner.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3}))
+    (directory / "step-00000015" / manifest.FILE).unlink()
+    with pytest.raises(CheckpointError, match="has format 3"):
+        resumed(directory)
+    assert path.exists()
+
+
+def test_a_whole_checkpoint_and_files_that_somebody_added_are_fine(directory: Path) -> None:
+    (directory / "step-00000015" / "backend" / ".nfs0001").write_text("")
+    assert resumed(directory) == (15, [])
+    assert checkpoint.read(directory / "step-00000010", whole=True)[0] == saved(10)
+
+
+NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a step below 0": lambda table: table.update(step=-1),
+    "another step": lambda table: table.update(step=16, policy_version=16),
+    "another incarnation": lambda table: table.update(incarnation=1),
+    "a version that is not the step": lambda table: table.update(policy_version=3),
+    "a number that is none": lambda table: table.update(groups_trained="30"),
+    "a share of a group": lambda table: table.update(groups_trained=29.5, groups_dropped=0.5),
+    "too many groups done": lambda table: table["groups"].update(watermark=130),
+    "a group done twice": lambda table: table["groups"].update(beyond=[3]),
+    "a ledger without a watermark": lambda table: table["groups"].pop("watermark"),
+    "a counter that is off": lambda table: table.update(groups_dropped=7),
+    "fewer groups published than done": lambda table: table["prompts"].update(next_group_id=3),
+    "a group done and outstanding": lambda table: table["prompts"].update(outstanding={"0": 0, "31": 31}),
+    "a position before that of a group": lambda table: table["prompts"].update(position=1),
+    "a consumed record below 0": lambda table: table["consumed"].update(beyond=[-4]),
+    "a fork in a later incarnation": lambda table: table.update(forks={"7": 3}),
+    "a key that nobody knows": lambda table: table.update(rows=1),
+    "no prompts": lambda table: table.pop("prompts"),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_numbers_that_no_learner_saves_are_refused_without_a_manifest_too(directory: Path, case: str) -> None:
+    folder = directory / "step-00000015"
+    (folder / manifest.FILE).unlink()
+    table = json.loads((folder / "learner.json").read_text())
+    NONSENSE[case](table)
+    (folder / "learner.json").write_text(json.dumps(table))
+    with pytest.raises(CheckpointDamaged, match=r"is damaged: learner.json (makes no sense|cannot be read)"):
+        checkpoint.read(folder)
+    assert resumed(directory)[0] == 10
+
+
+def test_what_a_learner_saves_makes_sense() -> None:
+    assert LearnerState.fresh().problem() == ""
+    assert dataclasses.replace(saved(3), groups={"watermark": 5, "beyond": [6]}, groups_trained=6).problem() == (
+        "a group is done and outstanding"
+    )

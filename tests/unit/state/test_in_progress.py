@@ -1,0 +1,104 @@
+"""What a life of the learner was at when it ended, as the lives behind it know it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.state.in_progress import InProgress, LogEntry
+
+A, B, C = LogEntry(7, "5", "w0"), LogEntry(8, "6", "w1"), LogEntry(9, "7", "w0")
+
+
+def test_an_entry_that_two_lives_in_a_row_ended_with_is_set_aside_by_the_third(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    InProgress(path).train([A, B])
+    second = InProgress(path)
+    assert (second.suspects, second.aside) == ({A.identity, B.identity}, {})
+    second.train([B, C])
+    third = InProgress(path)
+    assert set(third.aside) == {B.identity}
+    assert third.suspects == {C.identity}
+    assert set(InProgress(path).aside) == {B.identity}  # and by every one behind it
+
+
+def test_an_entry_that_was_being_decoded_is_one_too(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    for _ in range(2):
+        InProgress(path).decode(7, "5")
+    assert set(InProgress(path).aside) == {A.identity}
+
+
+def test_a_life_that_ended_with_nothing_in_progress_starts_the_count_again(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    InProgress(path).train([A])
+    InProgress(path)
+    InProgress(path).train([A])
+    assert InProgress(path).aside == {}
+
+
+def test_what_was_done_is_no_longer_in_progress(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    for _ in range(3):
+        life = InProgress(path)
+        assert (life.aside, life.suspects) == ({}, set())
+        life.decode(7, "5")
+        life.decoded()
+        life.train([A, B, C])
+        life.trained()
+
+
+def test_an_entry_of_another_log_is_another_entry(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    InProgress(path).train([A])
+    InProgress(path).train([LogEntry(7, "6"), LogEntry(8, "5")])
+    assert InProgress(path).aside == {}
+    InProgress(path).train([A])
+    life = InProgress(path)
+    life.start_new_log()
+    life.train([A])
+    assert InProgress(path).aside == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"training": 3}', '{"training": [[1, 2], "x"], "aside": {}}', "\0" * 99]
+)
+def test_a_damaged_file_is_an_empty_one(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    path.write_text(text)
+    life = InProgress(path)
+    assert (life.aside, life.suspects) == ({}, set())
+    life.train([A])
+    assert InProgress(path).suspects == {A.identity}
+
+
+def test_a_shorter_note_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    life = InProgress(path)
+    life.train([LogEntry(number, str(number), "worker") for number in range(1000)])
+    life.train([A])
+    assert InProgress(path).suspects == {A.identity}
+
+
+def test_an_entry_that_was_cleared_alone_is_set_aside_by_the_fourth(tmp_path: Path) -> None:
+    """Lives end of other causes: two kills in the same step are a chance."""
+    path = tmp_path / "in_progress.json"
+    InProgress(path).train([A, B])
+    for _ in range(2):
+        life = InProgress(path)
+        assert life.aside == {}
+        life.tried(A, is_cleared=True)
+        life.tried(B, is_cleared=True)
+        life.train([A, B])
+    assert set(InProgress(path).aside) == {A.identity, B.identity}
+
+
+def test_an_entry_that_only_its_scores_speak_for_is_not_cleared(tmp_path: Path) -> None:
+    path = tmp_path / "in_progress.json"
+    InProgress(path).train([A])
+    life = InProgress(path)
+    life.tried(A, is_cleared=False)
+    assert life.suspects == set()
+    life.train([A])
+    assert set(InProgress(path).aside) == {A.identity}

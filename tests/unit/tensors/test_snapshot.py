@@ -1,0 +1,91 @@
+"""Snapshots: a copy of the weights as flat buckets, in the order of a safetensors file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncrl.tensors.snapshot import Snapshot
+
+
+def tensors(*names: str, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(name, torch.randn(3, 5, generator=generator).to(dtype)) for name in names]
+
+
+def test_a_snapshot_gives_back_every_bit() -> None:
+    given = [
+        ("matrix", torch.randn(7, 3)),
+        ("transposed", torch.randn(4, 6, dtype=torch.float64).T),
+        ("half", torch.randn(5).bfloat16()),
+        ("scalar", torch.tensor(3)),
+        ("nan", torch.tensor([float("nan"), -0.0])),
+    ]
+    taken = dict(Snapshot.of(given).tensors())
+    assert taken.keys() == dict(given).keys()
+    for name, tensor in given:
+        assert (taken[name].dtype, taken[name].shape) == (tensor.dtype, tensor.shape)
+        assert taken[name].contiguous().view(-1).view(torch.uint8).tolist() == (
+            tensor.contiguous().view(-1).view(torch.uint8).tolist()
+        )
+
+
+def test_wide_types_come_first_and_then_names_in_order() -> None:
+    given = [*tensors("b", "a", dtype=torch.bfloat16), *tensors("d", "c")]
+    snapshot = Snapshot.of(given)
+    assert [name for name, _ in snapshot.tensors()] == ["c", "d", "a", "b"]
+    assert [entry.name for entry in snapshot.entries] == ["c", "d", "a", "b"]
+
+
+def test_buckets_laid_end_to_end_are_the_tensors_without_gaps() -> None:
+    snapshot = Snapshot.of(tensors("a", "b", "c"), bucket_bytes=130)
+    body = b"".join(bytes(bucket.data.tolist()) for bucket in snapshot.buckets)
+    assert body == b"".join(bytes(t.reshape(-1).view(torch.uint8).tolist()) for _, t in snapshot.tensors())
+    assert snapshot.num_bytes == len(body) == 3 * 60
+
+
+def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> None:
+    large = ("large", torch.zeros(100))
+    snapshot = Snapshot.of([*tensors("a", "b", "c", "x"), large], bucket_bytes=130)
+    assert [[entry.name for entry in bucket.entries] for bucket in snapshot.buckets] == [
+        ["a", "b"],
+        ["c"],
+        ["large"],
+        ["x"],
+    ]
+
+
+def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none() -> None:
+    snapshot = Snapshot.of([*tensors("a", "b", "c"), ("large", torch.zeros(100))])
+    (whole,) = snapshot.buckets
+    cut = snapshot.cut(130)
+    assert [[entry.name for entry in bucket.entries] for bucket in cut.buckets] == [["a", "b"], ["c"], ["large"]]
+    assert torch.equal(torch.cat([bucket.data for bucket in cut.buckets]), whole.data)
+    assert all(torch.equal(tensor, dict(snapshot.tensors())[name]) for name, tensor in cut.tensors())
+    assert cut.buckets[0].data.data_ptr() == whole.data.data_ptr()
+
+
+def test_a_bucket_has_one_type() -> None:
+    snapshot = Snapshot.of([*tensors("a"), *tensors("b", dtype=torch.bfloat16)])
+    assert [{entry.dtype for entry in bucket.entries} for bucket in snapshot.buckets] == [
+        {torch.float32},
+        {torch.bfloat16},
+    ]
+
+
+def test_floating_tensors_take_the_wanted_type_and_others_keep_theirs() -> None:
+    snapshot = Snapshot.of([*tensors("a"), ("count", torch.tensor([1, 2]))], dtype=torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in snapshot.tensors()} == {"a": torch.bfloat16, "count": torch.int64}
+
+
+def test_later_changes_of_the_weights_do_not_show() -> None:
+    ((name, weight),) = tensors("a")
+    snapshot = Snapshot.of([(name, weight)])
+    before = weight.clone()
+    weight.add_(1.0)
+    assert torch.equal(dict(snapshot.tensors())[name], before)
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="'a'"):
+        Snapshot.of(tensors("a", "b", "a"))

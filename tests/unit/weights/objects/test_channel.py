@@ -1,0 +1,302 @@
+"""Weights through the object store: what is fetched, by whom, and what happens when some of it is gone or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.bus.memory.stores import Objects
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import BusError, WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import WEIGHTS
+from asyncrl.protocols import LoadReport
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights.files import WEIGHTS_FILE
+from asyncrl.weights.objects.channel import ObjectsChannel
+from asyncrl.weights.objects.fetched import FetchedVersions
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.fakes import until
+from tests.harness.weights import Engine, running
+
+
+class Store(Objects):
+    """Remembers what was read; ``wrong`` objects give other bytes, ``cut`` ones end with a lost bus after a chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.starts: list[int] = []
+        self.wrong: set[str] = set()
+        self.cut: set[str] = set()
+
+    def read(self, name: str, *, start: int = 0) -> Iterator[bytes]:
+        self.fetched.append(name)
+        self.starts.append(start)
+        for number, block in enumerate(super().read(name, start=start)):
+            if name in self.cut and number == 1:
+                raise BusError("the connection is closed")
+            yield bytes(byte ^ 1 for byte in block) if name in self.wrong else block
+
+    def took(self) -> list[str]:
+        taken, self.fetched = self.fetched, []
+        return taken
+
+
+class Rig:
+    """A learner that changes a few weights a version, and hosts far away."""
+
+    def __init__(self, root: Path, model_path: Path) -> None:
+        self.root, self.model_path = root, model_path
+        self.store = Store()
+        self.weight = torch.randn(400, 257, generator=torch.Generator().manual_seed(0)).bfloat16()
+        self.learner = self.channel("learner")
+
+    def channel(self, name: str, **options: Any) -> ObjectsChannel:
+        return ObjectsChannel(
+            self.root / name, keep=2, model_path=self.model_path, objects=self.store, **({"full_every": 4} | options)
+        )
+
+    def publish(self, version: int, *, incarnation: int = 0, learner: ObjectsChannel | None = None) -> WeightVersion:
+        self.weight[version % 400, ::7] += 0.5
+        snapshot = Snapshot.of([("a", self.weight), ("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))])
+        return (learner or self.learner).publish(snapshot, incarnation=incarnation, policy_version=version)
+
+    def host(self, name: str = "far") -> FetchedVersions:
+        return FetchedVersions(self.root / name, keep=2, model_path=self.model_path, objects=self.store)
+
+    def check(self, folder: Path) -> None:
+        assert safetensors.torch.load_file(folder / WEIGHTS_FILE)["a"].equal(self.weight)
+        assert (folder / "config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), characters="0123456789")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, model_path: Path) -> Rig:
+    return Rig(tmp_path, model_path)
+
+
+def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(rig: Rig) -> None:
+    host = rig.host()
+    for version in range(1, 11):
+        rig.check(host.folder(rig.publish(version)))
+    assert rig.store.took() == ["0-1.full", *(f"0-{version}.delta" for version in range(2, 11))]
+    assert rig.learner.published_bytes < rig.weight.numel() * 2 / 50
+
+
+def test_a_late_joiner_fetches_the_last_whole_one_and_what_changed_since(rig: Rig) -> None:
+    for version in range(1, 8):
+        weights = rig.publish(version)
+    rig.check(rig.host().folder(weights))
+    assert rig.store.took() == ["0-5.full", "0-6.delta", "0-7.delta"]
+
+
+def test_who_missed_versions_catches_up_by_deltas(rig: Rig) -> None:
+    host = rig.host()
+    host.folder(rig.publish(1))
+    rig.store.took()
+    for version in (2, 3, 4):
+        weights = rig.publish(version)
+    rig.check(host.folder(weights))
+    assert rig.store.took() == ["0-2.delta", "0-3.delta", "0-4.delta"]
+
+
+def test_a_new_incarnation_starts_with_a_full_version_and_removes_the_old_one(rig: Rig) -> None:
+    rig.publish(1)
+    rig.publish(2)
+    weights = rig.publish(2, incarnation=1, learner=rig.channel("learner"))
+    assert rig.store.names() == {"1-2.full"}
+    rig.check(rig.host().folder(weights))
+
+
+def test_more_change_than_a_delta_is_worth_is_stored_whole(rig: Rig) -> None:
+    learner = rig.channel("learner", delta_share=0.0001)
+    rig.publish(1, learner=learner)
+    weights = rig.publish(2, learner=learner)
+    assert weights.uri == "0-2.full"
+    assert "0-2.delta" not in rig.store.names()
+    rig.check(rig.host().folder(weights))
+
+
+def test_a_version_in_which_nothing_changed_is_stored_as_next_to_nothing(rig: Rig) -> None:
+    snapshot = Snapshot.of([("a", rig.weight)])
+    rig.learner.publish(snapshot, incarnation=0, policy_version=1)
+    weights = rig.learner.publish(snapshot, incarnation=0, policy_version=2)
+    assert rig.learner.published_bytes < 100
+    rig.check(rig.host().folder(weights))
+
+
+def test_other_tensors_than_before_are_stored_whole(rig: Rig) -> None:
+    rig.publish(1)
+    other = Snapshot.of([("a", rig.weight), ("new", torch.zeros(7))])
+    assert rig.learner.publish(other, incarnation=0, policy_version=2).uri == "0-2.full"
+
+
+def test_what_kept_versions_need_is_never_collected_and_the_rest_is(rig: Rig) -> None:
+    for version in range(1, 30):
+        weights = rig.publish(version)
+        assert len(rig.store.names()) <= 8
+    rig.check(rig.host().folder(weights))
+
+
+@pytest.mark.parametrize("name", ["0-3.delta", "0-2.delta"])
+def test_a_delta_that_is_gone_costs_the_whole_version(rig: Rig, name: str) -> None:
+    host = rig.host()
+    host.folder(rig.publish(1))
+    for version in range(2, 6):  # 5 is stored whole as well
+        weights = rig.publish(version)
+    rig.store.remove(name)
+    rig.check(host.folder(weights))
+    assert rig.store.took()[-1] == "0-5.full"
+
+
+def test_a_wrong_delta_costs_the_whole_version(rig: Rig) -> None:
+    host = rig.host()
+    host.folder(rig.publish(1))
+    for version in range(2, 6):
+        weights = rig.publish(version)
+    rig.store.wrong = {"0-4.delta"}
+    rig.check(host.folder(weights))
+    assert rig.store.took()[-1] == "0-5.full"
+
+
+@pytest.mark.parametrize("size", [0, 1, 101, 100_000, -1])
+def test_a_base_that_changed_on_disk_is_fetched_anew(rig: Rig, size: int) -> None:
+    host = rig.host()
+    file = host.folder(rig.publish(1)) / WEIGHTS_FILE
+    data = file.read_bytes()
+    file.write_bytes(data[:size] if size >= 0 else data[:-1] + b"\xff")
+    rig.check(host.folder(rig.publish(2)))
+    assert rig.store.took()[-2:] == ["0-1.full", "0-2.delta"]
+
+
+def test_a_learner_that_lost_its_folder_stores_the_next_version_whole(rig: Rig) -> None:
+    rig.publish(1)
+    shutil.rmtree(rig.root / "learner")
+    assert rig.publish(2).uri == "0-2.full"
+
+
+def test_a_whole_version_that_is_wrong_is_refused_and_never_visible(rig: Rig) -> None:
+    weights = rig.publish(1)
+    rig.store.wrong = {"0-1.full"}
+    with pytest.raises(WeightsError, match="sha256 is .* was published"):
+        rig.host().folder(weights)
+    assert {path.name for path in (rig.root / "far").iterdir()} == {".lock"}
+    rig.store.wrong = set()
+    rig.check(rig.host().folder(weights))
+
+
+def test_a_fetch_that_broke_off_goes_on_where_it_was(rig: Rig) -> None:
+    weights = rig.publish(1)
+    rig.store.cut = {"0-1.full"}
+    with pytest.raises(WeightsError, match="connection is closed"):
+        rig.host().folder(weights)
+    assert not [path for path in (rig.root / "far").iterdir() if not path.name.startswith(".")]
+    rig.store.cut = set()
+    rig.check(rig.host().folder(weights))  # another process would too: nothing is remembered but the file
+    assert rig.store.starts == [0, 2**17]
+
+
+def test_a_part_that_is_not_what_was_published_is_begun_anew(rig: Rig) -> None:
+    weights = rig.publish(1)
+    rig.store.cut = {"0-1.full"}
+    with pytest.raises(WeightsError):
+        rig.host().folder(weights)
+    (part,) = (rig.root / "far").glob(".part-*")
+    part.write_bytes(bytes(part.stat().st_size))
+    rig.store.cut = set()
+    rig.check(rig.host().folder(weights))
+
+
+def test_workers_of_one_machine_fetch_once(rig: Rig) -> None:
+    weights = rig.publish(1)
+
+    async def fetch() -> list[Path]:
+        return await asyncio.gather(*(asyncio.to_thread(rig.host().folder, weights) for _ in range(4)))
+
+    assert len(set(asyncio.run(fetch()))) == 1
+    assert rig.store.took() == ["0-1.full"]
+
+
+def test_who_waits_for_another_workers_fetch_is_seen_to_live(rig: Rig) -> None:
+    weights, waiting = rig.publish(1), rig.host()
+    with rig.host()._alone():
+        thread = threading.Thread(target=waiting.folder, args=(weights,))
+        thread.start()
+        while waiting.progress < 2:
+            assert thread.is_alive()
+    thread.join()
+    assert rig.store.took() == ["0-1.full"]
+
+
+def test_a_version_that_was_torn_on_disk_is_fetched_anew(rig: Rig) -> None:
+    host, weights = rig.host(), rig.publish(1)
+    file = host.folder(weights) / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:100])
+    rig.check(host.folder(weights))
+
+
+def test_fetched_versions_beyond_keep_are_removed(rig: Rig) -> None:
+    host = rig.host()
+    for version in range(1, 6):
+        host.folder(rig.publish(version))
+    assert {path.name.rpartition("-")[0] for path in (rig.root / "far").iterdir()} == {"0-4", "0-5", ""}
+
+
+def test_who_is_behind_removes_no_version_that_another_worker_of_the_machine_holds(rig: Rig) -> None:
+    behind, newest = [rig.publish(version) for version in (1, 2, 3)][1:]
+    ahead = rig.host().folder(newest)
+    rig.host().folder(behind)
+    rig.check(ahead)
+
+
+def test_versions_of_longer_runs_that_were_here_before_do_not_pile_up(tmp_path: Path, model_path: Path) -> None:
+    for last in (9, 6, 3):
+        rig = Rig(tmp_path / f"run-{last}", model_path)
+        host = FetchedVersions(tmp_path / "far", keep=2, model_path=model_path, objects=rig.store)
+        for version in range(1, last + 1):
+            folder = host.folder(rig.publish(version))
+    rig.check(folder)
+    kept = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "far").iterdir() if path.is_dir())
+    assert kept == ["0-2", "0-3", "0-5", "0-6"]
+
+
+async def test_an_engine_loads_the_folder_that_its_worker_fetched(rig: Rig) -> None:
+    class Reading(Engine):
+        async def load(self, weights: WeightVersion) -> LoadReport:
+            rig.check(Path(weights.uri))
+            return await super().load(weights)
+
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    engine, host = Reading(receives=False), rig.channel("far")
+    follower = WeightFollower("w0", bus, engine=engine, verify=host.verify, load="in_flight")
+    async with running(follower):
+        for version in (1, 2):
+            await bus.put(WEIGHTS, rig.publish(version))
+            await until(lambda version=version: engine.version == (0, version))
+    assert rig.store.took() == ["0-1.full", "0-2.delta"]
+
+
+def test_a_description_of_other_weights_and_a_sum_that_is_none_are_refused(rig: Rig) -> None:
+    weights = rig.publish(1)
+    for sha256, words in (("0" * 64, "others are stored"), ("../../x", "is not a sha256")):
+        with pytest.raises(WeightsError, match=words):
+            rig.host().folder(
+                WeightVersion(
+                    incarnation=0, policy_version=1, uri=weights.uri, sha256=sha256, num_bytes=weights.num_bytes
+                )
+            )

@@ -1,0 +1,83 @@
+"""Versions that stay when their channel has forgotten them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data.model_folder import check_model
+from asyncrl.errors import WeightsError
+from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.kept_models import WithModels
+from tests.harness.engines import Model
+from tests.harness.transfers import snapshot
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def publish(channel: WithModels, model: Model, *versions: int, incarnation: int = 0) -> None:
+    for version in versions:
+        channel.publish(snapshot(model), incarnation=incarnation, policy_version=version)
+
+
+def made(folder: Path, model: Model) -> WithModels:
+    files = FilesChannel(folder / "weights", keep=2, model_path=model.folder)
+    return WithModels(files, folder / "models", every=3, model_path=model.folder)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_every_so_many_th_version_stays_as_a_model(tmp_path: Path, model: Model) -> None:
+    publish(made(tmp_path, model), model, *range(8))
+    assert names(tmp_path / "weights") == {"0-6", "0-7"}
+    assert names(tmp_path / "models") == {"0-3", "0-6"}
+    check_model(tmp_path / "models" / "0-3")
+
+
+def test_of_versions_that_are_passed_over_the_next_one_stays(tmp_path: Path, model: Model) -> None:
+    publish(made(tmp_path, model), model, 0, 2, 5, 8, 10)
+    assert names(tmp_path / "models") == {"0-5", "0-8", "0-10"}
+
+
+@pytest.mark.parametrize(("first", "stays"), [(3, {"0-3"}), (4, {"0-3"}), (6, {"0-3", "1-6"})])
+def test_a_learner_that_is_resumed_keeps_what_was_kept(
+    tmp_path: Path, model: Model, first: int, stays: set[str]
+) -> None:
+    publish(made(tmp_path, model), model, 0, 1, 2, 3, 4)
+    publish(made(tmp_path, model), model, first, incarnation=1)
+    assert names(tmp_path / "models") == stays
+
+
+def test_what_somebody_writes_into_a_model_stays_in_it(tmp_path: Path, model: Model) -> None:
+    channel = made(tmp_path, model)
+    publish(channel, model, 0, 3)
+    (tmp_path / "models" / "0-3" / "evaluation").mkdir()
+    (tmp_path / "models" / "0-3" / "results.json").write_text("{}")
+    (tmp_path / "models" / "0-3" / "config.json").write_text("changed")
+    publish(channel, model, 6)
+    names_of_model = names(tmp_path / "models" / "0-6")
+    assert not {"evaluation", "results.json"} & names_of_model
+    check_model(tmp_path / "models" / "0-6")
+
+
+def test_a_model_that_found_no_room_is_written_later_and_the_version_published_once(
+    tmp_path: Path, model: Model
+) -> None:
+    channel = made(tmp_path, model)
+    publish(channel, model, 1, 2)
+    (tmp_path / "models").write_text("in the way")
+    with pytest.raises(WeightsError):
+        publish(channel, model, 3)
+    published = (tmp_path / "weights" / "0-3").stat().st_ino
+    (tmp_path / "models").unlink()
+    publish(channel, model, 3)
+    assert names(tmp_path / "models") == {"0-3"}
+    assert (tmp_path / "weights" / "0-3").stat().st_ino == published
+    publish(channel, model, 4)
+    assert names(tmp_path / "weights") == {"0-3", "0-4"}

@@ -1,0 +1,344 @@
+"""Weights out of the learner's memory, over gloo: what arrives, and what is left of it when an engine dies."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import WeightsError
+from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.weights import nccl
+from asyncrl.weights.nccl import NCCLChannel, Sender, Transfer
+from tests.harness.nccl import PATIENCE, Peer
+from tests.harness.transfers import collective_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl")]  # each engine is a process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Imports torch once for all peers, and what Megatron's ranks need: a process has one fork server."""
+    modules = ["tests.harness.nccl", "asyncrl.backends.megatron.rank", "transformers.models.auto"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+
+
+@pytest.fixture
+def peers() -> Iterator[Any]:
+    """``peers("w0")``: an engine that is gone after the test."""
+    made: list[Peer] = []
+
+    def make(engine: str = "w0", group: str = "") -> Peer:
+        made.append(Peer(engine, group))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.close()
+
+
+def weights(seed: int, *, device: str = "cpu") -> Snapshot:
+    """Five tensors of three types in four buckets."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = [(f"wide.{n}", torch.randn(7, 30, generator=generator)) for n in range(3)]  # 840 bytes each
+    narrow = ("narrow", torch.randn(11, generator=generator).bfloat16())
+    flags = ("flags", torch.randint(0, 255, (5, 3), generator=generator, dtype=torch.uint8))
+    given = [(name, tensor.to(device)) for name, tensor in (*wide, narrow, flags)]
+    return Snapshot.of(given, bucket_bytes=1700)
+
+
+def bytes_of(snapshot: Snapshot) -> list[bytes]:
+    return [bucket.data.cpu().numpy().tobytes() for bucket in snapshot.buckets]
+
+
+def buckets_of(transfer: Transfer) -> tuple[BucketLayout, ...]:
+    """What the engine is told that comes."""
+    return collective_of(transfer.offer).buckets
+
+
+def holding(snapshot: Snapshot, *, version: int = 1, patience_seconds: float = PATIENCE) -> Sender:
+    sender = Sender("127.0.0.1", patience_seconds=patience_seconds)
+    sender.hold(snapshot, incarnation=0, policy_version=version)
+    return sender
+
+
+# -- what arrives ------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -> None:
+    snapshot = weights(0)
+    sender, peer = holding(snapshot, version=3), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    assert transfer.offer.order == (0, 3)
+    assert [len(layout.names) for layout in buckets_of(transfer)] == [2, 1, 1, 1]
+    assert buckets_of(transfer)[2] == BucketLayout(names=("narrow",), dtypes=("bfloat16",), shapes=((11,),))
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert [peer.take(layout).result(PATIENCE) for layout in buckets_of(transfer)] == bytes_of(snapshot)
+        sending.result(PATIENCE)
+
+
+@pytest.mark.gpu(2)
+def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as cli/learner.py does
+    snapshot = weights(0, device="cuda:0")
+    peer, sender = Peer(device="cuda:1"), holding(snapshot)
+    try:
+        peer.meet(sender)
+        for _ in range(2):
+            assert peer.receive(sender) == bytes_of(snapshot)
+    finally:
+        peer.close()
+
+
+def test_every_transfer_of_a_group_sends_what_is_held_then(peers: Any) -> None:
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    for seed in (0, 1, 2):
+        sender.hold(weights(seed), incarnation=0, policy_version=seed)
+        assert peer.receive(sender) == bytes_of(weights(seed))
+
+
+def test_a_transfer_sends_what_it_offered_although_newer_weights_are_held_by_now(peers: Any) -> None:
+    sender, peer = holding(weights(0), version=0), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    sender.hold(weights(1), incarnation=0, policy_version=1)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        taken = [peer.take(layout).result(PATIENCE) for layout in buckets_of(transfer)]
+        sending.result(PATIENCE)
+    assert transfer.offer.policy_version == 0
+    assert taken == bytes_of(weights(0))
+
+
+def test_engines_take_weights_at_their_own_pace(peers: Any) -> None:
+    """The second engine is served from begin to end while the first one has its transfer open."""
+    sender, slow, quick = holding(weights(0)), peers("w0"), peers("w1")
+    slow.meet(sender)
+    quick.meet(sender)
+    transfer = sender.begin(slow.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert quick.receive(sender) == bytes_of(weights(0))
+        assert [slow.take(layout).result(PATIENCE) for layout in buckets_of(transfer)] == bytes_of(weights(0))
+        sending.result(PATIENCE)
+
+
+# -- engines that die --------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dies_before_it_joins_is_given_up(peers: Any) -> None:
+    sender, dead, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
+    alive.meet(sender)
+    transfer = sender.begin(dead.request)
+    dead.kill()
+    with pytest.raises(WeightsError, match=dead.request.group):
+        transfer.send()
+    assert alive.receive(sender) == bytes_of(weights(0))
+
+
+@pytest.mark.parametrize("fate", ["killed", "frozen"])
+def test_an_engine_that_is_lost_between_two_buckets_breaks_its_own_group_only(peers: Any, fate: str) -> None:
+    sender, lost, alive = holding(weights(0), patience_seconds=2.0), peers("w0"), peers("w1")
+    lost.meet(sender)
+    alive.meet(sender)
+    transfer = sender.begin(lost.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        assert lost.take(buckets_of(transfer)[0]).result(PATIENCE) == bytes_of(weights(0))[0]
+        lost.kill() if fate == "killed" else lost.freeze()
+        assert alive.receive(sender) == bytes_of(weights(0))
+        with pytest.raises(WeightsError, match=lost.request.group):
+            sending.result(PATIENCE)
+    assert alive.receive(sender) == bytes_of(weights(0))
+    with pytest.raises(WeightsError, match="broken"):
+        sender.begin(lost.joined)
+
+
+def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
+    """It took the first bucket and came too late for the others: its end must not wait for ever."""
+    sender, late = holding(weights(0), patience_seconds=2.0), peers()
+    late.meet(sender)
+    transfer = sender.begin(late.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        late.take(buckets_of(transfer)[0]).result(PATIENCE)
+        with pytest.raises(WeightsError, match="in time"):
+            sending.result(PATIENCE)
+    with pytest.raises(RuntimeError):
+        for layout in buckets_of(transfer)[1:]:  # one may be on its way already
+            late.take(layout).result(PATIENCE)
+
+
+def test_an_engine_hears_of_it_when_the_learner_is_gone(peers: Any) -> None:
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    layout = buckets_of(sender.begin(peer.joined))[0]
+    waiting = peer.take(layout)
+    del sender
+    gc.collect()
+    with pytest.raises(RuntimeError):
+        waiting.result(PATIENCE)
+
+
+def test_another_life_of_an_engine_gets_another_group(peers: Any) -> None:
+    """Also while the learner is still busy with the one before."""
+    sender, first = holding(weights(0), patience_seconds=2.0), peers("w0")
+    first.meet(sender)
+    transfer = sender.begin(first.joined)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(transfer.send)
+        first.take(buckets_of(transfer)[0]).result(PATIENCE)
+        first.freeze()
+        second = peers("w0")
+        second.meet(sender)
+        assert second.receive(sender) == bytes_of(weights(0))
+        with pytest.raises(WeightsError):
+            sending.result(PATIENCE)
+    assert second.receive(sender) == bytes_of(weights(0))
+
+
+def test_a_group_that_is_replaced_between_two_buckets_is_given_up() -> None:
+    """Its engine came back under another name while its last life's broadcast was on its way."""
+    sender, old = holding(weights(0)), TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+    sender.begin(old)
+
+    class Collective:
+        def broadcast(self, *_: Any) -> Any:
+            sender.begin(replace(old, group="w0-2"))
+            return self
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            pass
+
+    group = sender._groups["w0"]
+    group._collective = Collective()
+    group.is_free.release()
+    with pytest.raises(WeightsError, match="w0-1: it was given up"):
+        sender.begin(replace(old, has_joined=True)).send()
+
+
+def test_engines_that_join_at_once_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch reads there is read while a group is made: it must not be put back under another one's feet."""
+    monkeypatch.delenv(nccl._ERROR_HANDLING, raising=False)
+    first_is_in, second_is_in, first_may_leave = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with nccl._left_alone():
+            first_is_in.set()
+            first_may_leave.wait(PATIENCE)
+
+    def second() -> str | None:
+        with nccl._left_alone():
+            second_is_in.set()
+            return leaving.result(PATIENCE) or os.environ.get(nccl._ERROR_HANDLING)
+
+    with ThreadPoolExecutor(2) as threads:
+        leaving = threads.submit(first)
+        first_is_in.wait(PATIENCE)
+        joining = threads.submit(second)
+        second_is_in.wait(0.1)  # it is not let in
+        first_may_leave.set()
+        assert joining.result(PATIENCE) == "0"
+    assert nccl._ERROR_HANDLING not in os.environ
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_before_the_first_weights() -> None:
+    with pytest.raises(WeightsError, match="no weights to send yet"):
+        Sender("127.0.0.1").begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))
+
+
+def test_an_engine_that_joined_another_life_of_the_learner_is_told_to_join_again(peers: Any) -> None:
+    peer = peers()
+    peer.meet(holding(weights(0)))
+    restarted = holding(weights(0))
+    with pytest.raises(WeightsError, match="join again"):
+        restarted.begin(peer.joined)
+    again = peers(group="w0-again")
+    again.meet(restarted)
+    assert again.receive(restarted) == bytes_of(weights(0))
+
+
+def test_a_busy_group_is_refused() -> None:
+    sender = holding(weights(0))
+    request = TransferRequest(engine="w0", group="w0-1", num_ranks=1)
+    sender.begin(request)
+    with pytest.raises(WeightsError, match="busy"):
+        sender.begin(request)
+
+
+def test_an_engine_may_ask_again_a_moment_before_the_learner_knows_that_it_has_everything(peers: Any) -> None:
+    """Its collective ends before ours: what it asks next comes while our thread is still on its way out."""
+    sender, peer = holding(weights(0)), peers()
+    peer.meet(sender)
+    transfer = sender.begin(peer.joined)
+    with ThreadPoolExecutor(2) as threads:
+        asking = threads.submit(sender.begin, peer.joined)
+        sending = threads.submit(transfer.send)
+        for layout in buckets_of(transfer):
+            peer.take(layout).result(PATIENCE)
+        sending.result(PATIENCE)
+        assert asking.result(PATIENCE).offer == transfer.offer
+
+
+def test_of_engines_that_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender("127.0.0.1")
+    sender.hold(weights(0), incarnation=0, policy_version=1)
+    for name in ("gone", "here", "new"):
+        sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
+    sender.forget(engines={"here"})
+    assert set(sender._groups) == {"gone", "here", "new"}  # who joined a moment ago has no heartbeat yet
+    monkeypatch.setattr(nccl, "_OLD_SECONDS", -1.0)
+    sender.forget(engines={"here", "new"})
+    assert set(sender._groups) == {"here", "new"}
+
+
+def test_an_engine_of_very_many_ranks_is_refused() -> None:
+    with pytest.raises(WeightsError, match="engine w0 says it has 2,000,000,000 ranks, at most 1,024"):
+        holding(weights(0)).begin(TransferRequest(engine="w0", group="w0-1", num_ranks=2 * 10**9))
+
+
+def test_invented_engines_are_refused_until_others_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have met the learner are kept, and may meet it again under another name."""
+    monkeypatch.setattr(nccl, "_MAX_GROUPS", 3)
+    sender = holding(weights(0))
+    for name in ("w0", "w1", "invented"):
+        last = sender.begin(TransferRequest(engine=name, group=f"{name}-1", num_ranks=1))
+    with pytest.raises(WeightsError, match="no room for another: the learner has groups with 3 engines already"):
+        sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
+    sender.begin(TransferRequest(engine="w0", group="w0-2", num_ranks=1))
+    last._group.give_up()  # nobody came
+    sender.begin(TransferRequest(engine="another", group="another-1", num_ranks=1))
+    assert set(sender._groups) == {"w0", "w1", "another"}
+
+
+# -- the channel -------------------------------------------------------------------------------------------------------
+
+
+def test_the_channel_writes_folders_as_well(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    channel = NCCLChannel(tmp_path / "weights", keep=2, model_path=model, host="127.0.0.1", bucket_bytes=1000)
+    version = channel.publish(weights(0), incarnation=0, policy_version=1)
+    assert version.order == (0, 1)
+    assert channel.verify(version) == Path(version.uri)
+    with pytest.raises(WeightsError, match="yet"):
+        channel.sender.begin(TransferRequest(engine="w0", group="w0-1", num_ranks=1))  # who publishes holds, too
