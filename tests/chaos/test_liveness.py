@@ -43,7 +43,8 @@ def test_a_hang_or_freeze_is_named_and_its_end_is_reported(folder: Path, forks: 
                     assert (code, fault in [one["fault"] for one in found["findings"]]) == (1, True)
             run.wait_for(f": {fault} of", after=before)
             run.wait_for_steps(2)
-        assert run.doctor()[0] == 0
+        code, found = run.doctor()
+        assert code == 0, found["findings"]
         assert run.process.poll() is None
 
 

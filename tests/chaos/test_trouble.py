@@ -38,6 +38,7 @@ LOST, BACK = "connection lost; all requests wait until it is back", "reconnected
 
 
 def assert_is_clean(audit: dict[str, Any]) -> None:
+    assert not audit["problems"], audit["problems"]
     assert (audit["lost"], audit["duplicated"], audit["staleness_violations"]) == (0, 0, 0), audit
     assert audit["exit_code"] == 0
     assert audit["trained"] > 0
