@@ -1,0 +1,35 @@
+"""How far a mean over prompts may be off, by the bootstrap. Pure; the same seed gives the same interval."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES: Final = 1000
+_AT_ONCE: Final = 2**22
+"""Numbers of a block of resamples, which bounds memory."""
+
+
+def interval(
+    values: NDArray[np.float64], *, seed: int, coverage: float = 0.95, resamples: int = RESAMPLES
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Percentile intervals of the means of M quantities over P prompts.  [P, M] -> low [M], high [M]
+
+    Prompts are drawn with replacement, the same ones for every quantity. One prompt gives an interval of one point.
+    """
+    num_prompts, num_quantities = values.shape
+    if not num_prompts:
+        raise ValueError("there is no prompt to resample")
+    generator = np.random.default_rng(seed)
+    even = np.full(num_prompts, 1 / num_prompts)
+    means = np.empty((resamples, num_quantities))
+    block = max(1, _AT_ONCE // num_prompts)
+    for start in range(0, resamples, block):
+        stop = min(resamples, start + block)
+        counts = generator.multinomial(num_prompts, even, size=stop - start)
+        means[start:stop] = counts @ values / num_prompts
+    tail = (1 - coverage) / 2
+    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
+    return low, high

@@ -1,0 +1,102 @@
+"""The numbers of a data set, by hand and by enumerating every resample."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from asyncrl.policies.evaluation.bootstrap import interval
+from asyncrl.policies.evaluation.results import Answered, Measured, metric_names, metrics
+
+
+def answered(rewards: list[float], *, votes: str = "", tags: tuple[str, ...] = (), cut: int = 0) -> Answered:
+    n = len(rewards)
+    return Answered(
+        rewards=tuple(rewards),
+        votes=tuple(votes) or ("",) * n,
+        lengths=tuple(range(1, n + 1)),
+        truncated=tuple(index < cut for index in range(n)),
+        tags=tags,
+    )
+
+
+def test_a_data_set_by_hand() -> None:
+    measured = Measured(num_prompts=3, num_samples=4, has_labels=True)
+    found = metrics(
+        "sums",
+        measured,
+        [answered([1, 1, 0, 0], votes="aabc"), answered([0, 0, 0, 0.5], votes="abcc", cut=1)],
+        seed=0,
+    )
+    assert found["sums/prompts"] == 3
+    assert found["sums/missing"] == 1
+    assert found["sums/mean@4"] == pytest.approx((0.5 + 0.125) / 2)
+    assert found["sums/pass@1"] == pytest.approx(0.25)
+    assert found["sums/pass@2"] == pytest.approx((1 - 1 / 6) / 2)  # of the 6 pairs one is of two unsolved answers
+    assert found["sums/pass@4"] == pytest.approx(0.5)
+    assert found["sums/pass^2"] == pytest.approx(1 / 6 / 2)
+    assert found["sums/pass^4"] == 0.0
+    assert found["sums/majority@4"] == pytest.approx(0.5)
+    assert found["sums/length_mean"] == 2.5
+    assert found["sums/truncated_fraction"] == 1 / 8
+    assert found["sums/mean@4/low"] <= found["sums/mean@4"] <= found["sums/mean@4/high"]
+
+
+def test_what_counts_as_solved_is_the_data_sets_own() -> None:
+    rewards = [answered([0.5, 0.4])]
+    strict = metrics("d", Measured(num_prompts=1, num_samples=2), rewards, seed=0)
+    lenient = metrics("d", Measured(num_prompts=1, num_samples=2, solved_at=0.5), rewards, seed=0)
+    assert (strict["d/pass@1"], lenient["d/pass@1"]) == (0.0, 0.5)
+    assert "d/majority@2" not in strict  # without labels
+
+
+def test_each_tag_has_the_same_numbers() -> None:
+    measured = Measured(num_prompts=3, num_samples=1, tags={"easy": 2, "hard": 2})
+    found = metrics(
+        "d",
+        measured,
+        [answered([1.0], tags=("easy",)), answered([0.0], tags=("hard",)), answered([1.0], tags=("easy", "hard"))],
+        seed=0,
+    )
+    assert found["d[easy]/mean@1"] == 1.0
+    assert found["d[hard]/mean@1"] == 0.5
+    assert found["d[hard]/missing"] == 0.0
+
+
+def test_nothing_answered_gives_no_mean() -> None:
+    assert metrics("d", Measured(num_prompts=5, num_samples=2), [], seed=0) == {"d/prompts": 5.0, "d/missing": 5.0}
+
+
+def test_a_wrong_number_of_answers_is_no_result() -> None:
+    with pytest.raises(ValueError, match="2 answers, not 3"):
+        metrics("d", Measured(num_prompts=1, num_samples=3), [answered([1.0, 0.0])], seed=0)
+
+
+def test_every_name_is_told_beforehand() -> None:
+    found = metrics("d", Measured(num_prompts=1, num_samples=3, has_labels=True), [answered([1, 0, 0])], seed=0)
+    means = {name for name in found if "@" in name or "^" in name if not name.endswith(("/low", "/high"))}
+    assert means == {f"d/{name}" for name in metric_names(3, has_labels=True)}
+
+
+def test_the_interval_is_that_of_every_resample() -> None:
+    """Of 4 prompts there are 4^4 resamples: the quantiles of their means, up to what 20,000 drawn ones miss."""
+    values = np.array([[0.0], [0.25], [0.5], [1.0]])
+    means = sorted(float(np.mean(drawn)) for drawn in itertools.product(values[:, 0], repeat=4))
+    low, high = interval(values, seed=3, resamples=20_000)
+    assert low[0] == pytest.approx(np.quantile(means, 0.025), abs=0.07)
+    assert high[0] == pytest.approx(np.quantile(means, 0.975), abs=0.07)
+
+
+def test_the_seed_decides_the_interval() -> None:
+    values = np.random.default_rng(0).random((50, 2))
+    first, again, other = (interval(values, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert (first[0] < values.mean(axis=0)).all() and (values.mean(axis=0) < first[1]).all()
+
+
+def test_what_never_varies_has_an_interval_of_one_point() -> None:
+    low, high = interval(np.full((7, 1), 0.5), seed=0)
+    assert low[0] == pytest.approx(0.5) and high[0] == pytest.approx(0.5)
