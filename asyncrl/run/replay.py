@@ -100,7 +100,7 @@ async def train_again(
 ) -> AsyncGenerator[tuple[int, Mapping[str, Metric]], None]:
     """(step, metrics) of every step of ``plan``, from the backend state in ``folder``; writes its files to ``out``."""
     loop = asyncio.get_running_loop()
-    needed = {group_id for planned in plan for group_id in planned.entry.groups}
+    needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.groups}
     held: dict[int, TrajectoryGroup] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread, contextlib.ExitStack() as stack:
         trainer = Trainer(out)
@@ -117,7 +117,10 @@ async def train_again(
                     group = record.message
                     if group is None or group_id_of(record.key) != group.group_id:  # no group of the run's
                         continue
-                    if group.group_id in needed and not group.error:
+                    trained = needed.get(group.group_id)
+                    if trained is None or group.error:
+                        continue
+                    if trained.is_record_of(group.group_id, record.sequence):
                         held.setdefault(group.group_id, group)
                 step = functools.partial(
                     trainer.step,

@@ -2,7 +2,7 @@
 
     RUN_DIR/history.jsonl
     {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": {...}, "crc": "5d3a90c2"}
-    {"kind": "trained", "incarnation": 0, "step": 1, "groups": [0, 2, 1, 3], "max_staleness": 0, "crc": "0c41e8d7"}
+    {"kind": "trained", "incarnation": 0, "step": 1, "groups": [0, 2], "sequences": [1, 3], "max_staleness": 0, ...}
     {"kind": "dropped", "incarnation": 0, "step": 1, "groups": [5], "crc": "9ab2f310"}
 
 Invariants (tests/unit/state/test_history.py):
@@ -73,8 +73,12 @@ class History:
             self._append(b" " * (gone - 1) + b"\n")
         self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings)
 
-    def trained(self, groups: Collection[int], *, step: int, max_staleness: int) -> None:
-        self._write("trained", step=step, groups=list(groups), max_staleness=max_staleness)
+    def trained(
+        self, groups: Collection[int], *, sequences: Collection[int] = (), step: int, max_staleness: int
+    ) -> None:
+        """``sequences``: the log record of each group."""
+        fields = {"step": step, "groups": list(groups), "sequences": list(sequences), "max_staleness": max_staleness}
+        self._write("trained", **fields)
 
     def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
         """``groups`` left the window untrained: "dropped", "failed" or "filtered"; ``cause`` as in Outcome."""
@@ -196,11 +200,11 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
     """Lines of older versions of asyncrl have other names; a resumed run has both kinds in one file."""
     fields = upgrade.renamed(line, upgrade.HISTORY)
     fields["kind"] = upgrade.FATES.get(fields["kind"], fields["kind"])
-    fields["groups"] = tuple(fields.get("groups", ()))
+    fields["groups"], fields["sequences"] = tuple(fields.get("groups", ())), tuple(fields.get("sequences", ()))
     if "settings" in fields:
         fields["settings"] = translated(fields["settings"])
     entry = HistoryEntry(position=position, **fields)
-    numbers = (entry.incarnation, entry.step, entry.max_staleness, entry.kept, *entry.groups)
+    numbers = (entry.incarnation, entry.step, entry.max_staleness, entry.kept, *entry.groups, *entry.sequences)
     if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it is no line of a history")
     return entry

@@ -41,7 +41,12 @@ class ProgressReporter:
     def record(self, outcome: Outcome) -> None:
         """Write what became of groups to the history. Call it before anything else can run."""
         if outcome.fate == "trained":
-            self._history.trained(outcome.group_ids, step=outcome.step, max_staleness=outcome.max_staleness)
+            self._history.trained(
+                outcome.group_ids,
+                sequences=outcome.sequences,
+                step=outcome.step,
+                max_staleness=outcome.max_staleness,
+            )
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)
 

@@ -182,7 +182,7 @@ def account(
     damaged = damage(history, until=None if saved is None else (saved.step, saved.position), size=size)
     done = _against_checkpoint(history, saved=saved, is_damaged=bool(damaged))
     trimmed = [s for s in range(consumed.watermark, bus.first) if s not in consumed] if bus and saved else []
-    ages = _ages(history, {record.group_id: record for record in reversed(log)}, recorded_staleness or {})
+    ages = _ages(history, log, recorded_staleness or {})
     counts = {fate: sum(1 for kinds in fates.values() if fate in kinds) for fate in FATES}
     kept = {entry.position for entry in history}
     again = {i for entry in entries if entry.kind == "trained" and entry.position not in kept for i in entry.groups}
@@ -308,12 +308,16 @@ class _Ages:
 
 
 def _ages(
-    history: Sequence[HistoryEntry], log: Mapping[int, Logged], recorded_staleness: Mapping[tuple[int, int], int]
+    history: Sequence[HistoryEntry], log: Sequence[Logged], recorded_staleness: Mapping[tuple[int, int], int]
 ) -> _Ages:
     """The staleness of every trained group: from the log where it still has them, else as the step recorded it."""
     found = _Ages()
+    records: dict[int, list[Logged]] = {}
+    for record in log:
+        records.setdefault(record.group_id, []).append(record)
     for entry, begun, forks in steps(history):
-        ages = {i: log[i].staleness(step=entry.step, forks=forks) for i in entry.groups if i in log}
+        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
+        ages = {i: one.staleness(step=entry.step, forks=forks) for i, one in trained.items() if one is not None}
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
@@ -332,3 +336,8 @@ def _ages(
         if measured is not None and measured != entry.max_staleness:
             found.problems.append(f"{name}: recorded staleness {entry.max_staleness}, by metrics.jsonl {measured}")
     return found
+
+
+def _record_of(entry: HistoryEntry, group_id: int, records: Sequence[Logged]) -> Logged | None:
+    """That this step trained; None when the log no longer has it."""
+    return next((record for record in records if entry.is_record_of(group_id, record.sequence)), None)

@@ -33,6 +33,7 @@ class HistoryEntry:
     step           of "trained" the step's number, else how many steps were done
     position       bytes of the file before this line
     groups         ids that met this fate, in the order of the batch
+    sequences      of "trained" the log record of each group; empty in lines of older versions
     max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
     kept           of "begun": what lies at this position and beyond is not in the history of the weights
     settings       of "begun": the run file (config/record.py); empty when that line is damaged
@@ -45,11 +46,16 @@ class HistoryEntry:
     step: int
     position: int
     groups: tuple[int, ...] = ()
+    sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     cause: str = ""
+
+    def is_record_of(self, group_id: int, sequence: int) -> bool:
+        """Whether this step trained its group from that log record. A worker that was away answers once more, late."""
+        return not self.sequences or (group_id, sequence) in zip(self.groups, self.sequences, strict=False)
 
 
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:

@@ -56,6 +56,7 @@ class Outcome:
     """Effect: groups left the window.
 
     step           of "trained" the step's number, else how many steps were done
+    sequences      of "trained": the log record of each group
     max_staleness  of "trained": versions between the oldest token of the batch and the step
     events         of the others: what to announce of each group
     cause          of "failed": SET_ASIDE, or "" for any other
@@ -64,6 +65,7 @@ class Outcome:
     fate: Fate
     group_ids: tuple[int, ...]
     step: int
+    sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     events: tuple[Mapping[str, object], ...] = ()
     cause: str = ""

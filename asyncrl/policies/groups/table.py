@@ -213,13 +213,16 @@ class GroupTable:
     def trained(self, *, max_staleness: int) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
+        sequences = tuple(one.sequence for one in self.training.values())
         for one in self.training.values():
             self._finish(one)
         self.training = {}
         self.counts["trained"] += len(group_ids)
         self.counts_before_step = dict(self.counts)
         self.step += 1
-        return Outcome(fate="trained", group_ids=group_ids, step=self.step, max_staleness=max_staleness)
+        return Outcome(
+            fate="trained", group_ids=group_ids, sequences=sequences, step=self.step, max_staleness=max_staleness
+        )
 
     # -- events: the window --------------------------------------------------------------------------------------------
 

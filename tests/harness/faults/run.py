@@ -135,6 +135,7 @@ channel = "parts:Channel"
 every_steps = 2
 [metrics]
 console = false
+drop_alarm = 0.0  # what is made while a part hangs is dropped, rightly, at this bound
 """
 
 

@@ -48,8 +48,10 @@ class Written:
     def begin(self, epoch: int, *, step: int = 0, kept: int = 0, bound: int = BOUND) -> None:
         self._add(kind="begun", incarnation=epoch, step=step, kept=kept, max_staleness=bound)
 
-    def add(self, kind: str, *groups: int, step: int, epoch: int = 0, oldest: int = 0) -> None:
-        self._add(kind=kind, incarnation=epoch, step=step, groups=groups, max_staleness=oldest)
+    def add(
+        self, kind: str, *groups: int, step: int, epoch: int = 0, oldest: int = 0, sequences: tuple[int, ...] = ()
+    ) -> None:
+        self._add(kind=kind, incarnation=epoch, step=step, groups=groups, sequences=sequences, max_staleness=oldest)
 
     def _add(self, **fields: object) -> None:
         self.entries.append(HistoryEntry(position=self.position, **fields))  # type: ignore[arg-type]
@@ -92,6 +94,17 @@ def test_every_group_has_one_place() -> None:
     assert counted(made, "prompts", "published", "trained", "dropped", "pending", "lost") == (6, 6, 4, 1, 1, 0)
     assert counted(made, "max_staleness", "incarnations", "steps", "on_log", "with_metrics") == (1, 1, 2, 4, 2)
     assert (made.is_clean, made.problems) == (True, ())
+
+
+def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> None:
+    """A worker that was cut off publishes group 1 once more, when the record that was trained is trimmed already."""
+    written = Written()
+    written.begin(0)
+    written.add("trained", 0, 1, step=BOUND + 2, sequences=(1, 2), oldest=0)
+    late = BusFacts(prompts=2, queued=(), log=[logged(3, 1, 0)], first=3, last=3)
+    made = account(written.entries, saved=saved(written, done=2, next_group_id=2), bus=late)
+    assert counted(made, "trained", "on_log", "max_staleness", "staleness_violations") == (2, 0, 0, 0)
+    assert made.is_clean
 
 
 def test_what_is_trained_again_after_a_kill_is_no_duplicate() -> None:

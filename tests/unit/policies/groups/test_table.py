@@ -105,7 +105,9 @@ def test_a_batch_in_training_is_consumed_when_its_step_is_done_and_not_before() 
     made.arrive(2, group(1), now=0.0)
     made.take([made.buffered[1], made.buffered[0]])
     assert (made.consumed.watermark, made.policy_version) == (1, 0)
-    assert made.trained(max_staleness=1) == Outcome(fate="trained", group_ids=(1, 0), step=1, max_staleness=1)
+    assert made.trained(max_staleness=1) == Outcome(
+        fate="trained", group_ids=(1, 0), sequences=(2, 1), step=1, max_staleness=1
+    )
     assert (made.consumed.watermark, made.policy_version) == (3, 1)
 
 
