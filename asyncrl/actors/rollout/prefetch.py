@@ -119,6 +119,7 @@ class Prefetch:
                 await self._give_back_all()
             with waits.waiting("a free slot"):
                 await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
+        await self._deliveries.stop()  # what has arrived and was not asked for yet goes back as well
         await self._give_back_all()
 
     async def _fetch_one(self) -> None:
