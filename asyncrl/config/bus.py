@@ -51,7 +51,7 @@ class BusSection:
     is full."""
     ack_seconds: float = 30.0
     """A prompt goes to another worker when its worker was silent for this long."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of a bus of your own; nats and memory take none."""
 
     def __post_init__(self) -> None:

@@ -11,5 +11,5 @@ from typing import Any
 class LauncherSection:
     kind: str = "local"
     """local (processes on this machine), ray (on a Ray cluster), or "package.module:Class"."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the launcher."""

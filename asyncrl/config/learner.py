@@ -47,7 +47,7 @@ class LearnerSection:
     other workers. 0 is off. bfloat16 makes 0.02, a wrong temperature 0.3 and more, wrong weights several nats."""
     rescore_every: int = 10
     """Steps between these comparisons, each of two answers per worker and one forward pass."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the backend."""
 
     def __post_init__(self) -> None:

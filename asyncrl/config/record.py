@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config import RunConfig, run_file
 from asyncrl.config.addresses import without_secrets
+from asyncrl.config.secret_values import hidden
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
     *("staleness", "checkpoint", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
-_SECRET_WORDS: Final = {"key", "token", "password", "secret", "headers", "header", "auth", "authorization"}
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
 _BUS_KEYS: Final = ("kind", "url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
 
@@ -33,6 +32,8 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     for name in _SECTIONS:
         if (section := getattr(run, name)) is not None:
             table[name] = json.loads(json.dumps(dataclasses.asdict(section)))
+            if "options" in table[name]:
+                table[name]["options"] = hidden(table[name]["options"])
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
@@ -63,19 +64,10 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     withheld = []
     for name, key in (("engine", "kind"), ("reward", "kind"), ("rollout", "function"), ("weights", "channel")):
         made = table[name]["options"]
-        if made and (":" in table[name][key] or _may_be_secret(made)):
+        if made and (":" in table[name][key] or hidden(made) != made):
             table[name].pop("options")
             withheld.append(f"{name}.options")
     return table, tuple(withheld)
-
-
-def _may_be_secret(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        words = {word for key in value for word in re.split("[-_ .]", str(key).lower())}
-        return bool(words & _SECRET_WORDS) or any(map(_may_be_secret, value.values()))
-    if isinstance(value, list):
-        return any(map(_may_be_secret, value))
-    return isinstance(value, str) and bool(re.search("://[^/]*@", value))
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:

@@ -111,7 +111,7 @@ class RolloutSection:
     function: str = "single_turn"
     """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
     a rollout function or class of your own (several turns, tools)."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of a rollout class, as in its Options dataclass."""
     timeout_seconds: float = 0.0
     """Limit of a rollout function for one sample, without the time that it waits for the engine. A group with a sample
@@ -139,7 +139,7 @@ class EngineSection:
     """sglang, inprocess, none (no model; for rollout.function = "given"), or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the engine."""
 
 
@@ -152,7 +152,7 @@ class RewardSection:
     largest: float = 1e6
     """Largest magnitude of a reward, and of each of its parts. A group with a larger one fails: advantages, and the
     squares of them that metrics sum up, must stay far from the end of float32."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the reward."""
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class WeightsSection:
     channel: str = "files"
     """files: a folder that learner and workers share. nccl: the folder, and directly from the learner's GPU to each
     engine (gloo between CPUs). objects: the object store of the bus, for distant workers. Or "package.module:Class"."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the channel."""
     directory: str = ""
     """Shared folder for weight versions, such as /dev/shm/... on one host; empty is weights/ in the run's folder."""

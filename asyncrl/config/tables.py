@@ -15,6 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from asyncrl.config.secret_values import HIDDEN, hidden
 from asyncrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -74,5 +75,6 @@ _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
     if not condition:
-        shown = "***" if key in ("token", "url", "address") else repr(value)
+        is_secret = key in ("token", "url", "address") or hidden(value, key=key) != value
+        shown = HIDDEN if is_secret else repr(value)
         raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")

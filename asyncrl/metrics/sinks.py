@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TextIO
 
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, secret_values
 from asyncrl.errors import disk_problem
 from asyncrl.policies.batching.batch import Histogram, Metric
 
@@ -114,14 +114,12 @@ def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
     if run.metrics.wandb:
         from asyncrl.metrics.wandb import WandB
 
-        settings = json.loads(json.dumps(dataclasses.asdict(run), default=str))
-        settings["bus"] = {key: value for key, value in settings["bus"].items() if key not in ("token", "url")}
         made.append(
             WandB(
                 project=run.metrics.wandb_project,
                 name=run.run.name,
                 directory=run.run_directory,
-                config=settings,
+                config=secret_values.shown(run),
                 resume=resume,
             )
         )

@@ -13,13 +13,14 @@ from typing import Any
 
 import aiohttp
 
+from asyncrl.config.secret_values import address_hidden
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    url: str
+    url: str = field(repr=False)  # may hold a password
     """http://HOST:PORT/PATH"""
     retries: int = 3
     """Retries if the server is unreachable, too slow, or answers 429 or 5xx."""
@@ -27,12 +28,12 @@ class Options:
     """Wait before the first retry; doubles each time."""
     request_timeout_seconds: float = 10.0
     """Limit for one try; all tries together must fit into reward.timeout_seconds."""
-    headers: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Headers of each request, such as {Authorization = "Bearer ..."}."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {self.url!r}")
+            raise ConfigError(f"url must start with http:// or https://, got {address_hidden(self.url)!r}")
         if self.retries < 0 or self.backoff_seconds < 0 or self.request_timeout_seconds <= 0:
             raise ConfigError("retries and backoff_seconds must be >= 0, request_timeout_seconds > 0")
 
@@ -80,7 +81,7 @@ class RemoteReward:
 
     def _error(self, problem: str, *, tries: int) -> RewardError:
         after = f" after {tries} tries" if tries > 1 else ""
-        return RewardError(f"reward remote: {self._options.url}{after}: {problem}")
+        return RewardError(f"reward remote: {address_hidden(self._options.url)}{after}: {problem}")
 
 
 class ServerBusy(Exception):

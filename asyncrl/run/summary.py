@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import RunConfig
-from asyncrl.config.addresses import without_secrets
+from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
 from asyncrl.run import gpus, learner_models, registry
 from asyncrl.run.check import check
@@ -117,19 +115,9 @@ def _part(part: parts.Part) -> Part:
 def _sections(run_config: RunConfig) -> list[str]:
     """The run file with every default filled in, secrets left out."""
     lines = []
-    for section in dataclasses.fields(run_config):
-        table = getattr(run_config, section.name)
-        if table is None:
-            continue
-        keys = [key.name for key in dataclasses.fields(table)]
-        lines += [f"[{section.name}]", *(f"{key} = {_shown(key, getattr(table, key))}" for key in keys), ""]
+    for name, section in secret_values.shown(run_config).items():
+        lines += [f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in section.items()), ""]
     return lines
-
-
-def _shown(key: str, value: Any) -> str:
-    if key == "token" and value:
-        return "***"
-    return toml_text(without_secrets(value) if key in ("url", "address") else value)
 
 
 def _consequences(summary: Summary) -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,10 @@ from asyncrl import config
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.cli.check import describe
 from asyncrl.config.addresses import without_secrets
+from asyncrl.config.record import as_table, worker_table
 from asyncrl.data import demo_task
+from asyncrl.metrics.sinks import open_sinks
+from asyncrl.metrics.wandb import WandB
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.roles import Server
 from tests.unit.cli.test_cli import RUN_FILE
@@ -93,18 +97,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, *lines: str) -> Path:
-    path = folder / "run.toml"
-    path.write_text(RUN_FILE.format(directory=folder) + "\n".join(lines) + "\n")
+    path, text = folder / "run.toml", RUN_FILE.format(directory=folder)
+    if "[reward]" in lines:
+        text = text.replace('[reward]\nkind = "asyncrl.data.demo_task:reward"\n', "")
+    path.write_text(text + "\n".join(lines) + "\n")
     return path
 
 
+WITH_SECRETS = (
+    *("[bus]", f'url = "nats://user:{SECRET}@127.0.0.1:4222"', f'token = "{SECRET}"'),
+    f'options = {{password = "{SECRET}"}}',
+    *(
+        "[reward]",
+        'kind = "remote"',
+        f'options.url = "https://user:{SECRET}@rewards.example.org/score?api_key={SECRET}"',
+    ),
+    f'options.headers = {{Authorization = "Bearer {SECRET}", X-Team = "{SECRET}"}}',
+)
+"""Of a run file; bus.options are another bus's."""
+
+
 def test_check_shows_no_secret(folder: Path) -> None:
-    path = written(folder, "[bus]", f'url = "nats://user:{SECRET}@127.0.0.1:4222"', f'token = "{SECRET}"')
-    assert SECRET not in describe(config.load(path))
+    path = written(folder, *(line for line in WITH_SECRETS if "password" not in line))
+    said = describe(config.load(path))
+    assert SECRET not in said
+    assert 'headers = {Authorization = "***", X-Team = "***"}' in said
+    assert "https://rewards.example.org/score?api_key=***" in said
+
+
+def test_what_is_recorded_of_a_run_has_no_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its history, on its bus, and in W&B."""
+    noted: list[Any] = []
+    monkeypatch.setattr(WandB, "__init__", lambda self, **named: noted.append(named))
+    more = ("[metrics]", "wandb = true", "[learner.options]", f'apiKey = "{SECRET}"')
+    run = config.load(written(folder, *WITH_SECRETS, *more))
+    open_sinks(run, resume=False)[0].close()
+    assert noted and noted[0]["config"]["reward"]["options"]["headers"]["X-Team"] == "***"
+    assert SECRET not in repr((noted, as_table(run), worker_table(run)))
 
 
 def test_nothing_that_python_prints_of_a_run_has_a_secret(folder: Path) -> None:
-    path = written(folder, "[bus]", f'url = "nats://user:{SECRET}@127.0.0.1:4222"', f'token = "{SECRET}"')
+    path = written(folder, *(line for line in WITH_SECRETS if "password" not in line))
     run = asyncrl.Run.from_file(path, overrides={"bus.address": f"nats://{SECRET}@127.0.0.1:4222"})
     checked = run.check()
     assert str(checked) == describe(run.settings)
