@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import logging
 import os
 import socket
 
@@ -18,12 +20,17 @@ from asyncrl.os_process import end_with_parent, exit_within
 from asyncrl.run import same_version, signing_keys, single_instance, worker_keys
 from asyncrl.run.check import check_worker
 from asyncrl.run.registry import connect
+from asyncrl.run.worker_keys import Identity
+
+log = logging.getLogger("asyncrl.cli.rollout_worker")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser, nargs="?")
     parser.add_argument(
-        "--name", default="", help="a name no other worker of the run has (default: host and process id)"
+        "--name",
+        default="",
+        help="what its name begins with; 16 digits of a key that it makes follow (default: host and process id)",
     )
     parser.add_argument(
         "--join", default="", metavar="nats://HOST:PORT", help="the run's bus, to join without a run file; needs --run"
@@ -42,12 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     end_with_parent()
     run_config = arguments.with_bus_address(_settings(options))
-    name = options.name or worker_name()
-    if problem := name_problem(name):
+    label = options.name or default_label()
+    identity = worker_keys.identity(label)
+    if problem := name_problem(identity.name):
         raise ConfigError(f"rollout-worker --name: {problem}")
-    logs.log_to(run_config.run_directory / "logs" / f"{name}.log")
+    logs.log_to(run_config.run_directory / "logs" / f"{label}.log")
+    if identity.has_own_key:
+        log.info("joins run %s as %s", run_config.run.name, identity.name)
+    check_worker(run_config)
     token = arguments.bus_token(run_config)
-    return run_worker(run_config, name=name, token=token, has_joined=bool(options.join))
+    return in_event_loop(_sample(run_config, identity, token=token, has_joined=bool(options.join)))
 
 
 def _settings(options: argparse.Namespace) -> RunConfig:
@@ -63,24 +74,20 @@ def _settings(options: argparse.Namespace) -> RunConfig:
     )
 
 
-def run_worker(run_config: RunConfig, *, name: str, token: str, has_joined: bool = False) -> int:
+async def _sample(run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool) -> int:
     """Sample until the worker is drained or the run is finished. Raises NameTaken while another has its name.
 
     ``has_joined``: without a run file, by the bus
     """
-    check_worker(run_config)
-    return in_event_loop(_sample(run_config, name=name, token=token, has_joined=has_joined))
-
-
-async def _sample(run_config: RunConfig, *, name: str, token: str, has_joined: bool) -> int:
     from asyncrl.run.build import build_worker  # imports torch: not before a mistake has been told
 
-    own = worker_keys.own_key()
-    signatures = signing_keys.signatures(run_config, role="rollout-worker", own=own, has_joined=has_joined)
+    run, name = run_config.run.name, identity.name
+    signatures = signing_keys.signatures(run_config, role="rollout-worker", own=identity.key, has_joined=has_joined)
     bus = await connect(run_config, token=token, role="rollout-worker", signatures=signatures)
+    alone = contextlib.nullcontext() if identity.has_own_key else single_instance.worker(bus, name, run=run)
     try:
-        async with single_instance.worker(bus, name, run=run_config.run.name):
-            await same_version.await_learner(bus, run=run_config.run.name)
+        async with alone:
+            await same_version.await_learner(bus, run=run)
             worker, follower = await build_worker(run_config, bus=bus, name=name)
             gc.freeze()  # a collection over everything imported would stop every answer for a tenth of a second
             await supervised(worker, follower, HeartbeatSender(worker))
@@ -90,7 +97,7 @@ async def _sample(run_config: RunConfig, *, name: str, token: str, has_joined: b
         await bus.close()
 
 
-def worker_name() -> str:
+def default_label() -> str:
     """Unique among the machines and processes of a run, and valid in a subject of the bus."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
     return f"{host}-{os.getpid()}"

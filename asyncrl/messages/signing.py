@@ -89,7 +89,7 @@ class Signatures:
     life     of this process, higher than that of its key's process before
     learner  public key; empty: not known, and nothing is checked
     learns   the first learner that is heard is believed from then on
-    bound    from a name to the public key of who has it; "" for a name that anybody may use
+    bound    from a name to the public key of who has it, or to its first digits; "" for a name that anybody may use
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Signatures:
         if not owner or topic.is_learners:
             return ""
         signer, _, problem = self._verified(topic.name, key, data)
-        if signer in (owner, self.learner) and not problem:
+        if not problem and (signer.startswith(owner) or signer == self.learner):
             return ""
         return f"is said in the name of {name[:100]!r} by somebody else"
 

@@ -37,6 +37,7 @@ from asyncrl.run.process_manager import Outcome, ProcessManager
 from asyncrl.run.process_specs import ProcessSpecs
 from asyncrl.run.registry import BUS_FILE, connect
 from asyncrl.run.run_folder import launcher_pid
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE
 
@@ -87,6 +88,7 @@ async def launch(
             environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
         if import_path:
             environment[PYTHON_PATH] = os.pathsep.join(import_path)
+        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys its workers make none either
         if key := signing_keys.learner_key(run_config):
             environment[signing_keys.LEARNER_KEY_VARIABLE] = key
         launcher = signing_keys.keyed(launcher, run_config)

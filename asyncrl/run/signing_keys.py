@@ -17,6 +17,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -51,7 +52,8 @@ def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, has_
         known = run.bus.learner_key or _given(run, role).get("learner-key", "")
         known = known or ("" if has_joined else _public(folder))
         learns = role == "rollout-worker" and not known
-        return Signatures(run=name, own=own, life=_now(), learner=known, learns=learns)
+        bound: Callable[[str], str] = worker_keys.digits_in
+        return Signatures(run=name, own=own, life=_now(), learner=known, learns=learns, bound=bound)
     with _TAKING:
         ours = _OURS.get((os.getpid(), folder))
         try:

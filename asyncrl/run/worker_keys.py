@@ -1,10 +1,16 @@
-"""Keys of the rollout workers that a run's launcher starts: nobody else can speak under their names.
+"""Keys of rollout workers: nobody else can speak under their names.
+
+A worker that a run's launcher starts has its key from it:
 
     keys/workers/NAME   the worker's secret, 0600; it gets it through its environment
     keys/names          name -> public key of those that run now, for the learner
 
-A name is its worker's for as long as the launcher keeps it up. What others say under it is refused where the learner or
-`asyncrl run` reads it, and is not held against the worker. Names of workers that join by themselves are not bound.
+and its name is its own for as long as the launcher keeps it up. A worker that joins by itself makes a key, and its name
+ends with the first digits of it: ``gpu7-6bd3c0f4a1e29578``. So whoever reads what it says knows by the name alone who
+may say it. Nothing is registered, no name can be taken before its worker comes, and none is left behind.
+
+What others say under such a name is refused where the learner or `asyncrl run` reads it, and is not held against the
+worker.
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +30,12 @@ from asyncrl.policies.health.faults import WORKER
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
-"""In the environment of a worker that `asyncrl run` starts: its secret."""
+"""In the environment of a worker that `asyncrl run` starts: its secret, or nothing in a run without keys."""
 _LEARNERS_ACTORS: Final = ("learner", "prompts", "weights")
 _NAMES: Final = "names"
+_DIGITS: Final = 16
+"""To make a key that begins with 16 given digits takes 2^64 tries."""
+_KEYED_NAME: Final = re.compile(f".*-([0-9a-f]{{{_DIGITS}}})", re.DOTALL)
 
 
 class KeyedLauncher:
@@ -76,17 +86,45 @@ class KeyedLauncher:
             return key
 
 
-def own_key() -> SigningKey | None:
-    """That of this worker's process, if its launcher gave it one; whom it starts does not inherit it."""
-    text = os.environ.pop(WORKER_KEY_VARIABLE, "")
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is.
+
+    key          what it signs with; None in a run without keys
+    has_own_key  it made its key itself, so that no other worker can have its name
+    """
+
+    name: str
+    key: SigningKey | None
+    has_own_key: bool
+
+
+def identity(label: str) -> Identity:
+    """That of this process; whom it starts does not inherit its key.
+
+    label  what its launcher calls it; of a worker that joins by itself, what its name begins with
+    """
+    text = os.environ.pop(WORKER_KEY_VARIABLE, None)
+    if text is None:
+        key = SigningKey.generate()
+        return Identity(f"{label}-{key.public[:_DIGITS]}", key, has_own_key=True)
     try:
-        return SigningKey.from_text(text) if text else None
+        return Identity(label, SigningKey.from_text(text) if text else None, has_own_key=False)
     except ValueError as error:
         raise ConfigError(f"{WORKER_KEY_VARIABLE}: {error}") from None
 
 
+def digits_in(name: str) -> str:
+    """The first digits of the key of a worker that joined by itself; "" for other names."""
+    found = _KEYED_NAME.fullmatch(name)
+    return found[1] if found else ""
+
+
 def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
-    """A function from a name to the public key that it is bound to, "" for none; ``learner``: its public key."""
+    """A function from a name to the public key that it is bound to, or its first digits; "" for none.
+
+    learner  its public key
+    """
     path, read = folder / _NAMES, (0, 0)
     names: dict[str, str] = {}
 
@@ -98,7 +136,7 @@ def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
             found = path.stat()
             if read != (this := (found.st_ino, found.st_mtime_ns)):
                 names, read = json.loads(path.read_text()), this
-        return names.get(name, "")
+        return names.get(name) or digits_in(name)
 
     return bound
 

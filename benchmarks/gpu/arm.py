@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl import os_process
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 
 Row = dict[str, Any]
 Ended = Literal["done", "enough", "limit", "failed"]
@@ -109,6 +110,7 @@ class Arm:
             **os.environ,
             **(extra_env or {}),
             "ASYNCRL_BUS_TOKEN": bus.token,
+            WORKER_KEY_VARIABLE: "",  # a worker's name is what we call it
             os_process.PARENT: str(os.getpid()),  # they end with us
         }
         gpus = {"CUDA_VISIBLE_DEVICES": visible_devices(learner_gpus)} if learner_gpus else {}

@@ -23,6 +23,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import ACTORS, TRAJECTORIES
 from asyncrl.policies.health.faults import SPACE_IN_LOG
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from tests.chaos.storm import Storm
 from tests.conftest import MAX_MESSAGE_BYTES
 from tests.harness.buses import Proxy
@@ -61,7 +62,8 @@ def storm_on(server: EmbeddedServer, folder: Path, *overrides: str, forks: ForkS
 async def worker(storm: Storm, forks: ForkServer, name: str, *, url: str) -> AsyncIterator[None]:
     """A worker that joins by itself. It exits with code 0 when the run is finished."""
     words = ["rollout-worker", str(storm.run_file), "--name", name, "--set", f'bus.url="{url}"', "--set", MESSAGE_BYTES]
-    process = forks.run(words, environment=storm.environment, output=Path(os.devnull))
+    environment = storm.environment | {WORKER_KEY_VARIABLE: ""}  # its name is what we call it
+    process = forks.run(words, environment=environment, output=Path(os.devnull))
     try:
         yield
         assert await asyncio.to_thread(process.wait) == 0

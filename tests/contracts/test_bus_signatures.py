@@ -11,13 +11,14 @@ import pytest
 
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.messages import Progress, PromptGroup, WeightVersion
+from asyncrl.messages import Progress, PromptGroup, WeightVersion, replace
 from asyncrl.messages.signing import Signatures, SigningKey
-from asyncrl.messages.topics import PROGRESS, PROMPTS, QUARANTINE, TRANSFERS, WEIGHTS
+from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.protocols import Bus
 from asyncrl.protocols.rejections import Rejections
-from tests.harness.buses import progress, prompt, taken
+from asyncrl.run import worker_keys
+from tests.harness.buses import group, heartbeat, progress, prompt, taken
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -143,6 +144,25 @@ async def test_an_offer_of_weights_is_the_learners(speak: Speak) -> None:
             await (await anext(questions)).answer(TransferOffer(policy_version=7))
             answer = await asking
         assert (answer.policy_version if answer else 0) == version
+
+
+async def test_a_worker_that_joined_by_itself_is_heard_and_nobody_else_under_its_name(speak: Speak) -> None:
+    own = SigningKey(b"w" * 32)
+    name = f"gpu7-{own.public[:16]}"
+    guest = await speak(Signatures(run="r", own=own, life=1))
+    there = await speak(Signatures(run="r", own=LEARNER, learner=LEARNER.public, bound=worker_keys.digits_in))
+    await guest.publish(TRAJECTORIES, replace(group(0), worker=name), key="0")
+    await guest.put(ACTORS, heartbeat(name), key=name)
+    assert list(await there.states(ACTORS)) == [name]
+    for number, signatures in enumerate((forger(), Signatures()), start=1):
+        evil = await speak(signatures)
+        await evil.publish(TRAJECTORIES, replace(group(number), worker=name), key=str(number))
+        await evil.put(ACTORS, heartbeat(name), key=name)
+        assert await there.states(ACTORS) == {}
+    async with there.read(TRAJECTORIES) as records:
+        found = [await anext(records) for _ in range(3)]
+    assert [record.message is not None for record in found] == [True, False, False]
+    assert {record.problem for record in found[1:]} == {f"is said in the name of {name!r} by somebody else"}
 
 
 async def recording(

@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry
+from asyncrl.run.worker_keys import digits_in
 from tests.harness.forked import LAUNCHER, ForkServer
 
 RUN_FILE = """
@@ -183,8 +184,14 @@ class RunProcess:
             await asyncio.sleep(0.02)
 
     def event(self, kind: str, worker: str) -> Event | None:
-        """The newest event of this kind from a worker or about it."""
-        found = [one for one in self.events if one.kind == kind and worker in (one.actor, one.data.get("worker"))]
+        """The newest event of this kind from a worker or about it; of one that joined, by what its name begins with."""
+
+        def is_its(name: str) -> bool:
+            digits = digits_in(name)
+            return worker == (name.removesuffix(f"-{digits}") if digits else name)
+
+        found = [one for one in self.events if one.kind == kind]
+        found = [one for one in found if is_its(one.actor) or is_its(str(one.data.get("worker")))]
         return found[-1] if found else None
 
     async def _hear(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data import demo_task
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.processes import processes_below
 
@@ -216,7 +217,7 @@ class Run:
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=_environment() | {"ASYNCRL_BUS_TOKEN": token},
+            env=_environment() | {"ASYNCRL_BUS_TOKEN": token, WORKER_KEY_VARIABLE: ""},  # its name is what we call it
         )
 
     def doctor(self) -> tuple[int, dict[str, Any]]:

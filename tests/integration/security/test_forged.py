@@ -21,7 +21,6 @@ from asyncrl.messages import (
     Progress,
     Quarantine,
     StepMetrics,
-    TrajectoryGroup,
     Wait,
     WeightVersion,
     replace,
@@ -111,22 +110,32 @@ async def test_what_is_forged_or_said_again_changes_nothing(run: RunProcess) -> 
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
 
 
-async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunProcess) -> None:
+async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunProcess, tmp_path: Path) -> None:
+    """w0 is the run's own worker, the guest has joined by itself."""
     evil, plain = await intruder(run, is_signing=True), await intruder(run, is_signing=False)
+    joined = join(run, "guest", key=run_key(run), folder=tmp_path)
     try:
+        await run.until(lambda: run.event("first_trained", "guest"), "something of the guest")
+        found = run.event("joined", "guest")
+        assert found is not None
+        guest = found.actor
         for bus in (evil, plain):
             step, taken = run.steps, 0
             while taken < 4:  # before the worker has made them
                 number = max(map(int, await bus.keys(PROMPTS)), default=0) + 1
                 for group_id in range(number, number + 40):
-                    taken += taken < 4 and await bus.publish(TRAJECTORIES, impossible(group_id), key=str(group_id))
-            speaking = asyncio.create_task(speak_for_others(bus))
+                    forged = replace(group(group_id), worker=("w0", guest)[group_id % 2])  # it would quarantine it
+                    taken += taken < 4 and await bus.publish(TRAJECTORIES, forged, key=str(group_id))
+            speaking = asyncio.create_task(speak_for_others(bus, ("w0", guest)))
             try:
                 await run.until(lambda: "actors: rejected" in logs(run), "a word about heartbeats")
             finally:
                 speaking.cancel()
             await run.until(lambda step=step: run.steps >= step + 6, "steps after what was forged")
+        assert joined.poll() is None
     finally:
+        joined.kill()
+        joined.wait()
         await evil.close()
         await plain.close()
     said = logs(run)
@@ -138,21 +147,16 @@ async def test_nobody_speaks_in_the_name_of_a_worker_or_of_the_learner(run: RunP
     assert (found["code"], found["lost"], found["duplicated"]) == (0, 0, 0)
 
 
-async def speak_for_others(bus: JetStreamBus) -> None:
-    """Heartbeats and events of the learner and of w0 that say the worst, until it is cancelled."""
+async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
+    """Heartbeats and events of the learner and of workers that say the worst, until it is cancelled."""
     stuck = Wait(what="nothing", on="bus", seconds=1e6, limit=1.0)
     for beat in itertools.count(1):
-        for name, role in (("learner", "learner"), ("w0", "rollout-worker")):
+        for name, role in (("learner", "learner"), *((worker, "rollout-worker") for worker in workers)):
             heart = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
             await bus.put(ACTORS, heart, key=name)
-            event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": "w0"})
+            event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": workers[0]})
             await bus.publish(EVENTS, event, key=f"evil-{id(bus)}-{name}-{beat}")
         await asyncio.sleep(0.1)
-
-
-def impossible(group_id: int) -> TrajectoryGroup:
-    """A group that would quarantine w0 if it were believed to be its."""
-    return replace(group(group_id), worker="w0")
 
 
 async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: RunProcess, tmp_path: Path) -> None:

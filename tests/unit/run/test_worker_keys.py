@@ -86,12 +86,26 @@ def test_names_of_the_learners_actors_are_the_learners(tmp_path: Path) -> None:
     assert [bound(name) for name in ("learner", "prompts", "weights", "w0")] == [LEARNER] * 3 + [""]
 
 
+def test_a_worker_that_joins_by_itself_makes_a_key_and_has_its_first_digits_in_its_name(tmp_path: Path) -> None:
+    one, two = worker_keys.identity("gpu7"), worker_keys.identity("gpu7")
+    assert one.key is not None and two.key is not None and one.has_own_key
+    assert one.name == f"gpu7-{one.key.public[:16]}" and one.name != two.name
+    for bound in (worker_keys.digits_in, worker_keys.bound_names(tmp_path, learner=LEARNER)):
+        assert one.key.public.startswith(bound(one.name)) and not two.key.public.startswith(bound(one.name))
+        assert [bound(name) for name in ("gpu7", "w0", "gpu7-6bd3", one.name + "x")] == [""] * 4
+
+
 def test_whom_a_worker_starts_does_not_inherit_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker_keys.own_key() is None
     key = SigningKey.generate()
     monkeypatch.setenv(WORKER_KEY_VARIABLE, key.text())
-    found = worker_keys.own_key()
-    assert found is not None and found.public == key.public and WORKER_KEY_VARIABLE not in os.environ
+    found = worker_keys.identity("w0")
+    assert found.key is not None and (found.name, found.key.public, found.has_own_key) == ("w0", key.public, False)
+    assert WORKER_KEY_VARIABLE not in os.environ
     monkeypatch.setenv(WORKER_KEY_VARIABLE, "no key")
     with pytest.raises(ConfigError, match="ASYNCRL_WORKER_KEY: a signing key is 64 hexadecimal digits"):
-        worker_keys.own_key()
+        worker_keys.identity("w0")
+
+
+def test_a_worker_of_a_run_without_keys_has_none_and_the_name_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WORKER_KEY_VARIABLE, "")
+    assert worker_keys.identity("w0") == worker_keys.Identity("w0", None, has_own_key=False)
