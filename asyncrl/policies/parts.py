@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
-from asyncrl import plugins
+from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
-from asyncrl import plugins
+from asyncrl.config import plugins
 from asyncrl.errors import RewardError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.protocols.functions import MOST_PARTS, part_problem

@@ -18,8 +18,8 @@ import typing
 from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
 from typing import Any, Final
 
-from asyncrl import config, plugins
-from asyncrl.config import tables
+from asyncrl import config
+from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.guard import GuardedReward
 

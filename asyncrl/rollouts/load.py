@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from asyncrl import config, plugins
-from asyncrl.config import tables
+from asyncrl import config
+from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import RolloutFn, Tokenizer
 

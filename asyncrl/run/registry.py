@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncrl import plugins
 from asyncrl.bus.adapter import BusAdapter
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, plugins
 from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.signing import UNSIGNED, Signatures

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl import config, plugins
-from asyncrl.config import RunConfig
+from asyncrl import config
+from asyncrl.config import RunConfig, plugins
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.protocols import Bus

@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from asyncrl import plugins
+from asyncrl.config import plugins
 from asyncrl.engines.validation import Shapes, check_layout
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Source
