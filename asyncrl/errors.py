@@ -20,6 +20,7 @@
     │   └── EngineDied     the engine is gone; the rollout worker ends and its launcher restarts it
     ├── RolloutError       a RolloutFn failed on a group; it is failed with the reason
     ├── RewardError        a group could not be rewarded; it is failed with the reason
+    ├── FilterError        a group filter raised on a group; it is failed with the reason
     ├── WeightsError       a weight version cannot be read (gone, torn, wrong checksum)
     ├── BackendError       a training step could not be done; the learner ends
     │   └── StepFailed     and nothing was changed: the learner looks for the groups that it fails with
@@ -143,6 +144,10 @@ class RolloutError(AsyncRLError):
 
 class RewardError(AsyncRLError):
     """A group could not be rewarded. It fails with the reason; nothing crashes."""
+
+
+class FilterError(AsyncRLError):
+    """A user's group filter raised. The group fails with the reason; nothing crashes."""
 
 
 class WeightsError(AsyncRLError):

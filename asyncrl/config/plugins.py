@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from asyncrl.errors import ConfigError
@@ -54,9 +56,34 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
         raise ConfigError(f"{where}: making {name!r} raised {described(error)}") from error
 
 
+@contextlib.contextmanager
+def exits_contained() -> Iterator[None]:
+    """Around a user's function: where it exits (``sys.exit``, KeyboardInterrupt), UserExit is raised, an error like
+    others. A task that exits would end the event loop, and the process with it. A Ctrl-C remains one."""
+    try:
+        yield
+    except SystemExit as error:
+        raise UserExit(f"SystemExit: {error}" if str(error) else "SystemExit") from error
+    except KeyboardInterrupt as error:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        raise UserExit("KeyboardInterrupt") from error
+
+
+class UserExit(Exception):
+    """A user's function wanted to end the process."""
+
+
+def raised(error: BaseException) -> str:
+    """Type and text of what a user's function raised."""
+    return str(error) if isinstance(error, UserExit) else f"{type(error).__name__}: {error}"
+
+
 def described(error: BaseException) -> str:
     """The error in one line."""
     text = first_line(error)
+    if isinstance(error, UserExit):
+        return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.config import plugins
@@ -89,10 +89,14 @@ class GuardedReward:
 
     async def _call(self, argument: Any) -> Any:
         if self._is_async:
-            return await _without_exit(self._function(argument))
+            with plugins.exits_contained():
+                return await self._function(argument)
         async with self._threads:
             result = await _in_thread(self._function, argument)
-        return await _without_exit(result) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        with plugins.exits_contained():
+            return await result
 
     def _reward(self, value: Any) -> Reward:
         try:
@@ -141,14 +145,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-async def _without_exit(awaitable: Awaitable[Any]) -> Any:
-    """What it gives. A SystemExit would end the event loop, and the worker with it."""
-    try:
-        return await awaitable
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
-
-
 async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
     """``function(argument)`` in a thread of its own that a hung function cannot keep the process alive with."""
     loop = asyncio.get_running_loop()
@@ -172,7 +168,7 @@ async def _in_thread(function: Callable[..., Any], argument: Any) -> Any:
     if isinstance(problem, Exception):
         raise problem
     if problem is not None:
-        raise RuntimeError(f"{type(problem).__name__}: {problem}")
+        raise plugins.UserExit(plugins.raised(problem))
     return value
 
 

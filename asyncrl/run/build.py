@@ -131,7 +131,7 @@ def assemble_learner(
         progress=progress,
         changed=changed,
         validator=ports.validator,
-        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered),
+        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered, max_raised=ports.most_failed),
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
     )

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl import plugins
 from asyncrl.config import RunConfig
 from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.errors import ConfigError
@@ -128,7 +129,7 @@ def _check_filters(run: RunConfig) -> None:
                 "TrajectoryGroup that returns True to keep it"
             ) from error
         except Exception as error:  # the learner will say so, if a real group raises it too
-            log.warning("algorithm.filters: %s raised %s: %s on a made-up group", name, type(error).__name__, error)
+            log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.raised(error))
 
 
 def _check_bus(run: RunConfig) -> None:

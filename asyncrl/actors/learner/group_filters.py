@@ -1,4 +1,7 @@
-"""Applies the run's group filters. A filter that raises, or that rejects too many groups in a row, ends the run."""
+"""Applies the run's group filters. A group that a filter raises on fails, with the reason.
+
+A filter that raises on every group, or that rejects too many in a row, ends the run.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,38 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from asyncrl.errors import HopelessError
+from asyncrl import plugins
+from asyncrl.errors import FilterError, HopelessError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.batching.filters import GroupFilter
 
 
 class GroupFilters:
-    """filters: by their names in the run file; max_in_a_row: how many consecutive groups may be filtered."""
+    """filters: by their names in the run file.  max_in_a_row, max_raised: how many consecutive groups may be filtered,
+    and fail because a filter raised."""
 
-    def __init__(self, filters: Mapping[str, GroupFilter], *, max_in_a_row: int) -> None:
+    def __init__(self, filters: Mapping[str, GroupFilter], *, max_in_a_row: int, max_raised: int = 32) -> None:
         self._filters = filters
-        self._max_in_a_row = max_in_a_row
-        self._in_a_row = 0
+        self._max_in_a_row, self._max_raised = max_in_a_row, max_raised
+        self._in_a_row = self._raised = 0
 
     def keep(self, group: TrajectoryGroup) -> bool:
         """Whether every filter keeps the group.
 
-        Raises HopelessError if a filter raises, or if so many consecutive groups were filtered that the run would
-        sample forever without a step.
+        Raises FilterError if one raises, and HopelessError if so many consecutive groups were filtered, or raised on,
+        that the run would sample forever without a step.
         """
         for name, function in self._filters.items():
             try:
                 is_kept = ask(function, group)
             except Exception as error:  # whatever a user's function raises
-                problem = f"algorithm.filters: {name} raised {type(error).__name__}: {error} on group {group.group_id}"
-                raise HopelessError(problem) from error
+                problem = f"algorithm.filters: {name} raised {plugins.raised(error)}"
+                self._raised += 1
+                if self._raised >= self._max_raised:
+                    raise HopelessError(f"{problem}; so it was for the last {self._raised} groups") from error
+                raise FilterError(problem) from error
             if not is_kept:
+                self._raised = 0
                 self._in_a_row += 1
                 if self._in_a_row >= self._max_in_a_row:
                     rewards = [trajectory.reward for trajectory in group.trajectories]
@@ -40,13 +49,14 @@ class GroupFilters:
                         f"{name}, with rewards {rewards}; check the reward and the prompts, or remove the filter"
                     )
                 return False
-        self._in_a_row = 0
+        self._in_a_row = self._raised = 0
         return True
 
 
 def ask(function: GroupFilter, group: TrajectoryGroup) -> bool:
     """The filter's decision. Raises TypeError unless it is True or False, and whatever ``function`` raises."""
-    answer = function(group)
+    with plugins.exits_contained():
+        answer = function(group)
     if not isinstance(answer, bool | np.bool_):
         raise TypeError(f"a filter must return True to keep a group or False, not {answer!r:.50}")
     return bool(answer)

@@ -18,7 +18,7 @@ from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator
-from asyncrl.errors import HopelessError, LogChanged
+from asyncrl.errors import FilterError, HopelessError, LogChanged
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
@@ -61,6 +61,8 @@ class TrajectoryReader:
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
         self._failed_of: set[str] = set()  # workers, since a group was buffered
+        self._explained = ""
+        """What a filter raised last; its traceback is in the log."""
 
     async def start(self) -> None:
         """Get ready to read."""
@@ -248,8 +250,21 @@ class TrajectoryReader:
             )
         if group.worker in self._validator.quarantined:
             await self.drop_quarantined()
-        elif self._filters is not None and not self._filters.keep(group):  # another is generated in its place
-            await self._lost(self._table.filter(group.group_id))
+        elif self._filters is not None:
+            await self._filtered(group, self._filters)
+
+    async def _filtered(self, group: TrajectoryGroup, filters: GroupFilters) -> None:
+        """Another group is generated in the place of one that is not kept, or that a filter raises on."""
+        try:
+            if not filters.keep(group):
+                await self._lost(self._table.filter(group.group_id))
+        except FilterError as error:
+            text = str(error)[:LONGEST_ERROR]
+            log.warning("group %d failed: %s", group.group_id, text, extra={REASON: text})
+            if text != self._explained:
+                self._explained = text
+                log.info("where it was raised:", exc_info=error.__cause__)
+            await self._lost(self._table.reject(group.group_id, error=text))
 
     async def _failed(self, outcome: Outcome, *, worker: str, error: str) -> None:
         """Announce a group that could not be made. Raises HopelessError when too many in a row could not."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from asyncrl import messages
+from asyncrl import messages, plugins
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
@@ -184,7 +184,8 @@ class Stage:
     ) -> Trajectory:
         try:
             async with session.waiting():
-                made = await self._rollout(prompt, session, index=index)
+                with plugins.exits_contained():
+                    made = await self._rollout(prompt, session, index=index)
             if not isinstance(made, Trajectory):
                 raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
             length, context = len(prompt.prompt_tokens) + len(made.tokens), self._engine.context_tokens
@@ -199,7 +200,7 @@ class Stage:
             if session.is_out_of_time:
                 limit = f"rollout.timeout_seconds = {self._sample_seconds:g}"
                 raise RolloutError(f"the rollout function took longer than {limit} for a sample") from error
-            raise RolloutError(f"the rollout function raised {type(error).__name__}: {error}") from error
+            raise RolloutError(f"the rollout function raised {plugins.raised(error)}") from error
         finally:
             slots.release()
 

@@ -1,9 +1,10 @@
-"""Group filters of the run file: what a user's function may do wrong ends the run with one line that names it."""
+"""Group filters of the run file: a group that one raises on fails; one that spoils every group ends the run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from asyncrl import config
 from asyncrl.actors.learner.group_filters import GroupFilters, sample_group
 from asyncrl.data import demo_task
-from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.errors import ConfigError, FilterError, HopelessError
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.messages.topics import EVENTS
 from asyncrl.run.check import check
 from tests import ROOT
+from tests.harness.buses import first
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 
 DEMO = ROOT / "examples" / "demo.toml"
@@ -53,14 +56,39 @@ def test_a_filter_that_keeps_nothing_is_hopeless_and_one_kept_group_starts_the_c
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (json.dumps, "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON serializable on group 0"),
-        (answers, "raised TypeError: a filter must return True to keep a group or False, not 2 on group 0"),
-        (needs_a_judge, "raised KeyError: 'judge' on group 0"),
+        (json.dumps, "json:dumps raised TypeError: Object of type TrajectoryGroup is not JSON serializable"),
+        (answers, "raised TypeError: a filter must return True to keep a group or False, not 2"),
+        (needs_a_judge, "raised KeyError: 'judge'"),
+        (lambda group: sys.exit(3), "raised SystemExit: 3"),
     ],
 )
 def test_a_filter_that_raises_is_named_with_what_it_raised(function: Any, problem: str) -> None:
-    with pytest.raises(HopelessError, match=problem):
-        GroupFilters({"json:dumps": function}, max_in_a_row=3).keep(sample_group())
+    filters = GroupFilters({"json:dumps": function}, max_in_a_row=3, max_raised=3)
+    for _ in range(2):
+        with pytest.raises(FilterError, match=f"algorithm.filters: .*{problem}$"):
+            filters.keep(sample_group())
+    with pytest.raises(HopelessError, match=f"{problem}; so it was for the last 3 groups"):
+        filters.keep(sample_group())
+
+
+@pytest.mark.parametrize("does", [lambda: 1 / 0, lambda: sys.exit(3)], ids=["raises", "exits"])
+async def test_a_group_that_a_filter_raises_on_fails_and_the_run_goes_on(
+    bus: Any, bus_factory: Any, tmp_path: Path, does: Callable[[], Any]
+) -> None:
+    def keep(group: TrajectoryGroup) -> bool:
+        return group.group_id >= 3 or bool(does())
+
+    loop = Loop(bus, tmp_path)
+    loop.filters = {"mine:keep": keep}
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    await loop.run_learner()
+    await task
+    assert loop.recorder.rows[-1]["staleness/failed_groups"] == 3
+    events = [record.message for record in await first(bus, await bus.last_sequence(EVENTS), topic=EVENTS)]
+    assert not [one for one in events if one.kind == "quarantined"]
+    failed = [one.data for one in events if one.kind == "failed"]
+    assert sorted(one["group_id"] for one in failed) == [0, 1, 2]
+    assert all("algorithm.filters: mine:keep raised" in one["error"] for one in failed)
 
 
 async def test_a_run_ends_that_would_sample_for_ever(bus: Any, bus_factory: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrl.rollouts.builtin import single_turn
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
+from tests.harness.buses import first
 
 GROUPS_SAMPLING = SamplingParams(max_new_tokens=4)
 
@@ -98,6 +100,27 @@ async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> 
     _, loop = await train(rollout, tmp_path)
     assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
     assert loop.trained_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("exits", "name"), [(SystemExit(3), "SystemExit: 3"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
+async def test_a_rollout_function_that_exits_fails_its_group_and_ends_nothing(
+    tmp_path: Path, exits: BaseException, name: str
+) -> None:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        if prompt.group_id == 0:
+            raise exits
+        return await single_turn(prompt, generate, index=index)
+
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as in a worker: its Ctrl-C raises nothing
+    try:
+        _, loop = await train(rollout, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
+    (record,) = [one for one in await first(loop.bus, 3) if one.key == "0"]
+    assert record.message.error == f"the rollout function raised {name}"
 
 
 CONTEXT = 32
