@@ -17,23 +17,25 @@ log = logging.getLogger("asyncrl.supervisor")
 STUCK_EXIT_CODE = 70
 
 
-async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, handles_signals: bool = True) -> None:
+async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, owns_process: bool = True) -> None:
     """Start and run all actors. When ``main`` returns, the helpers are stopped; an actor that raises stops all others.
 
-    A HeartbeatSender among the helpers beats from before the first start until after the last stop. SIGTERM and SIGINT
-    drain ``main`` if ``handles_signals`` and this is the main thread; no other thread may handle signals. Raises what
-    the failed actors raised, one exception or an ExceptionGroup.
+    A HeartbeatSender among the helpers beats from before the first start until after the last stop. Raises what the
+    failed actors raised, one exception or an ExceptionGroup.
+
+    owns_process  the process is there for these actors alone: SIGTERM and SIGINT drain ``main`` if this is the main
+                  thread (no other may handle signals), and actors that do not stop in ``stop_seconds`` end it
     """
     hearts = [actor for actor in helpers if isinstance(actor, HeartbeatSender)]
     actors = [main, *(actor for actor in helpers if not isinstance(actor, HeartbeatSender))]
     loop = asyncio.get_running_loop()
-    may_handle = handles_signals and threading.current_thread() is threading.main_thread()
+    may_handle = owns_process and threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if may_handle else ()
     for number in numbers:
         loop.add_signal_handler(number, main.drain)
     tasks: list[asyncio.Task[None]] = []
     try:
-        with _exit_when_stuck(tasks, stop_seconds) as stopping:
+        with _watched(tasks, stop_seconds, owns_process=owns_process) as stopping:
             async with asyncio.TaskGroup() as beats, contextlib.AsyncExitStack() as stack:
                 for heart in hearts:
                     stack.push_async_callback(heart.stop)
@@ -72,18 +74,30 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 @contextlib.contextmanager
-def _exit_when_stuck(tasks: list[asyncio.Task[None]], seconds: float) -> Iterator[Callable[[], None]]:
+def _watched(tasks: list[asyncio.Task[None]], seconds: float, *, owns_process: bool) -> Iterator[Callable[[], None]]:
     """A TaskGroup waits for ever for a child that lost its cancel or blocks the loop. We do not: the process exits
-    with a code of its own and its launcher starts a clean one; the bus gives the work back."""
+    with a code of its own and its launcher starts a clean one; the bus gives the work back.
 
-    def give_up() -> None:
-        names = [task.get_name() for task in tasks if not task.done()]
-        log.critical("still running %.0f s after stop: %s; exiting", seconds, ", ".join(names) or "stop() of an actor")
-        os._exit(STUCK_EXIT_CODE)
+    A process that is somebody else's never exits: its tasks are cancelled again, as often as it takes.
+    """
+    loop, is_over = asyncio.get_running_loop(), threading.Event()
 
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
+    def cancel_again() -> None:
+        for task in tasks:
+            task.cancel()
+
+    def watch() -> None:
+        while not is_over.wait(seconds):
+            names = ", ".join(task.get_name() for task in tasks if not task.done()) or "stop() of an actor"
+            then = "exiting" if owns_process else "cancelling it again"
+            log.critical("still running %.0f s after stop: %s; %s", seconds, names, then)
+            if owns_process:
+                os._exit(STUCK_EXIT_CODE)
+            with contextlib.suppress(RuntimeError):  # the loop has just ended
+                loop.call_soon_threadsafe(cancel_again)
+
+    watcher = threading.Thread(target=watch, name="stuck", daemon=True)
     try:
-        yield timer.start
+        yield watcher.start
     finally:
-        timer.cancel()
+        is_over.set()

@@ -43,7 +43,7 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             with single_learner.in_folder(run.run_directory):
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
                 beside = [actor for actors in workers for actor in actors]
-                code = await _trained(run, bus, beside=beside, handles_signals=owns_process)
+                code = await _trained(run, bus, beside=beside, owns_process=owns_process)
             return Outcome(exit_code=code, reason="interrupted" if code else "done")
         except ConfigError:
             raise
@@ -54,12 +54,12 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
             await bus.close()
 
 
-async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], handles_signals: bool) -> int:
+async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_process: bool) -> int:
     learners: list[Actor] = []
 
     async def supervised(learner: Actor, *helpers: Actor) -> None:
         learners.append(learner)
-        await supervise(learner, *helpers, handles_signals=handles_signals)
+        await supervise(learner, *helpers, owns_process=owns_process)
 
     training = asyncio.ensure_future(train(run, bus, beside=beside, supervised=supervised))
     try:
