@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
 
 REASON = "reason"
 """A message logged with ``extra={REASON: "..."}`` is one of many for the same reason."""
@@ -60,7 +60,10 @@ class LogFile(logging.FileHandler):
 
 
 def log_to(path: Path) -> None:
-    """Everything from info up to a file of this process; warnings and errors to stderr as well. Raises ConfigError."""
+    """Everything from info up to a file of this process; warnings and errors to stderr as well.
+
+    Raises ConfigError for a file that cannot be written, or DiskError if it was written before: that may be over soon.
+    """
     to_file, to_stderr = _handlers(path)
     logging.raiseExceptions = False  # a full disk must not bury the reason under tracebacks of its own log lines
     logging.getLogger().handlers = [to_file]
@@ -91,14 +94,23 @@ def logging_to(path: Path) -> Iterator[None]:
 
 
 def _handlers(path: Path) -> tuple[logging.Handler, logging.Handler]:
-    """To the file, and to stderr. Raises ConfigError."""
+    """To the file, and to stderr. Raises ConfigError, or DiskError for a file that was there before."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         to_file = LogFile(path)
     except OSError as error:
-        raise ConfigError(f"run.directory: cannot write {path}: {error.strerror}") from None
+        kind = DiskError if error.errno in DISK_ERRORS and _may_be_there(path) else ConfigError
+        raise kind(f"run.directory: cannot write {path}: {error.strerror}") from None
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     to_stderr = Stderr()
     to_stderr.setLevel(logging.WARNING)
     to_stderr.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     return to_file, to_stderr
+
+
+def _may_be_there(path: Path) -> bool:
+    """Whether there is such a file, or nobody can tell."""
+    try:
+        return path.exists()
+    except OSError:
+        return True

@@ -39,17 +39,17 @@ def environment_of_child(added: Mapping[str, str]) -> dict[str, str]:
     return os.environ | dict(added) | ({PYTHON_PATH: path} if path else {})
 
 
-def end_with_parent() -> None:
-    """End at once when our parent is gone, if it asked for that in the environment.
+def end_with_parent() -> bool:
+    """End at once when our parent is gone, if it asked for that in the environment: whether it did, as launchers do.
 
     By SIGKILL: a drain could wait for ever for a bus that went with the same parent, and being killed loses nothing.
     """
     parent = os.environ.pop(PARENT, "")
-    if not parent or not sys.platform.startswith("linux"):
-        return
-    signal_on_parent_death(signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
+    if parent and sys.platform.startswith("linux"):
+        signal_on_parent_death(signal.SIGKILL)
+        if os.getppid() != int(parent):  # it died before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
+    return bool(parent)
 
 
 def signal_on_parent_death(number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 
 from asyncrl import logs
@@ -22,19 +23,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
-    end_with_parent()
+    is_launched = end_with_parent()
     run_config = arguments.with_bus_address(run_config)
     for name, value in channel_class(run_config).learner_environment(run_config).items():
         os.environ.setdefault(name, value)
     logs.log_to(run_config.run_directory / "logs" / "learner.log")
-    return run_learner(run_config, resume=options.resume, token=arguments.bus_token(run_config))
+    return run_learner(
+        run_config, resume=options.resume, token=arguments.bus_token(run_config), is_launched=is_launched
+    )
 
 
-def run_learner(run_config: RunConfig, *, resume: bool, token: str) -> int:
-    """Train to the end of the run. Raises ConfigError while another learner has this run."""
+def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool = False) -> int:
+    """Train to the end of the run. Raises ConfigError while another learner has this run.
+
+    is_launched  by `asyncrl run`, which has said what is resumed
+    """
     check_learner(run_config)
     if resume:
-        resume_settings.refuse_others(run_config)
+        resume_settings.refuse_others(run_config, level=logging.INFO if is_launched else logging.WARNING)
     with single_learner.in_folder(run_config.run_directory):
         return in_event_loop(_learn(run_config, resume=resume, token=token))
 

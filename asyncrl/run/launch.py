@@ -36,7 +36,7 @@ from asyncrl.run import (
 from asyncrl.run.process_manager import Outcome, ProcessManager
 from asyncrl.run.process_specs import ProcessSpecs
 from asyncrl.run.registry import BUS_FILE, connect
-from asyncrl.run.run_folder import launcher_pid
+from asyncrl.run.run_folder import RecordedRun, launcher_pid
 from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE
@@ -74,6 +74,7 @@ async def launch(
     if resume:
         if not run_config.bus.url:
             _require_run(directory)
+        RecordedRun(directory).checkpoint()  # cannot be read: its learner would wait until it can
         resume_settings.refuse_others(run_config)
     launcher = registry.launcher(run_config)
     host = launcher.connect()

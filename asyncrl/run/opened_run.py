@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class OpenedRun:
     """What one run has recorded; made by ``open_run``.
 
     folder    run.directory/run.name
-    settings  the run file of its last start, defaults filled in
+    settings  the run file of its last start, defaults filled in; run.directory and run.name are those of the folder now
     """
 
     def __init__(self, folder: Path, *, bus_token: str) -> None:
@@ -57,7 +58,10 @@ class OpenedRun:
         self._token = bus_token
         self._recorded = RecordedRun(folder)
         here = f"run.directory={toml_text(str(folder.absolute().parent))}"
-        self.settings: RunConfig = self._recorded.newest_settings([here])
+        self._begun = self._recorded.newest_settings([here])
+        """With the name that it has on its bus."""
+        name = folder.absolute().name
+        self.settings: RunConfig = replace(self._begun, run=replace(self._begun.run, name=name))
 
     def metrics(self) -> Iterator[Row]:
         """A row a step, as metrics.jsonl has it; docs/reference/metrics.md says what each number is.
@@ -106,7 +110,7 @@ class OpenedRun:
         Raises ConfigError if nothing is left of the log, BusError if it cannot be read.
         """
         tokenizer = load_tokenizer(Path(self.settings.model.path)) if text else None
-        for record in _log(self._recorded, self.settings, token=self._token):
+        for record in _log(self._recorded, self._begun, token=self._token):
             group = record.message
             for sample, trajectory in enumerate(group.trajectories if group is not None else ()):
                 assert group is not None

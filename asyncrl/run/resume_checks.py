@@ -21,15 +21,15 @@ async def starting_checkpoint(run: RunConfig, *, bus: Bus) -> tuple[LearnerState
     """The newest whole checkpoint of the run, and its backend folder; None when it may start from its whole log.
 
     Damaged ones are set aside (state/checkpoint.py). Raises ConfigError when no checkpoint is left and one is needed,
-    or none can be read by this user; DiskError when none can be read now.
+    DiskError when none can be read now, or not by this user.
     """
     folder = run.run_directory / "checkpoints"
     try:
         found = await asyncio.to_thread(functools.partial(checkpoint.resume, folder, say=log.warning))
     except OSError as error:
         text = f"{error.filename or folder}: cannot be read: {error.strerror or error}; nothing is set aside for it"
-        if isinstance(error, PermissionError):
-            raise ConfigError(f"{text}. Resume as the user who started the run, or give this one the files") from error
+        if isinstance(error, PermissionError):  # of a restarted learner, something that may be over soon
+            text += ". If it stays so, resume as the user who started the run, or give this one the files"
         raise DiskError(text) from error
     if found is None:
         await refuse(run, bus=bus)

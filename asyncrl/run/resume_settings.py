@@ -18,8 +18,8 @@ from asyncrl.state import checkpoint
 log = logging.getLogger("asyncrl.check")
 
 
-def refuse_others(run: RunConfig) -> None:
-    """Raises ConfigError when checkpoints of the run do not fit its settings, and warns of all other changes.
+def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
+    """Raises ConfigError when checkpoints of the run do not fit its settings, and logs all other changes at ``level``.
 
     Compared with what the newest incarnation of the learner recorded; a run without a record has nothing to compare.
     """
@@ -40,9 +40,9 @@ def refuse_others(run: RunConfig) -> None:
                 "config.json differs); resume with the first, or start another run.name"
             )
     if changed := changes(config_record.as_table(before), config_record.as_table(run)):
-        log.warning("resumed with other settings: %s", "; ".join(changed))
+        log.log(level, "resumed with other settings: %s", "; ".join(changed))
     if run.run.seed != before.run.seed or _absolute(run.data.path) != _absolute(before.data.path):
-        log.warning("the data has another order now: the run goes on at the same position of the new one")
+        log.log(level, "the data has another order now: the run goes on at the same position of the new one")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:

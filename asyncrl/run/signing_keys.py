@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
 from asyncrl.protocols.launcher import Launcher
-from asyncrl.run import worker_keys
+from asyncrl.run import key_files, worker_keys
 from asyncrl.state.history import HISTORY_FILE
 
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
@@ -97,7 +96,7 @@ def _publish(key: SigningKey, folder: Path) -> None:
     public = folder / "learner.pub"
     try:
         if not public.exists() or public.read_bytes().strip() != key.public.encode():
-            _write(public, key.public, mode=0o644)
+            key_files.write(public, key.public, mode=0o644)
     except OSError as error:
         log.warning("%s: cannot be written: %s; workers on other machines need it", public, error.strerror)
 
@@ -115,8 +114,8 @@ def _made(run: RunConfig) -> SigningKey | None:
     key = SigningKey.generate()
     try:
         folder.mkdir(exist_ok=True)
-        _write(folder / "learner", key.text(), mode=0o600)
-        _write(folder / "learner.pub", key.public, mode=0o644)
+        key_files.write(folder / "learner", key.text(), mode=0o600)
+        key_files.write(folder / "learner.pub", key.public, mode=0o644)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep the learner's key there: {error.strerror}") from None
     return key
@@ -172,22 +171,3 @@ def keyed(launcher: Launcher, run: RunConfig) -> Launcher:
     """The launcher, giving the run's workers keys of their own if the run has keys."""
     folder = run.run_directory / _FOLDER
     return worker_keys.KeyedLauncher(launcher, folder=folder) if learner_key(run) else launcher
-
-
-def _write(path: Path, text: str, *, mode: int) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.faults import LEARNER
 from asyncrl.protocols import Bus
@@ -18,9 +18,18 @@ from asyncrl.state.history import HISTORY_FILE
 
 @contextlib.contextmanager
 def in_folder(directory: Path) -> Iterator[None]:
-    """Holds the run's folder. Raises ConfigError while another process does; the lock ends with its process."""
+    """Holds the run's folder; the lock ends with its process.
+
+    Raises ConfigError while another process holds it, DiskError when the lock cannot be opened now.
+    """
     path = directory / "learner.lock"
-    with path.open("a+") as lock:
+    try:
+        opened = path.open("a+")
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise DiskError(f"{path}: cannot be opened: {error.strerror}") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.signing import SigningKey
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
+from asyncrl.run import key_files
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
 """In the environment of a worker that `asyncrl run` starts: its secret, or nothing in a run without keys."""
@@ -42,12 +44,15 @@ class KeyedLauncher:
     """A launcher that gives each rollout worker a key and binds its name to it. See Launcher."""
 
     def __init__(self, launcher: Launcher, *, folder: Path) -> None:
-        """``folder``: keys/ in the run's folder."""
+        """``folder``: keys/ in the run's folder. Raises ConfigError when it cannot be written."""
         self._launcher = launcher
         self._folder = folder
         self._names: dict[str, str] = {}
         self.places = launcher.places
-        _write(folder / _NAMES, "{}")
+        try:
+            self._write(_NAMES, "{}")
+        except DiskError as error:
+            raise ConfigError(f"run.directory: {error}") from None
 
     def connect(self) -> str:
         return self._launcher.connect()
@@ -56,6 +61,7 @@ class KeyedLauncher:
         self._launcher.check_room(specs)
 
     async def start(self, spec: ProcessSpec) -> LaunchedProcess:
+        """Raises DiskError, too: it is tried again."""
         if spec.role != WORKER:
             return await self._launcher.start(spec)
         key = self._key(spec.name)
@@ -65,14 +71,17 @@ class KeyedLauncher:
 
     async def release(self, name: str) -> None:
         await self._launcher.release(name)
-        self._bind({one: key for one, key in self._names.items() if one != name})
+        try:
+            self._bind({one: key for one, key in self._names.items() if one != name})
+        except DiskError as error:  # it stays bound to who had it, who is gone
+            log.warning("%s", error)
 
     async def close(self) -> None:
         await self._launcher.close()
 
     def _bind(self, names: Mapping[str, str]) -> None:
         if names != self._names:
-            _write(self._folder / _NAMES, json.dumps(names, indent=1))
+            self._write(_NAMES, json.dumps(names, indent=1))
             self._names = dict(names)
 
     def _key(self, name: str) -> SigningKey:
@@ -82,8 +91,17 @@ class KeyedLauncher:
             return SigningKey.from_text(path.read_text().strip())
         except (OSError, ValueError):  # there is none yet, or it is damaged
             key = SigningKey.generate()
-            _write(path, key.text())
+            self._write(f"workers/{name}", key.text())
             return key
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            key_files.write(self._folder / name, text, mode=0o600)
+        except OSError as error:
+            raise DiskError(f"{self._folder / name}: cannot be written: {error.strerror}") from error
+
+
+log = logging.getLogger("asyncrl.keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +157,3 @@ def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
         return names.get(name) or digits_in(name)
 
     return bound
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all, for its owner's eyes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text + "\n")
-    temporary.rename(path)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,7 +121,7 @@ def _problem(path: Path) -> str:
         try:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError) as error:
             return f"is no archive: {error}"
         return f"has wrong bytes in {bad}" if bad else ""
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.errors import AsyncRLError, exit_code_of
 from asyncrl.logs import REASON, LogFile, Stderr, log_to, logging_to
 
 
@@ -105,3 +107,21 @@ def test_lines_that_a_full_disk_does_not_take_are_counted(tmp_path: Path) -> Non
         "behind",
         "as ever",
     ]
+
+
+@pytest.mark.parametrize(("is_there", "code"), [(True, 5), (False, 2)], ids=["of a restart", "of a new run"])
+def test_a_log_that_may_not_be_opened_is_waited_for_if_it_was_written_before(
+    ours: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool, code: int
+) -> None:
+    path = tmp_path / "logs" / "learner.log"
+    if is_there:
+        log_to(path)
+        logging.getLogger().handlers[0].close()
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(LogFile, "_open", forbidden)
+    with pytest.raises(AsyncRLError, match=r"run.directory: cannot write .*learner.log: Permission denied") as raised:
+        log_to(path)
+    assert exit_code_of(raised.value) == code

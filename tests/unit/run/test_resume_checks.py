@@ -69,7 +69,7 @@ async def test_a_run_that_begins_anew_for_a_damaged_checkpoint_says_so(
     assert "only damaged-step-00000005 is left; starting at step 0, from the whole log" in caplog.text
 
 
-@pytest.mark.parametrize(("number", "kind", "code"), [(errno.EACCES, ConfigError, 2), (errno.EIO, DiskError, 5)])
+@pytest.mark.parametrize(("number", "kind", "code"), [(errno.EACCES, DiskError, 5), (errno.EIO, DiskError, 5)])
 async def test_a_checkpoint_that_cannot_be_read_now_is_said_and_left_alone(
     bus: Bus, run: RunConfig, number: int, kind: type[AsyncRLError], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

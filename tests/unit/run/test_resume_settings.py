@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_every_other_change_is_said(run: RunConfig, caplog: pytest.LogCaptureFix
     assert caplog.messages == [
         'resumed with other settings: algorithm.name "grpo" -> "rloo"; rollout.group_size 8 -> 4',
     ]
+
+
+@pytest.mark.parametrize(("is_launched", "levels"), [(True, [logging.INFO]), (False, [logging.WARNING])])
+def test_a_learner_that_asyncrl_run_started_does_not_warn_again(
+    run: RunConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_launched: bool,
+    levels: list[int],
+) -> None:
+    begin(run)
+    monkeypatch.setattr(learner, "check_learner", lambda _: None)
+    monkeypatch.setattr(learner, "in_event_loop", lambda main: main.close() or 0)
+    caplog.set_level(logging.INFO)
+    learner.run_learner(set_to(run, "rollout.group_size=4"), resume=True, token="", is_launched=is_launched)
+    assert [one.levelno for one in caplog.records if "resumed with other settings" in one.message] == levels
 
 
 @pytest.mark.parametrize("change", ["data.path=more.jsonl", "run.seed=7"])

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.errors import NoSuchRun
 from asyncrl.run import launch, registry
+from asyncrl.run.opened_run import open_run
 from asyncrl.run.run_folder import RecordedRun, run_at
 
 HERE: Any = SimpleNamespace(url="nats://127.0.0.1:1", token="n1's")
@@ -48,6 +49,12 @@ def test_a_copy_from_before_says_nothing_of_the_run_that_came_up_since(folder: P
     (copy / registry.BUS_FILE).unlink()
     with pytest.raises(NoSuchRun, match=r"no `asyncrl run` is up in .*/copy; "):
         address(copy)
+
+
+def test_a_renamed_folder_is_opened_where_it_is(folder: Path) -> None:
+    opened = open_run(folder.rename(folder.parent / "renamed"))
+    assert opened.settings.run_directory == opened.folder.absolute() == folder.parent / "renamed"
+    assert opened.settings.weights_directory == folder.parent / "renamed" / "weights"
 
 
 def test_a_folder_that_was_renamed_is_where_its_own_address_says(folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.signing import SigningKey
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
 from asyncrl.run import worker_keys
@@ -73,6 +74,33 @@ async def test_it_keeps_its_key_over_restarts_of_itself_and_of_the_launcher(tmp_
     key = await public_of(launcher, inner, "w0")
     assert await public_of(launcher, inner, "w0") == key
     assert await public_of(keyed(inner, tmp_path), inner, "w0") == key
+
+
+async def test_a_disk_that_takes_no_key_costs_no_restart_and_a_name_that_stays_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Started()
+    launcher, bound = keyed(inner, tmp_path), worker_keys.bound_names(tmp_path, learner=LEARNER)
+    key = await public_of(launcher, inner, "w0")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DiskError, match="keys?.*/workers/w1: cannot be written: No space left on device"):
+            await launcher.start(spec("w1"))
+        with pytest.raises(ConfigError, match=r"run.directory: .*/names: cannot be written: No space left"):
+            keyed(inner, tmp_path)
+        await launcher.release("w0")
+    assert "names: cannot be written" in caplog.text and inner.released == ["w0"]
+    assert bound("w0") == key
+    await launcher.start(spec("w1"))
+    assert bound("w1") and not partial_files(tmp_path)
+
+
+def partial_files(folder: Path) -> list[Path]:
+    return list(folder.rglob(".*"))
 
 
 async def test_the_learner_gets_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def test_without_a_manifest_what_a_file_says_of_itself_is_checked(directory: Pat
     DAMAGES[damage](directory / "step-00000015" / name)
     step, said = resumed(directory)
     assert (step, len(said)) == (10, 1)
+
+
+def test_an_archive_with_damaged_compressed_bytes_is_damaged(directory: Path) -> None:
+    archive = directory / "step-00000015" / "backend" / "optimizer.pt"
+    (directory / "step-00000015" / manifest.FILE).unlink()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as written:
+        written.writestr("data", bytes(range(256)) * 400)
+        start = written.getinfo("data").header_offset + len(written.getinfo("data").FileHeader())
+    data = bytearray(archive.read_bytes())
+    data[start : start + 8] = b"\xff" * 8
+    archive.write_bytes(data)
+    step, said = resumed(directory)
+    assert step == 10 and "optimizer.pt is no archive: Error -3" in said[0]
 
 
 def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path) -> None:
