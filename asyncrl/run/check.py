@@ -10,8 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl import plugins
-from asyncrl.config import RunConfig
+from asyncrl.config import RunConfig, plugins
 from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.errors import ConfigError
 from asyncrl.rollouts import load as rollout_functions

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from asyncrl import plugins
+from asyncrl.config import plugins
 from asyncrl.errors import FilterError, HopelessError
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.batching.filters import GroupFilter

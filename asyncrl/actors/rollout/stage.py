@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from asyncrl import messages, plugins
+from asyncrl import messages
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
 from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.config import plugins
 from asyncrl.errors import EngineDied, EngineError, PromptError, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
