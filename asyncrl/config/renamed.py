@@ -1,4 +1,4 @@
-"""Keys of the run file that have other names now. Pure.
+"""Keys of the run file that have other names now, and those that other frameworks have and asyncrl refuses. Pure.
 
 A user's run file with an old key is refused in one line that says the new one. Settings that an older version of
 asyncrl recorded (history.jsonl, the bus) are translated without a word.
@@ -32,8 +32,22 @@ _CHANNEL: Final[Mapping[str, str]] = {
 """Old key -> the weights.channel it is an option of now. For other channels it meant nothing and is left out."""
 
 
+_PENALTY: Final = (
+    "changes the distribution that answers are sampled from, by tokens that the trainer cannot see, so every behavior "
+    "logprob would be wrong; remove it (an evaluation may set it)"
+)
+REFUSED: Final[Mapping[str, str]] = {
+    f"rollout.{name}_penalty": _PENALTY for name in ("repetition", "presence", "frequency")
+}
+"""section.key -> why there is no such key."""
+
+
 def refuse(table: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a key of a user's run file that has another name now."""
+    """Raises ConfigError for a key of a user's run file that has another name now, or that is refused."""
+    for key, reason in REFUSED.items():
+        section, name = key.split(".")
+        if isinstance(found := table.get(section), Mapping) and name in found:
+            raise ConfigError(f"{where}: {key} {reason}")
     for old, new in RENAMED.items():
         section, key = old.split(".")
         if isinstance(found := table.get(section), Mapping) and key in found:

@@ -101,6 +101,15 @@ class RolloutSection:
     """Top-k sampling, refused like top_p; 0 is off."""
     ignore_eos: bool = False
     """Sample max_new_tokens tokens even after <eos>; for benchmarks."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer. What the engine sampled is trained: the answer holds the text, to the end of the token
+    that completes it, and so does the reward's sample.completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, besides the model's end tokens; they are in the answer, too."""
+    min_new_tokens: int = 0
+    """An answer's first tokens, as many as this, are no end token and not of stop_token_ids. Their logprobs are of the
+    distribution without those, so the trainer's are lower by -ln(1 - p(end)). A text of ``stop`` ends shorter answers,
+    too."""
     max_running: int = 128
     """Samples in progress per worker. A worker takes another prompt group while it has fewer."""
     max_attempts: int = 3
@@ -131,6 +140,15 @@ class RolloutSection:
         require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
+        require(all(self.stop), "stop holds an empty text, which every answer contains")
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be >= 0 and <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
+        )
+        require(
+            not (self.ignore_eos and (self.stop or self.stop_token_ids or self.min_new_tokens)),
+            "ignore_eos samples max_new_tokens tokens: it goes with no stop, stop_token_ids or min_new_tokens",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

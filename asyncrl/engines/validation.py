@@ -20,15 +20,16 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse truncated sampling. Raises ConfigError.
+    """Refuse to sample for training from a truncated or penalised distribution. Raises ConfigError.
 
     The trainer recomputes log_softmax(logits / temperature) over the whole vocabulary. The tokens that top_p or top_k
-    excluded are not recorded, so the ratio of trainer to behavior would be wrong.
+    excluded are not recorded, nor is what a penalty took from each logit: the ratio of trainer to behavior would be
+    wrong. An evaluation trains nothing.
     """
-    if sampling.top_p < 1 or sampling.top_k > 0:
+    if sampling.is_trained and sampling.changes:
         raise ConfigError(
-            f"rollout: top_p={sampling.top_p} top_k={sampling.top_k} sample from a truncated distribution, whose "
-            "logprobs the trainer cannot recompute; use top_p = 1.0, top_k = 0 and adjust temperature instead"
+            f"rollout: {sampling.changes} sample from a truncated or penalised distribution, whose logprobs the "
+            "trainer cannot recompute; remove them and adjust temperature instead"
         )
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages.validation import array, counts, require
+from asyncrl.messages.validation import array, counts, replace, require
 
 FINISH_REASONS: Final = ("stop", "length", "abort")
 
@@ -41,8 +41,14 @@ _MAX_GROUP: Final = 2**16
 class SamplingParams:
     """How an engine samples each trajectory of a group.
 
-    temperature   divides the logits, in the behavior logprobs too
-    top_p, top_k  engines refuse them unless their logprobs are those of the truncated distribution
+    temperature     divides the logits, in the behavior logprobs too; 0 takes the likeliest token, if nothing is trained
+    ignore_eos      sample max_new_tokens tokens, whatever they are
+    stop            an answer ends with the first token with which its text contains one of these; that token and all
+                    before it are the answer, whole
+    stop_token_ids  an answer also ends with one of these, as with an end token
+    min_new_tokens  none of the answer's first tokens, as many as this, is an end token or of ``stop_token_ids``; the
+                    logprobs are those of the distribution without them. A stop string ends shorter answers too
+    is_trained      False for an evaluation. What is trained has ``changes`` empty: engines refuse it otherwise
     """
 
     max_new_tokens: int
@@ -50,12 +56,58 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    is_trained: bool = True
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        require(0 < self.temperature < math.inf, f"temperature must be > 0, got {self.temperature}")
+        require(0 <= self.temperature < math.inf, f"temperature must be >= 0, got {self.temperature}")
+        require(
+            self.temperature > 0 or not self.is_trained, "temperature must be > 0, got 0.0: greedy answers are equal"
+        )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0, got {self.top_k}")
+        require(all(self.stop), "stop holds an empty text, which every answer contains")
+        require(all(0 <= token < 2**31 for token in self.stop_token_ids), "stop_token_ids must be token ids, >= 0")
+        require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be >= 0 and <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
+        )
+        require(
+            0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, name) <= 2, f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        require(
+            not (self.ignore_eos and (self.stop or self.stop_token_ids or self.min_new_tokens)),
+            "ignore_eos samples max_new_tokens tokens: it goes with no stop, stop_token_ids or min_new_tokens",
+        )
+
+    @property
+    def changes(self) -> str:
+        """What makes this another distribution than the model's at ``temperature``; "" if nothing does."""
+        off = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        return " ".join(f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value)
+
+    def at_most(self, max_new_tokens: int) -> SamplingParams:
+        """With another ``max_new_tokens``, and min_new_tokens no higher than that."""
+        low = max(0, min(self.min_new_tokens, max_new_tokens))
+        changed: SamplingParams = replace(self, max_new_tokens=max_new_tokens, min_new_tokens=low)
+        return changed
+
+    def after(self, num_tokens: int) -> SamplingParams:
+        """For the rest of an answer that has ``num_tokens`` already, fewer than max_new_tokens."""
+        left: SamplingParams = replace(
+            self,
+            max_new_tokens=self.max_new_tokens - num_tokens,
+            min_new_tokens=max(0, self.min_new_tokens - num_tokens),
+        )
+        return left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,11 +68,11 @@ class Generation:
     def left_of(
         self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams
     ) -> tuple[NDArray[np.int32], SamplingParams]:
-        """Arguments to continue from here: prompt and tokens i32[P + T], and max_new_tokens - T."""
+        """Arguments to continue from here: prompt and tokens i32[P + T], and the sampling of what is left."""
         if not len(self.tokens):
             return prompt_tokens, sampling
         context = np.concatenate([prompt_tokens, self.tokens]).astype(np.int32, copy=False)
-        return context, replace(sampling, max_new_tokens=sampling.max_new_tokens - len(self.tokens))
+        return context, sampling.after(len(self.tokens))
 
 
 NOTHING: Final = Generation(

@@ -179,6 +179,9 @@ def _sampling(run: RunConfig) -> SamplingParams:
         top_p=run.rollout.top_p,
         top_k=run.rollout.top_k,
         ignore_eos=run.rollout.ignore_eos,
+        stop=run.rollout.stop,
+        stop_token_ids=run.rollout.stop_token_ids,
+        min_new_tokens=run.rollout.min_new_tokens,
     )
 
 

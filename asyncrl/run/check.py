@@ -94,8 +94,9 @@ def _check_before_torch(run: RunConfig) -> None:
     """What needs no torch, whose import takes many seconds on a busy machine. Code of the user's may import it."""
     registry.bus_class(run).check(run)
     _check_bus(run)
-    _check_sampling(run)
-    _check_context(run, check_model_at("model.path", Path(run.model.path)))
+    model = check_model_at("model.path", Path(run.model.path))
+    _check_sampling(run, model)
+    _check_context(run, model)
     registry.load_reward(run)
     rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
 
@@ -158,8 +159,15 @@ def _check_context(run: RunConfig, model: ModelFolder) -> None:
         )
 
 
-def _check_sampling(run: RunConfig) -> None:
+def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
     rollout = run.rollout
+    if unknown := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+        raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is no token of the model's {model.vocab_size:,}")
+    if rollout.function == "given" and (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens):
+        raise ConfigError(
+            'rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "given" '
+            "generates nothing; remove them"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise ConfigError(
             f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import safetensors.torch
 
-from asyncrl.config import EngineSection
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.errors import ConfigError, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan
 from asyncrl.protocols import Engine, Generation, PartialGeneration
-from tests.harness import contract_adapters
 from tests.harness.engines import (
     LONG,
     PROMPT,
@@ -26,70 +22,10 @@ from tests.harness.engines import (
     Check,
     Model,
     announce,
-    start_inprocess,
     switched_logprobs,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
-
-SERVER = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
-ADAPTERS = [
-    "inprocess",
-    *contract_adapters.extra("engine"),
-    pytest.param("sglang", marks=SERVER),
-    pytest.param("sglang-stream", marks=SERVER),
-]
-
-
-@pytest.fixture
-def old(old_model: Model) -> Model:
-    return old_model
-
-
-@pytest.fixture
-def new(new_model: Model) -> Model:
-    return new_model
-
-
-@pytest.fixture(params=ADAPTERS)
-def adapter(request: pytest.FixtureRequest) -> tuple[str, sglang.SGLangEngine | None]:
-    """The adapter's name, and the server if it needs one."""
-    needs_server = request.param.startswith("sglang")
-    return request.param, request.getfixturevalue("sglang_server") if needs_server else None
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def engine(adapter: tuple[str, sglang.SGLangEngine | None], old: Model, tmp_path: Path) -> AsyncIterator[Engine]:
-    """A started engine that samples from the old model as version 0:1."""
-    name, server = adapter
-    if contract_adapters.is_extra(name):
-        run = contract_adapters.run_of(model=old.folder, directory=tmp_path, engine=EngineSection(kind=name))
-        built = contract_adapters.load(name).build(run, name="w0")
-        await built.start()
-        await built.load(old.version(1))
-        yield built
-        await built.close()
-    elif server is None:
-        made = await start_inprocess(old)
-        yield made
-        await made.close()
-    elif name == "sglang":
-        await server.load(old.version(1))
-        yield server
-    else:
-        options = sglang.Options(url=server.url, version_source="stream")
-        attached = sglang.SGLangEngine(
-            old.folder,
-            device="cpu",
-            dtype="float32",
-            version=(0, 0),
-            options=options,
-            log_path=tmp_path / "unused.log",
-        )
-        await attached.start()
-        await attached.load(old.version(1))
-        yield attached
-        await attached.close()
 
 
 async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:
@@ -157,7 +93,7 @@ async def test_many_generations_run_at_once_and_each_is_right(engine: Engine, ol
     assert engine.stats().tokens_generated >= sum(sampling.max_new_tokens for sampling in samplings)
 
 
-@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}])
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"frequency_penalty": 0.5}])
 async def test_truncated_sampling_is_refused(engine: Engine, truncation: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="truncated"):
         await engine.generate(PROMPT, SamplingParams(max_new_tokens=4, **truncation), seed=0)

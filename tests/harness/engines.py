@@ -28,7 +28,21 @@ class Model:
     def __init__(self, folder: Path, *, seed: int, **options: object) -> None:
         self.folder = make_tiny_model(folder, seed=seed, initializer_range=0.2, max_positions=4096, **options)
         self.network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.end_token = self.network.config.eos_token_id
+
+    def text(self, tokens: NDArray[np.int32]) -> str:
+        """Special tokens included."""
+        return str(self.tokenizer.decode(tokens))
+
+    def probability_of(
+        self, ids: list[int], prompt: NDArray[np.int32], tokens: NDArray[np.int32]
+    ) -> NDArray[np.float32]:
+        """What the model gives to ``ids`` together, before each of ``tokens``, f32[T]."""
+        with torch.no_grad():
+            logits = self.network(_ids(prompt, tokens)).logits[0, len(prompt) - 1 : -1]
+        found: NDArray[np.float32] = torch.softmax(logits, -1)[:, ids].sum(-1).numpy()
+        return found
 
     def version(self, policy_version: int, *, incarnation: int = 0) -> WeightVersion:
         """The message that announces these weights as a policy version."""

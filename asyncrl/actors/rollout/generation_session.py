@@ -17,7 +17,7 @@ from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.own_time import OwnTime
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.wait_tracker import OpenWait
-from asyncrl.messages import SamplingParams, replace
+from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Generation, PartialGeneration
 
 WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
@@ -62,7 +62,7 @@ class GenerationSession:
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
         """See Generate. Raises EngineError, PromptError or EngineDied."""
         call, self.num_calls = self.num_calls, self.num_calls + 1
-        sampling = self._sampling if max_new_tokens is None else replace(self._sampling, max_new_tokens=max_new_tokens)
+        sampling = self._sampling if max_new_tokens is None else self._sampling.at_most(max_new_tokens)
         if self._progress is None:
             generation = await self._sample(call, tokens, sampling, partial=None)
         else:

@@ -16,7 +16,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from asyncrl.engines.inprocess.distribution import reshaped
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
+from asyncrl.engines.stopping import StopStrings
 from asyncrl.engines.validation import Shapes
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
@@ -29,11 +31,14 @@ class RunningSequence:
     """A sequence being generated.
 
     uniforms  one number in [0, 1) per token, drawn ahead so that it does not depend on the rest of the batch
+    stop      its stop strings; ``before`` is the end of a prefix of the answer, in which one may have begun
     """
 
     prompt: NDArray[np.int32]
     sampling: SamplingParams
     uniforms: list[float]
+    stop: StopStrings | None = None
+    before: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
@@ -42,6 +47,13 @@ class RunningSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the last token completes a stop string."""
+        if self.stop is None:
+            return False
+        return self.stop.is_ended_by_last([*self.before, *self.tokens[-self.stop.window :]])
 
     @property
     def is_finite(self) -> bool:
@@ -115,14 +127,14 @@ class Decoder:
             answer.spans.mark(0, self.version)
         self._rows_changed = True
         rows = torch.tensor(chosen, device=self.device)
-        self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature for a in answers]))
+        self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature or 1.0 for a in answers]))
 
     @torch.inference_mode()
     def step(self) -> None:
         """Sample the next token of every sequence."""
         if self._rows_changed:
             self._lengths = torch.tensor([answer.num_tokens - 1 for answer in self.answers], device=self.device)
-            self._temperatures = self._column([answer.sampling.temperature for answer in self.answers])
+            self._temperatures = self._column([answer.sampling.temperature or 1.0 for answer in self.answers])
             self._rows_changed = False
         longest = max(answer.num_tokens for answer in self.answers) - 1
         self._cache.expect_tokens(self._lengths, longest=longest)
@@ -165,7 +177,12 @@ class Decoder:
 
     def _sample(self, answers: Sequence[RunningSequence], logits: torch.Tensor, temperatures: torch.Tensor) -> None:
         """Append to each sequence a token drawn from softmax(logits / temperature) by inverting the cumulative sum."""
-        logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
+        logits = logits.float()
+        for row, answer in enumerate(answers):
+            sampling = answer.sampling
+            if sampling.min_new_tokens or sampling.changes or not sampling.temperature:
+                logits[row] = reshaped(logits[row], sampling, answer.tokens, ends=self._ends_of(sampling))
+        logprobs = torch.log_softmax(logits / temperatures, dim=-1)
         cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
         uniforms = self._column([answer.uniforms[len(answer.tokens)] for answer in answers], dtype=torch.float64)
         chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
@@ -174,10 +191,16 @@ class Decoder:
         for answer, token, logprob in zip(answers, tokens, values, strict=True):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
-            if token in self.end_tokens and not answer.sampling.ignore_eos:
+            if token in self._ends_of(answer.sampling) or answer.is_stopped:
                 answer.finish_reason = "stop"
             elif len(answer.tokens) >= answer.sampling.max_new_tokens:
                 answer.finish_reason = "length"
+
+    def _ends_of(self, sampling: SamplingParams) -> frozenset[int]:
+        """Tokens that end an answer."""
+        if sampling.ignore_eos:
+            return frozenset()
+        return self.end_tokens | set(sampling.stop_token_ids) if sampling.stop_token_ids else self.end_tokens
 
     def _column(self, values: list[float], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)[:, None]

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
+from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import WEIGHTS_FILE, check_layout, check_prompt, check_sampling, check_weights
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
@@ -113,6 +114,7 @@ class InProcessEngine(EngineAdapter):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
+        self._stops = StopReader(model_path, self._reader)
         self._loading = asyncio.Lock()
         self._orders: queue.SimpleQueue[_Request | _Cancel | _Load | _Close] = queue.SimpleQueue()
         self._end: BaseException | None = None
@@ -141,6 +143,8 @@ class InProcessEngine(EngineAdapter):
         check_sampling(sampling)
         partial = PartialGeneration() if partial is None else partial
         uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens)[partial.num_tokens :].tolist()
+        stop = await self._stops.strings(sampling)
+        before = [] if stop is None else partial.prefix.tokens[-stop.window :].tolist()
         prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
@@ -149,7 +153,11 @@ class InProcessEngine(EngineAdapter):
             context_tokens=decoder.context_tokens,
         )
         answer = RunningSequence(
-            prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32), sampling=sampling, uniforms=uniforms
+            prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
+            sampling=sampling,
+            uniforms=uniforms,
+            stop=stop,
+            before=before,
         )
         request = _Request(answer, asyncio.get_running_loop().create_future())
         partial.follow(request)

@@ -29,6 +29,7 @@ from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.sampling import MOST_STOPS, sampling_params
 from asyncrl.engines.sglang.server import (
     ServerProcess,
     check_dtype,
@@ -39,6 +40,7 @@ from asyncrl.engines.sglang.server import (
     server_environment,
 )
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
+from asyncrl.engines.stopping import StopReader, ended
 from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes
 from asyncrl.engines.version_spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
@@ -102,6 +104,8 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         if not options.url:
             check_arguments(options.server_arguments)
+        if (count := len(run.rollout.stop)) > MOST_STOPS:
+            raise ConfigError(f"rollout.stop: SGLang takes at most {MOST_STOPS} texts, got {count}")
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:
@@ -140,6 +144,7 @@ class SGLangEngine(EngineAdapter):
         self._shapes: Shapes = {}
         self._optional_names: frozenset[str] = frozenset()
         self._vocabulary_size = self._context_tokens = self._max_running = 2**31
+        self._stops = StopReader(model_path, self._reader)
         self._has_spans = False
         self._late_tokens = 1
         self._cache_owner = uuid.uuid4().hex
@@ -181,6 +186,7 @@ class SGLangEngine(EngineAdapter):
         self._client.check_open()
         check_sampling(sampling)
         is_seen, partial = partial is not None, PartialGeneration() if partial is None else partial
+        stop = await self._stops.strings(sampling)
         prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
@@ -192,7 +198,7 @@ class SGLangEngine(EngineAdapter):
             reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
             partial.follow(reply)
             await self._sample(reply, self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans))
-        return partial.prefix.then(reply.generation())
+        return ended(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._client.check_open()
@@ -350,13 +356,7 @@ class SGLangEngine(EngineAdapter):
             "rid": uuid.uuid4().hex,
             "input_ids": prompt_tokens.tolist(),
             "sampling_params": {
-                "max_new_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "ignore_eos": sampling.ignore_eos,
+                **sampling_params(sampling),
                 **({"stream_interval": self._options.stream_interval} if stream and self._has_spans else {}),
             },
             "return_logprob": True,

@@ -1,0 +1,48 @@
+"""The distribution of the next token when it is not the model's own: in evaluations, and before min_new_tokens.
+
+As SGLang makes it: penalties on the logits, then the temperature, then top_k, then top_p. Penalties count the tokens of
+the answer, not those of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from asyncrl.messages import SamplingParams
+
+
+def reshaped(
+    logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int], *, ends: Collection[int]
+) -> torch.Tensor:
+    """Logits [V] of the next token, not yet divided by the temperature, so that their softmax is what is sampled.
+
+    tokens  of the answer so far
+    ends    tokens that end an answer
+    """
+    if len(tokens) < sampling.min_new_tokens:
+        logits = logits.clone()
+        logits[list(ends)] = -torch.inf
+    if not sampling.changes and sampling.temperature:
+        return logits
+    logits = _penalised(logits, sampling, tokens)
+    if not sampling.temperature:
+        return torch.full_like(logits, -torch.inf).index_fill_(0, logits.argmax(keepdim=True), 0.0)
+    if sampling.top_k:
+        kth = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        values, order = torch.softmax(logits / sampling.temperature, -1).sort(descending=True)
+        is_out = values.cumsum(-1) - values > sampling.top_p  # the first that passes top_p is kept
+        logits = logits.index_fill(0, order[is_out], -torch.inf)
+    return logits
+
+
+def _penalised(logits: torch.Tensor, sampling: SamplingParams, tokens: Sequence[int]) -> torch.Tensor:
+    counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=len(logits)).to(logits)
+    logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.repetition_penalty == 1:
+        return logits
+    scaled = torch.where(logits < 0, logits * sampling.repetition_penalty, logits / sampling.repetition_penalty)
+    return torch.where(counts > 0, scaled, logits)

@@ -1,0 +1,88 @@
+"""Where an answer ends, in every engine: stop strings, stop tokens, min_new_tokens. And how evaluations may sample."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from asyncrl.data.tiny_model import CHARACTERS, SPECIAL_TOKENS
+from asyncrl.messages import SamplingParams
+from asyncrl.protocols import Engine, PartialGeneration
+from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+
+STOP_IDS = (11, 12, 13)
+
+
+async def test_a_stop_token_ends_the_answer_and_is_its_last_token(engine: Engine, old: Model) -> None:
+    sampling = SamplingParams(max_new_tokens=300, stop_token_ids=STOP_IDS)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(8)))
+    assert any(generation.tokens[-1] in STOP_IDS for generation in generations)
+    for generation in generations:
+        assert generation.finish_reason == "stop"
+        assert generation.tokens[-1] in (*STOP_IDS, old.end_token)
+        assert not set(generation.tokens[:-1].tolist()) & {*STOP_IDS, old.end_token}
+        assert Check(old)(generation) < TOLERANCE
+
+
+async def test_a_stop_string_ends_the_answer_and_its_tokens_are_in_it(engine: Engine, old: Model) -> None:
+    """Texts of two tokens, one of them an end of a line, which decoding must not clean up."""
+    stop = ("3\n", "e7", "zz", "a ", "?b", "10", "<user>")
+    sampling = SamplingParams(max_new_tokens=2000, stop=stop)
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(16)))
+    stopped = [generation for generation in generations if generation.tokens[-1] != old.end_token]
+    assert len(stopped) >= 4
+    for generation in stopped:
+        assert generation.finish_reason == "stop"
+        assert old.text(generation.tokens).endswith(stop)
+        assert not any(text in old.text(generation.tokens[:-1]) for text in stop)
+        assert len(generation.logprobs) == len(generation.tokens)
+        assert Check(old)(generation) < TOLERANCE
+
+
+async def test_a_stop_string_that_begins_in_what_was_known_ends_the_answer(engine: Engine, old: Model) -> None:
+    """The prefix ends with its first token of a kind; that and each of the 32 likeliest next ones is a stop string."""
+    generation = await engine.generate(PROMPT, SamplingParams(max_new_tokens=60, ignore_eos=True), seed=4)
+    whole = generation.tokens.tolist()
+    length = max(n for n in range(1, 50) if whole[n - 1] not in whole[: n - 1])
+    known = generation.first(length)
+    context = np.concatenate([PROMPT, known.tokens]).astype(np.int32)
+    ids = np.arange(len(SPECIAL_TOKENS) + len(CHARACTERS), dtype=np.int32)
+    likeliest = sorted(ids, key=lambda token: -old.logprobs(context, ids[token : token + 1])[0])[:32]
+    last = old.text(known.tokens[-1:])
+    sampling = SamplingParams(max_new_tokens=60, stop=tuple(last + old.text(ids[n : n + 1]) for n in likeliest))
+    answers = await asyncio.gather(
+        *(engine.generate(PROMPT, sampling, seed=n, partial=PartialGeneration(known)) for n in range(8))
+    )
+    assert any(len(answer.tokens) == length + 1 for answer in answers)
+    for answer in answers:
+        assert (len(answer.tokens) == length + 1) == (answer.tokens[length] in [*likeliest, old.end_token])
+        assert len(answer.logprobs) == len(answer.tokens)
+        assert Check(old)(answer) < TOLERANCE
+
+
+async def test_no_answer_is_shorter_than_min_new_tokens(engine: Engine, old: Model) -> None:
+    """Stop tokens have a quarter of the probability. What is sampled in their place says so in its logprobs."""
+    ends = [*range(4, 14), old.end_token]
+    sampling = SamplingParams(max_new_tokens=40, min_new_tokens=8, stop_token_ids=tuple(range(4, 14)))
+    generations = await asyncio.gather(*(engine.generate(PROMPT, sampling, seed=n) for n in range(32)))
+    lengths = [len(generation.tokens) for generation in generations]
+    assert 9 in lengths
+    assert min(lengths) >= 9
+    for generation in generations:
+        free = old.logprobs(PROMPT, generation.tokens)
+        before = old.probability_of(ends, PROMPT, generation.tokens)
+        expected = free - np.log1p(-before) * (np.arange(len(free)) < 8)
+        assert np.abs(expected - generation.logprobs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"repetition_penalty": 1.5}])
+async def test_an_evaluation_may_sample_from_another_distribution(
+    engine: Engine, old: Model, options: dict[str, float]
+) -> None:
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True, is_trained=False, **options)
+    first, second = [(await engine.generate(PROMPT, sampling, seed=n)).tokens.tolist() for n in range(2)]
+    assert (first == second) == ("repetition_penalty" not in options)

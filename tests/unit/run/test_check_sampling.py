@@ -1,0 +1,51 @@
+"""What a run file may say of how answers are sampled: each mistake is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+from asyncrl.run.check import check
+from tests.unit.run.test_check import RUN_FILE
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    demo_task.write(folder)
+    path = folder / "run.toml"
+    path.write_text(RUN_FILE.format(folder=folder))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
+        (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
+        (["rollout.stop=['']"], "stop holds an empty text"),
+        (["rollout.stop=word"], "stop must be a list, got 'word'"),
+        (["rollout.stop_token_ids=[9999]"], "rollout.stop_token_ids: 9999 is no token of the model's 12"),
+        (["engine.kind=sglang", f"rollout.stop={list('abc' * 11)}"], "SGLang takes at most 32 texts, got 33"),
+        (["rollout.min_new_tokens=9"], r"min_new_tokens must be >= 0 and <= max_new_tokens \(8\), got 9"),
+        (["rollout.stop=['1']", "rollout.ignore_eos=true"], "ignore_eos samples max_new_tokens tokens"),
+        (
+            ["rollout.stop=['1']", "rollout.function=given", "rollout.group_size=1", "data.response_key=label"],
+            "generates nothing; remove them",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
+    check(
+        config.load(run_file, ["rollout.stop=['12', '\\n']", "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"])
+    )
