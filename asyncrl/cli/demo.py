@@ -62,6 +62,7 @@ def report(metrics: Path, *, seconds: float) -> int:
     rewards = [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()]
     last = sum(rewards[-5:]) / len(rewards[-5:])
     print(f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s; every number of every step is in {metrics}")
+    print(f"what the model writes: asyncrl samples {metrics.parent}")
     if rewards[0] < LOW and last > HIGH:
         return 0
     print(f"bin/demo: the reward should rise from below {LOW} to above {HIGH}", file=sys.stderr)

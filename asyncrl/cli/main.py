@@ -30,6 +30,8 @@ VERBS: Final = {
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
     "scale": "Change the number of rollout workers of a run that is up; workers that leave drain first.",
+    "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
+    "tap": "Print what flows on a topic of a run that is up, as it flows.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "import-model": "Convert a GGUF file to a Hugging Face model folder.",
@@ -44,6 +46,8 @@ EXAMPLES: Final = """examples:
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
   asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink a run that is up
+  asyncrl samples runs/demo --worst                    what the model writes, and what it is worth
+  asyncrl tap runs/demo trajectories                   what flows on a topic now
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder

@@ -19,6 +19,7 @@ from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
@@ -42,6 +43,7 @@ from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.groups.sample import Decode
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -54,6 +56,7 @@ from asyncrl.run import learner_models, registry, resume_checks
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
 from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
+from asyncrl.state.samples import SampleFile
 
 # -- learner -----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +77,7 @@ class LearnerPorts:
     metrics: MetricsReporter
     validator: Validator
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    samples: SampleRecorder | None = None
     admission: Admission | None = None
     most_failed: int = 32
     most_filtered: int = 1000
@@ -105,6 +109,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         ),
         validator=_validator(run, bus=bus),
         filters=registry.filters(run),
+        samples=_samples(run, algorithm=algorithm),
         most_failed=max(32, 2 * run.window),
         most_filtered=max(1000, 20 * run.window),
     )
@@ -123,7 +128,7 @@ def assemble_learner(
     in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
     disk = Disk(waits)
-    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
     reader = TrajectoryReader(
         bus,
         table=table,
@@ -156,6 +161,7 @@ def assemble_learner(
         metrics=ports.metrics,
         disk=disk,
         in_progress=in_progress,
+        samples=ports.samples,
     )
     prompts = PromptSource(
         "prompts",
@@ -170,6 +176,23 @@ def assemble_learner(
         are_sampled=_are_sampled(run),
     )
     return learner, prompts
+
+
+def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
+    if not run.metrics.samples_per_step:
+        return None
+
+    def load_decode() -> Decode:
+        tokenizer = load_tokenizer(Path(run.model.path))
+        return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    return SampleRecorder(
+        SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes),
+        load_decode=load_decode,
+        per_step=run.metrics.samples_per_step,
+        seed=run.run.seed,
+        has_advantages=not algorithm.advantage_scores,
+    )
 
 
 def _sampling(run: RunConfig) -> SamplingParams:

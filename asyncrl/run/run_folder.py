@@ -275,13 +275,14 @@ async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-async def log_records(bus: Bus) -> AsyncGenerator[Record[TrajectoryGroup], None]:
-    """Every record that the trajectory log has now, in order. Close it (``contextlib.aclosing``) to stop early."""
+async def log_records(bus: Bus, *, after: int = 0) -> AsyncGenerator[Record[TrajectoryGroup], None]:
+    """Every record behind ``after`` that the trajectory log has now, in order. Close it (``contextlib.aclosing``) to
+    stop early."""
     last = await bus.last_sequence(TRAJECTORIES)
     if not await bus.depth(TRAJECTORIES):
         return
-    async with bus.read(TRAJECTORIES) as records:
-        sequence = 0
+    async with bus.read(TRAJECTORIES, after=after) as records:
+        sequence = after
         while sequence < last:
             try:
                 async with asyncio.timeout(SILENT_SECONDS):

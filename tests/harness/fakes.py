@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.base import HeartbeatSender
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.training import training_worker
@@ -256,6 +257,7 @@ class Loop:
     """Name of the rollout function: one of the user's own may take several turns."""
     validator: Validator | None = None
     channel: Any = field(default_factory=Channel)
+    samples: SampleRecorder | None = None
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -304,6 +306,7 @@ class Loop:
             metrics=MetricsReporter(self.bus, [self.recorder]),
             validator=self.validator or Validator(self.bus),
             filters=self.filters,
+            samples=self.samples,
             most_failed=self.max_failed_in_a_row,
             most_filtered=self.max_filtered_in_a_row,
         )

@@ -23,6 +23,8 @@ class GroupFilters:
         self._filters = filters
         self._max_in_a_row, self._max_raised = max_in_a_row, max_raised
         self._in_a_row = self._raised = 0
+        self.rejected_by = ""
+        """The filter that did not keep the last group that was not kept."""
 
     def keep(self, group: TrajectoryGroup) -> bool:
         """Whether every filter keeps the group.
@@ -41,6 +43,7 @@ class GroupFilters:
                 raise FilterError(problem) from error
             if not is_kept:
                 self._raised = 0
+                self.rejected_by = name
                 self._in_a_row += 1
                 if self._in_a_row >= self._max_in_a_row:
                     rewards = [trajectory.reward for trajectory in group.trajectories]

@@ -23,6 +23,7 @@ from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.sifter import Sifter, entry_of
 from asyncrl.actors.learner.trainer import Trainer, is_of_data
 from asyncrl.actors.learner.training_step import is_skipped
@@ -62,8 +63,9 @@ class Learner(Actor):
         metrics: MetricsReporter,
         disk: Disk | None = None,
         in_progress: InProgress | None = None,
+        samples: SampleRecorder | None = None,
     ) -> None:
-        """in_progress: where it notes what it trains; None notes it nowhere"""
+        """in_progress: where it notes what it trains; None notes it nowhere;  samples: ends with the learner"""
         super().__init__(name, bus)
         self.waits = trainer.waits
         self._run = run
@@ -76,6 +78,7 @@ class Learner(Actor):
         self._metrics = metrics
         self._disk = disk or Disk(trainer.waits)
         self._in_progress = in_progress or InProgress()
+        self._samples = samples
         self._sifter = Sifter(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
         self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
@@ -108,6 +111,8 @@ class Learner(Actor):
 
     async def stop(self) -> None:
         await self._trainer.stop()
+        if self._samples is not None:
+            await self._samples.stop()
         self._metrics.close()
         self._progress.close()
         self._in_progress.close()
@@ -248,7 +253,7 @@ class Learner(Actor):
         group: asyncio.TaskGroup,
     ) -> None:
         """All that follows from a step on ``taken``."""
-        self._progress.record(self.table.trained(max_staleness=prepared.batch.max_staleness))
+        self._progress.record(self.table.trained(max_staleness=prepared.batch.max_staleness), batch=prepared.batch)
         await self._progress.recorded()
         metrics: dict[str, Metric] = {
             "time": time.time(),
@@ -265,7 +270,8 @@ class Learner(Actor):
             "learner/idle_ratio": seconds["learner/wait_seconds"] / elapsed,
             "learner/tokens_per_second": prepared.batch.num_tokens / elapsed,
         }
-        await self._report(dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics(), group)
+        metrics = dict(prepared.batch.metrics) | dict(result.metrics) | metrics | self._own_metrics()
+        await self._report(metrics, taken, group)
         await self._note_skipped(taken, result.metrics)
         if self._checkpointer.is_due(self.step) and not self.done:
             await self._checkpointer.write(trims=not self._skipped.in_a_row)
@@ -319,16 +325,22 @@ class Learner(Actor):
         if not self.draining.is_set() or self.done:
             await self._progress.progress(is_finished=True)
 
-    async def _report(self, metrics: Mapping[str, Metric], group: asyncio.TaskGroup) -> None:
+    async def _report(
+        self, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], group: asyncio.TaskGroup
+    ) -> None:
         """Asking the bus and the workers goes on while the next step runs; steps are reported in order."""
         if self._reporting is not None:
             await self._reporting
         table = self.table
         self._reporting = group.create_task(
-            self._metrics.report(
-                table.step, metrics, policy_version=table.policy_version, cursor=table.cursor, disk=self._disk
-            )
+            self._report_step(table.step, metrics, taken, policy_version=table.policy_version, cursor=table.cursor)
         )
+
+    async def _report_step(
+        self, step: int, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], **of_now: int
+    ) -> None:
+        await self._metrics.report(step, metrics, disk=self._disk, **of_now)
+        await self._progress.event("trained", step=step, group_ids=[one.group_id for one in taken])
 
     def _own_metrics(self) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {

@@ -14,10 +14,12 @@ import time
 from typing import Final
 
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.messages import Event, Progress
 from asyncrl.messages.topics import EVENTS, PROGRESS
 from asyncrl.messages.validation import LARGEST_KEY, length_on_bus
+from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.protocols import Bus
@@ -31,15 +33,26 @@ log = logging.getLogger("asyncrl.learner")
 class ProgressReporter:
     """Speaks in the learner's ``name``."""
 
-    def __init__(self, bus: Bus, *, name: str, table: GroupTable, history: History, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        name: str,
+        table: GroupTable,
+        history: History,
+        disk: Disk | None = None,
+        samples: SampleRecorder | None = None,
+    ) -> None:
         self._bus = bus
         self._name = name
         self._table = table
         self._history = history
         self._disk = disk or Disk(WaitTracker())
+        self._samples = samples
 
-    def record(self, outcome: Outcome) -> None:
-        """Write what became of groups to the history. Call it before anything else can run."""
+    def record(self, outcome: Outcome, *, batch: Batch | None = None) -> None:
+        """Write what became of groups to the history. Call it before anything else can run. ``batch``: that of a
+        step."""
         if outcome.fate == "trained":
             self._history.trained(
                 outcome.group_ids,
@@ -49,6 +62,8 @@ class ProgressReporter:
             )
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)
+        if self._samples is not None:
+            self._samples.note(outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch)
 
     async def recorded(self) -> None:
         """Wait until the history has every line: nothing that follows from one is told before."""

@@ -257,7 +257,7 @@ class TrajectoryReader:
         """Another group is generated in the place of one that is not kept, or that a filter raises on."""
         try:
             if not filters.keep(group):
-                await self._lost(self._table.filter(group.group_id))
+                await self._lost(self._table.filter(group.group_id, by=filters.rejected_by))
         except FilterError as error:
             text = str(error)[:LONGEST_ERROR]
             log.warning("group %d failed: %s", group.group_id, text, extra={REASON: text})

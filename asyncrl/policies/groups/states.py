@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.messages import TrajectoryGroup
@@ -59,6 +59,7 @@ class Outcome:
     sequences      of "trained": the log record of each group
     max_staleness  of "trained": versions between the oldest token of the batch and the step
     events         of the others: what to announce of each group
+    groups         as they are known, in the order of ``group_ids``; of one that could not be made perhaps nothing
     cause          of "failed": SET_ASIDE, or "" for any other
     """
 
@@ -69,6 +70,7 @@ class Outcome:
     max_staleness: int = 0
     events: tuple[Mapping[str, object], ...] = ()
     cause: str = ""
+    groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,7 @@ class GroupTable:
         if group.error:
             self.consumed.add(sequence)
             outcome = self.fail(group_id, error=group.error, worker=group.worker, is_counted=is_counted, cause=cause)
+            outcome = replace(outcome, groups=(group,))
             return Arrival(became="failed", outcome=outcome)
         self.buffered[group_id] = BufferedGroup(
             sequence=sequence,
@@ -180,21 +181,21 @@ class GroupTable:
             if reason == "stale":
                 self.dropped_lengths += lengths
             events[one.group_id] = {"reason": reason, "staleness": self.step - one.oldest, "lengths": lengths}
-        return self._lose("dropped", events)
+        return self._lose("dropped", events, [one.group for one in groups])
 
     def reject(self, group_id: int, *, error: str) -> Outcome:
         """A buffered group cannot be trained: a step with it fails."""
         found = self.buffered.pop(group_id)
         self._finish(found)
         self.problem = error
-        return self._lose("failed", {group_id: {"worker": found.group.worker, "error": error}})
+        return self._lose("failed", {group_id: {"worker": found.group.worker, "error": error}}, [found.group])
 
-    def filter(self, group_id: int) -> Outcome:
-        """A buffered group has nothing to learn from."""
+    def filter(self, group_id: int, *, by: str = "") -> Outcome:
+        """A buffered group has nothing to learn from. ``by``: the filter that says so."""
         found = self.buffered.pop(group_id)
         self._finish(found)
         rewards = [trajectory.reward for trajectory in found.group.trajectories]
-        return self._lose("filtered", {group_id: {"rewards": rewards}})
+        return self._lose("filtered", {group_id: {"rewards": rewards, "by": by}}, [found.group])
 
     def take(self, groups: Sequence[BufferedGroup]) -> None:
         """A step begins on these buffered groups, in the order of the batch."""
@@ -214,6 +215,7 @@ class GroupTable:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
+        groups = tuple(one.group for one in self.training.values())
         for one in self.training.values():
             self._finish(one)
         self.training = {}
@@ -221,7 +223,12 @@ class GroupTable:
         self.counts_before_step = dict(self.counts)
         self.step += 1
         return Outcome(
-            fate="trained", group_ids=group_ids, sequences=sequences, step=self.step, max_staleness=max_staleness
+            fate="trained",
+            group_ids=group_ids,
+            sequences=sequences,
+            step=self.step,
+            max_staleness=max_staleness,
+            groups=groups,
         )
 
     # -- events: the window --------------------------------------------------------------------------------------------
@@ -349,10 +356,19 @@ class GroupTable:
 
     # -- small things --------------------------------------------------------------------------------------------------
 
-    def _lose(self, fate: Fate, events: Mapping[int, Mapping[str, object]], *, cause: str = "") -> Outcome:
+    def _lose(
+        self,
+        fate: Fate,
+        events: Mapping[int, Mapping[str, object]],
+        groups: Sequence[TrajectoryGroup] = (),
+        *,
+        cause: str = "",
+    ) -> Outcome:
         self.counts[fate] += len(events)
         told = tuple({"group_id": group_id, **event} for group_id, event in events.items())
-        return Outcome(fate=fate, group_ids=tuple(events), step=self.step, events=told, cause=cause)
+        return Outcome(
+            fate=fate, group_ids=tuple(events), step=self.step, events=told, cause=cause, groups=tuple(groups)
+        )
 
     def _finish(self, one: BufferedGroup) -> None:
         self.consumed.add(one.sequence)

@@ -371,5 +371,10 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def printable_text(text: str) -> str:
+    """The same of what a model wrote: its lines and tabs are kept."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
 def in_words(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else f"{max(seconds, 0.1):.1f} s"

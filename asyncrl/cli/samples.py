@@ -1,0 +1,287 @@
+"""`asyncrl samples RUN`: what the model writes: prompts, answers, rewards and what became of them.
+
+RUN is a run's folder, whether the run is up, finished or killed; or, from any machine that reaches its bus, a run file
+or --set bus.url=... --set run.name=... Groups come from RUN_DIR/samples.jsonl, where the learner writes some of every
+step (metrics.samples_per_step), and from the trajectory log on the bus. It changes nothing: on the bus it is an
+observer.
+
+What a model wrote is data: whatever would move a terminal's cursor or change its colours is shown as "?".
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import heapq
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from asyncrl.cli import arguments
+from asyncrl.errors import ConfigError
+from asyncrl.policies.health.faults import printable, printable_text
+
+if TYPE_CHECKING:
+    from asyncrl.policies.groups.sample import Answer, Decode, GroupSample
+    from asyncrl.run.samples import RunSamples
+
+LIMIT: Final = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_existing_run(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--group", type=int, metavar="N", help="this prompt group")
+    which.add_argument("--worst", action="store_true", help="groups with the lowest reward of an answer")
+    which.add_argument("--random", action="store_true", help="groups drawn at random, the same for the same --seed")
+    which.add_argument("--follow", action="store_true", help="groups as they are done, until Ctrl-C or the run's end")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
+    parser.add_argument("--grep", metavar="REGEX", help="only groups with this in a prompt, an answer or their reason")
+    parser.add_argument("--limit", type=int, metavar="N", help=f"most groups shown (default: {LIMIT}; --follow: all)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: must be 1 or more")
+    try:
+        pattern = re.compile(options.grep) if options.grep else None
+    except re.error as error:
+        raise ConfigError(f"--grep {options.grep}: is no regular expression: {error}") from None
+
+    from asyncrl.run import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.samples import RunSamples
+
+    run_config = run_folder.run_at(options.where, options.overrides, verb="samples")
+    folder = options.where if options.where is not None and options.where.is_dir() else None
+    if folder is None and run_folder.RecordedRun(run_config.run_directory).is_run:
+        folder = run_config.run_directory
+    source = RunSamples(run_config, folder, token=arguments.bus_token(run_config))
+    shown = _Printer(source, as_json=options.json)
+    is_wanted = _wanted(pattern, shown)
+    if options.follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            _follow(source, shown, is_wanted, limit=options.limit)
+        return 0
+    if options.group is not None:
+        return _one(source, shown, options.group)
+    chosen = _chosen(options, is_wanted)
+    _collect(source, shown, chosen, newest=0 if options.worst or options.random or pattern else 4 * chosen.limit)
+    groups = chosen.groups()
+    for group in groups:
+        shown.show(group)
+    shown.footer(len(groups), matching=options.grep)
+    return 0
+
+
+# -- which groups ------------------------------------------------------------------------------------------------------
+
+
+class _Chosen:
+    """At most ``limit`` of the groups offered: those of the smallest ``rank``."""
+
+    def __init__(self, rank: Callable[[GroupSample], float], is_wanted: Callable[[GroupSample], bool], limit: int):
+        self._rank, self._is_wanted, self.limit = rank, is_wanted, limit
+        self._heap: list[tuple[float, int, GroupSample]] = []  # the largest rank first
+        self._seen: set[int] = set()
+
+    def offer(self, group: GroupSample) -> None:
+        """The first of two with one id counts: a group that was recorded knows more than the same on the log."""
+        if group.group_id in self._seen:
+            return
+        self._seen.add(group.group_id)
+        entry = (-self._rank(group), -group.group_id, group)
+        if len(self._heap) == self.limit and entry < self._heap[0]:
+            return
+        if self._is_wanted(group):
+            (heapq.heappush if len(self._heap) < self.limit else heapq.heappushpop)(self._heap, entry)
+
+    def groups(self) -> list[GroupSample]:
+        """The smallest rank last, next to the prompt of the shell."""
+        return [group for _, _, group in sorted(self._heap, key=lambda entry: entry[:2])]
+
+
+def _chosen(options: argparse.Namespace, is_wanted: Callable[[GroupSample], bool]) -> _Chosen:
+    limit = options.limit or LIMIT
+    if options.worst:
+        return _Chosen(lambda group: group.worst, is_wanted, limit)
+    if options.random:
+        return _Chosen(lambda group: random.Random(f"{options.seed}/{group.group_id}").random(), is_wanted, limit)
+    return _Chosen(lambda group: -group.group_id, is_wanted, limit)
+
+
+def _wanted(pattern: re.Pattern[str] | None, shown: _Printer) -> Callable[[GroupSample], bool]:
+    def is_wanted(group: GroupSample) -> bool:
+        if pattern is None:
+            return True
+        group = shown.decoded(group)
+        texts = [group.prompt or "", group.reason, *(answer.text for answer in group.answers)]
+        return any(pattern.search(text) for text in texts)
+
+    return is_wanted
+
+
+def _collect(source: RunSamples, shown: _Printer, chosen: _Chosen, *, newest: int) -> None:
+    for group in source.recorded():
+        chosen.offer(group)
+    with source.bus_address() as there:
+        if there is None:
+            return
+
+        async def read() -> None:
+            async with source.connected(there) as bus:
+                await shown.find_model(bus)
+                async with contextlib.aclosing(source.logged(bus, newest=newest)) as groups:
+                    async for group in groups:
+                        chosen.offer(group)
+
+        asyncio.run(read())
+
+
+def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
+    """Show one group, or what is known of it."""
+    chosen = _Chosen(lambda group: 0.0, lambda group: group.group_id == group_id, 1)
+    _collect(source, shown, chosen, newest=0)
+    if found := chosen.groups():
+        shown.show(found[0])
+        return 0
+    if (fate := source.fates.of.get(group_id)) is None:
+        last = max(source.fates.of, default=-1)
+        raise ConfigError(f"--group {group_id}: no such group is recorded; groups 0 to {last} have left the window")
+    shown.say(
+        f"group {group_id}   {fate.kind} at step {fate.step}{f'   {fate.reason}' if fate.reason else ''}: its text is "
+        f"not here. {_why_no_text(source)}"
+    )
+    return 0
+
+
+def _why_no_text(source: RunSamples) -> str:
+    run = source.run.metrics.samples_per_step
+    why = source.why_no_log or "the log no longer has it"
+    return f"Of each step {run} groups are recorded (metrics.samples_per_step); of the others: {why}"
+
+
+def _follow(
+    source: RunSamples, shown: _Printer, is_wanted: Callable[[GroupSample], bool], *, limit: int | None
+) -> None:
+    left = limit
+    if source.directory is not None:
+        with contextlib.closing(source.growing()) as growing:
+            for group in filter(is_wanted, growing):
+                shown.show(group)
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+
+    async def read() -> None:
+        nonlocal left
+        async with source.connected(source.run) as bus:
+            await shown.find_model(bus)
+            async with contextlib.aclosing(source.arriving(bus)) as groups:
+                async for group in groups:
+                    if is_wanted(group):
+                        shown.show(group)
+                        left = None if left is None else left - 1
+                        if left == 0:
+                            return
+
+    asyncio.run(read())
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+class _Printer:
+    """Prints groups, decoded by the run's tokenizer where that is here."""
+
+    def __init__(self, source: RunSamples, *, as_json: bool) -> None:
+        self._source = source
+        self._as_json = as_json
+        self._model = source.run.model.path
+        self._decode: Decode | None = None
+        self._problem = ""
+
+    async def find_model(self, bus: object) -> None:
+        """Ask the run's bus where its model is, when nothing else says it."""
+        from asyncrl.run.samples import model_path
+
+        self._model = self._model or await model_path(bus, self._source.run)  # type: ignore[arg-type]
+
+    def decoded(self, group: GroupSample) -> GroupSample:
+        """The group with its text; as it is where the tokenizer is not here."""
+        from asyncrl.policies.groups.sample import decoded
+        from asyncrl.run.samples import load_decode
+
+        if group.prompt is not None or self._problem:
+            return group
+        try:
+            self._decode = self._decode or load_decode(self._model)
+        except ConfigError as error:
+            self._problem = str(error)
+            return group
+        return decoded(group, self._decode)
+
+    def show(self, group: GroupSample) -> None:
+        group = self.decoded(group)
+        if self._as_json:
+            print(json.dumps(group.as_json() | ({"undecoded": self._problem} if group.prompt is None else {})))
+        else:
+            print("\n".join(lines(group, problem=self._problem)) + "\n", flush=True)
+
+    def say(self, text: str) -> None:
+        print(json.dumps({"note": text}) if self._as_json else printable(text))
+
+    def footer(self, count: int, *, matching: str | None) -> None:
+        if self._as_json:
+            return
+        known = len(self._source.fates.of)
+        which = f" that match {matching}" if matching else ""
+        text = f"{count} {'group' if count == 1 else 'groups'}{which} shown; {known:,} have left the window"
+        print(printable(text + (f". {_why_no_text(self._source)}" if self._source.why_no_log else "")))
+
+
+def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
+    """For a person. ``problem``: why there is no text, where there is none."""
+    became = {"trained": f"trained at step {group.step}", "pending": "pending", "unknown": "fate unknown"}
+    head = [f"group {group.group_id}", became.get(group.fate, f"{group.fate} at step {group.step}")]
+    head += [f"({group.reason})"] if group.reason else []
+    head += [f"reward {group.reward:.3f}"] if group.reward is not None else []
+    head += [f"staleness {group.staleness}"] if group.staleness is not None else []
+    head += [f"worker {group.worker}"] if group.worker else []
+    head += [f"{group.seconds:.1f} s"] if group.seconds else []
+    yield printable("   ".join(head))
+    if problem and group.prompt is None:
+        yield f"  no text: {printable(problem)}"
+    yield "prompt"
+    yield from _indented(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
+    for number, answer in enumerate(group.answers, 1):
+        yield printable(_heading(answer, number=number, of=len(group.answers)))
+        if not answer.turns:
+            yield from _indented(_ids(answer.tokens))
+        for by, text in answer.turns:
+            if by != "policy":
+                yield f"  [{printable(by)}]"
+            yield from _indented(text)
+
+
+def _heading(answer: Answer, *, number: int, of: int) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in answer.parts.items())
+    text = [f"answer {number} of {of}"]
+    text += [f"reward {answer.reward:.3f}" + (f" ({parts})" if parts else "")] if answer.reward is not None else []
+    text += [f"advantage {answer.advantage:+.3f}"] if answer.advantage is not None else []
+    text += [f"staleness {answer.staleness}"] if answer.staleness is not None else []
+    text += [f"{len(answer.tokens)} tokens", answer.finish_reason]
+    versions = [version for _, _, version in answer.versions]
+    text += [f"versions {min(versions)}-{max(versions)}" if len(set(versions)) > 1 else f"version {versions[0]}"]
+    return "   ".join(text)
+
+
+def _indented(text: str) -> Iterator[str]:
+    return (f"  {line}" for line in printable_text(text).split("\n"))
+
+
+def _ids(tokens: Iterable[int]) -> str:
+    return "tokens " + " ".join(map(str, tokens))

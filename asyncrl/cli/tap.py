@@ -1,0 +1,164 @@
+"""`asyncrl tap RUN TOPIC`: what flows on a topic now, a line a message, from any machine that reaches the run's bus.
+
+It connects as an observer, which may read and change nothing: no message is taken from anybody, and nobody waits for
+it. New entries of a log and new values of a state are shown within a second. A work topic's messages are their
+consumers' alone: of it the counts are shown, as they change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import difflib
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.topics import ALL, Topic
+from asyncrl.policies.health.faults import printable
+
+if TYPE_CHECKING:
+    from asyncrl.protocols import Bus
+
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at states and counts. More, when a look takes long: a fleet of thousands costs its bus no more."""
+LONGEST_LINE: Final = 2000
+MOST_ITEMS: Final = 16
+"""Of an array or a list, in a line for a person."""
+
+TOPICS: Final = {topic.name: topic for topic in ALL}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_existing_run(parser)
+    parser.add_argument("topic", metavar="TOPIC", help=f"one of {', '.join(sorted(TOPICS))}")
+    parser.add_argument("--key", help="only messages with this key")
+    parser.add_argument("--limit", type=int, metavar="N", help="end after N messages (default: Ctrl-C ends it)")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line, with every field whole")
+
+
+def run(options: argparse.Namespace) -> int:
+    if (topic := TOPICS.get(options.topic)) is None:
+        near = difflib.get_close_matches(options.topic, TOPICS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(TOPICS))}"
+        raise ConfigError(f"TOPIC {options.topic!r} is unknown; {hint}")
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: must be 1 or more")
+
+    from asyncrl.run import run_folder  # imports numpy, which --help does without
+
+    run_config = run_folder.run_at(options.where, options.overrides, verb="tap")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_tap(run_config, topic, options))
+    return 0
+
+
+async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Namespace) -> None:
+    from asyncrl.run.registry import observe
+
+    bus = await observe(run_config, token=arguments.bus_token(run_config))
+    left = options.limit
+    try:
+        async with contextlib.aclosing(flow(bus, topic)) as messages:
+            async for key, message, problem in messages:
+                if options.key is not None and key != options.key:
+                    continue
+                show = as_json if options.json else as_line
+                print(show(key, message, problem), flush=True)
+                left = None if left is None else left - 1
+                if left == 0:
+                    return
+    finally:
+        await bus.close()
+
+
+Flowing = tuple[str, Any, str]
+"""Key, message, and why there is none."""
+
+
+async def flow(bus: Bus, topic: Topic[Any]) -> AsyncGenerator[Flowing, None]:
+    """What is new on the topic from now on, without end; of a state first what it is now.
+
+    waits for: a message    woken by: the bus; of a state or a work topic: the clock
+    """
+    if topic.kind == "log":
+        async with bus.read(topic, after=await bus.last_sequence(topic)) as records:
+            async for record in records:
+                yield record.key, record.message, record.problem
+    known: dict[str, Any] = {}
+    while True:
+        started = time.monotonic()
+        now = await (_counts if topic.kind == "work" else _states)(bus, topic)
+        for key, message in now.items():
+            if key not in known or not _is_same(known[key], message):
+                yield key, message, ""
+        for key in known.keys() - now.keys():
+            yield key, None, "removed"
+        known = now
+        await asyncio.sleep(max(LOOK_SECONDS, 4 * (time.monotonic() - started)))
+
+
+async def _states(bus: Bus, topic: Topic[Any]) -> dict[str, Any]:
+    return await bus.states(topic)
+
+
+async def _counts(bus: Bus, topic: Topic[Any]) -> dict[str, Any]:
+    return {"": {"stored": await bus.depth(topic), "published": await bus.last_sequence(topic)}}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return json.dumps(plain(before)) == json.dumps(plain(now))
+
+
+# -- what a person sees ------------------------------------------------------------------------------------------------
+
+
+def as_json(key: str, message: Any, problem: str) -> str:
+    shown: dict[str, Any] = {"time": time.time(), "key": key, "message": plain(message)}
+    return json.dumps(shown | ({"problem": problem} if problem else {}))
+
+
+def as_line(key: str, message: Any, problem: str) -> str:
+    """One line, cut off where it is long."""
+    fields = plain(message, most_items=MOST_ITEMS)
+    words = [f"{name} {_word(value)}" for name, value in (fields or {}).items() if value not in ("", [], {}, None)]
+    text = printable("   ".join([time.strftime("%H:%M:%S"), key, *words, *([problem] if problem else [])]))
+    return text if len(text) <= LONGEST_LINE else f"{text[:LONGEST_LINE]}... ({len(text):,} characters)"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def plain(value: Any, *, most_items: int = 0) -> Any:
+    """A message as JSON has it. ``most_items``: of each array and list; 0 is all."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name), most_items=most_items) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, dict):
+        return {str(name): plain(item, most_items=most_items) for name, item in value.items()}
+    if isinstance(value, bytes):
+        return value.hex()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return list(_items(value, most_items))
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def _items(values: list[Any] | tuple[Any, ...], most_items: int) -> Iterator[Any]:
+    shown = values[:most_items] if most_items and len(values) > most_items else values
+    yield from (plain(item, most_items=most_items) for item in shown)
+    if len(shown) < len(values):
+        yield f"... {len(values) - len(shown):,} more"

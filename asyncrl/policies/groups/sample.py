@@ -1,0 +1,230 @@
+"""A prompt group as a person reads it: text, rewards, advantage, staleness, and what became of it. Pure.
+
+The learner records some of these in samples.jsonl (state/samples.py); whoever looks makes others from the trajectory
+log and from events (run/samples.py). JSON has the same fields under the same names.
+
+Tests: tests/unit/policies/groups/test_sample.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.policies.staleness.staleness import Forks, oldest_version
+
+PENDING: Final = "pending"
+"""What became of a group that has not left the window."""
+UNKNOWN: Final = "unknown"
+"""The same where nobody can be asked: the run's folder is elsewhere, and its events are gone."""
+
+Decode = Callable[[Sequence[int]], str]
+By = Literal["policy", "environment"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One trajectory.
+
+    turns          (who wrote it, text), in order; empty until it is decoded
+    reward, parts  None where it was not finite
+    advantage      mean over the tokens that the policy sampled; None where it is not known
+    advantages     of each token, where they are not all the same
+    staleness      versions between its oldest token and the version that trained it, or that dropped it; None: unknown
+    tokens, logprobs  of each token, the behavior policy's
+    environment    [start, end) of tokens that the policy did not sample
+    versions       (start, incarnation, policy version) of each version span
+    """
+
+    reward: float | None = None
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    advantage: float | None = None
+    staleness: int | None = None
+    finish_reason: str = ""
+    turns: tuple[tuple[str, str], ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
+    environment: tuple[tuple[int, int], ...] = ()
+    versions: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Everything behind the prompt."""
+        return "".join(text for _, text in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSample:
+    """A prompt group.
+
+    fate       trained, dropped, failed, filtered, PENDING or UNKNOWN
+    step       that trained it; of the others, how many steps were done
+    reason     why it was dropped, filtered or could not be made
+    time       Unix seconds when that happened, or when it arrived; 0: unknown
+    prompt     None until it is decoded
+    """
+
+    group_id: int
+    fate: str = PENDING
+    step: int = 0
+    incarnation: int = 0
+    reason: str = ""
+    worker: str = ""
+    epoch: int = 0
+    seconds: float = 0.0
+    time: float = 0.0
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def reward(self) -> float | None:
+        """Mean over its answers; None without any."""
+        rewards = [answer.reward for answer in self.answers if answer.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
+    @property
+    def worst(self) -> float:
+        """Reward of its worst answer; infinity without any."""
+        return min((answer.reward for answer in self.answers if answer.reward is not None), default=math.inf)
+
+    @property
+    def staleness(self) -> int | None:
+        return max((answer.staleness for answer in self.answers if answer.staleness is not None), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> GroupSample:
+        """Of a file that another version of asyncrl may have written: fields that this one lacks are left out.
+
+        Raises what a table of another shape makes it raise: TypeError, ValueError, KeyError or AttributeError.
+        """
+        answers = tuple(_of(Answer, answer) for answer in table.get("answers", ()))
+        made: GroupSample = _of(cls, {**table, "answers": answers})
+        if type(made.group_id) is not int or not isinstance(made.fate, str):
+            raise ValueError("no group")
+        return made
+
+
+def sample_of(
+    group: TrajectoryGroup,
+    *,
+    fate: str = PENDING,
+    step: int = 0,
+    incarnation: int = 0,
+    reason: str = "",
+    time: float = 0.0,
+    forks: Forks | None = None,
+    advantages: Sequence[NDArray[np.float32]] = (),
+) -> GroupSample:
+    """Not decoded yet.
+
+    forks       None: the staleness of its answers is not known
+    advantages  f32[T] of each answer, 0 where the policy sampled nothing
+    """
+    at = step - 1 if fate == "trained" else step
+    answers = [
+        _answer(
+            trajectory,
+            staleness=None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks)),
+            advantages=advantages[index] if advantages else None,
+        )
+        for index, trajectory in enumerate(group.trajectories)
+    ]
+    return GroupSample(
+        group_id=group.group_id,
+        fate=fate,
+        step=step,
+        incarnation=incarnation,
+        reason=reason or group.error,
+        worker=group.worker,
+        epoch=group.epoch,
+        seconds=group.seconds,
+        time=time,
+        prompt_tokens=tuple(group.prompt_tokens.tolist()),
+        answers=tuple(answers),
+    )
+
+
+def decoded(sample: GroupSample, decode: Decode) -> GroupSample:
+    """With its text."""
+    answers = tuple(dataclasses.replace(answer, turns=tuple(_turns(answer, decode))) for answer in sample.answers)
+    return dataclasses.replace(sample, prompt=decode(sample.prompt_tokens), answers=answers)
+
+
+def picked(among: int, *, count: int, seed: int, step: int) -> list[int]:
+    """Which of the batch's ``among`` groups step ``step`` records: the same in every run of the same seed."""
+    return sorted(random.Random(f"{seed}/{step}").sample(range(among), min(among, count)))
+
+
+def reason_of(fate: str, event: Mapping[str, Any]) -> str:
+    """Why a group was not trained, from what the learner tells of it (groups/states.py, Outcome.events)."""
+    if fate == "dropped":
+        return f"{event.get('reason', 'stale')}, {event.get('staleness', '?')} versions old"
+    if fate == "filtered":
+        return f"by {event['by']}" if event.get("by") else "nothing to learn from"
+    return str(event.get("error", ""))
+
+
+def _answer(trajectory: Trajectory, *, staleness: int | None, advantages: NDArray[np.float32] | None) -> Answer:
+    mask = trajectory.response_mask
+    mean, each = None, ()
+    if advantages is not None and mask.any():
+        sampled = advantages[mask]
+        mean = round(float(sampled.mean()), 6)
+        if not (sampled == sampled[0]).all():
+            each = tuple(round(value, 6) for value in advantages.tolist())
+    return Answer(
+        reward=_finite(trajectory.reward),
+        parts={name: value for name, value in trajectory.reward_parts.items() if math.isfinite(value)},
+        advantage=mean,
+        staleness=staleness,
+        finish_reason=trajectory.finish_reason,
+        tokens=tuple(trajectory.tokens.tolist()),
+        logprobs=tuple(round(value, 4) for value in trajectory.behavior_logprobs.tolist()),
+        advantages=each,
+        environment=tuple(_ranges(~mask)),
+        versions=tuple((span.start, span.incarnation, span.policy_version) for span in trajectory.version_spans),
+    )
+
+
+def _ranges(marked: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """[start, end) of each run of True.  bool[T]"""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], marked, [False])).astype(np.int8)))
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _turns(answer: Answer, decode: Decode) -> list[tuple[By, str]]:
+    found: list[tuple[By, str]] = []
+    done = 0
+    for start, end in (*answer.environment, (len(answer.tokens), len(answer.tokens))):
+        if start > done:
+            found.append(("policy", decode(answer.tokens[done:start])))
+        if end > start:
+            found.append(("environment", decode(answer.tokens[start:end])))
+        done = end
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _of(kind: Any, table: Mapping[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: _tupled(value) for name, value in table.items() if name in known})
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,84 @@
+"""Prompt groups that the learner writes down for a person to read: decoded, with rewards and what became of them.
+
+    RUN_DIR/samples.jsonl, and samples.1.jsonl, which is older
+    {"group_id": 12, "fate": "trained", "step": 7, "prompt": "7+5=", "answers": [{"reward": 1.0, "turns": [...]}], ...}
+
+Bounded: when samples.jsonl has half of metrics.samples_max_bytes it becomes samples.1.jsonl, in the place of the one
+before. It is no record that anything counts on: a line that the disk does not take is left out.
+
+Tests: tests/unit/state/test_samples.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from asyncrl.policies.groups.sample import GroupSample
+
+SAMPLES_FILE: Final = "samples.jsonl"
+OLDER_FILE: Final = "samples.1.jsonl"
+
+
+class RotatedLines:
+    """Appends lines to ``path``, of which at most ``most_bytes`` are kept in it and in ``older``. One writer."""
+
+    def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
+        self._path, self._older, self._half = path, older, most_bytes // 2
+
+    def write(self, line: str) -> None:
+        """Raises OSError when the line was not written."""
+        data = line.encode("utf-8", errors="replace") + b"\n"
+        size = self._size()
+        if size and size + len(data) > self._half:
+            os.replace(self._path, self._older)
+        with self._path.open("ab", buffering=0) as file:
+            if not _ends_whole(self._path):  # a kill or a full disk cut the last line short
+                data = b"\n" + data
+            if file.write(data) != len(data):
+                raise OSError(f"{self._path}: written in part")
+
+    def _size(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.stat().st_size
+        return 0
+
+
+class SampleFile:
+    """Of the run in ``directory``."""
+
+    def __init__(self, directory: Path, *, most_bytes: int) -> None:
+        self._lines = RotatedLines(directory / SAMPLES_FILE, older=directory / OLDER_FILE, most_bytes=most_bytes)
+
+    def write(self, sample: GroupSample) -> None:
+        """Raises OSError when it was not written."""
+        self._lines.write(json.dumps(sample.as_json(), ensure_ascii=False, allow_nan=False))
+
+
+def read(directory: Path) -> Iterator[GroupSample]:
+    """The oldest first; none without files. Lines that cannot be read are left out."""
+    for name in (OLDER_FILE, SAMPLES_FILE):
+        with contextlib.suppress(FileNotFoundError), (directory / name).open("rb") as file:
+            for line in file:
+                if (sample := parsed(line)) is not None:
+                    yield sample
+
+
+def parsed(line: bytes) -> GroupSample | None:
+    """None for a line that is not whole."""
+    try:
+        return GroupSample.from_json(json.loads(line))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

@@ -1,0 +1,130 @@
+"""The learner's samples.jsonl: what is recorded of a run, and that nothing about it can end one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.learner import sample_recorder
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.messages.topics import EVENTS
+from asyncrl.policies.batching.filters import dynamic_sampling
+from asyncrl.policies.groups.states import Outcome
+from asyncrl.protocols import Reward, Sample
+from asyncrl.state.history import HISTORY_FILE
+from asyncrl.state.history import read as read_history
+from asyncrl.state.samples import SampleFile, read
+from tests.harness import buses, fakes
+from tests.harness.fakes import Engine, Loop, run_worker, worker
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def recorder(directory: Path, **options: Any) -> SampleRecorder:
+    settings = {"load_decode": lambda: decode, "per_step": 1} | options
+    return SampleRecorder(SampleFile(directory, most_bytes=2**20), **settings)
+
+
+def picky(samples: Sequence[Sample]) -> Sequence[Reward]:
+    if samples[0].label == 0:
+        raise RewardError("cannot judge p0")
+    return [Reward(value=1.0) for _ in samples] if samples[0].label == 1 else fakes.token_sum(samples)
+
+
+async def test_every_step_and_every_fate_is_recorded(bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(
+        await bus_factory(),
+        tmp_path,
+        steps=6,
+        filters={"dynamic_sampling": dynamic_sampling},
+        samples=recorder(tmp_path, per_step=2),
+    )
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine(), reward=fakes.Judge(picky))))
+        await loop.run_learner()
+    rows = list(read(tmp_path))
+    fates = {i: (line.kind, line.step) for line in read_history(tmp_path / HISTORY_FILE) for i in line.groups}
+    assert [row.step for row in rows if row.fate == "trained"] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    assert all(fates[row.group_id] == (row.fate, row.step) for row in rows)
+    for row in rows:
+        if row.fate == "trained":
+            assert row.prompt == decode(row.prompt_tokens)
+            assert all(answer.text == decode(answer.tokens) for answer in row.answers)
+            assert sum(answer.advantage or 0.0 for answer in row.answers) == pytest.approx(0.0, abs=1e-4)
+            assert row.staleness is not None and 0 <= row.staleness <= 2
+    assert {row.reason for row in rows if row.fate == "filtered"} == {"by dynamic_sampling"}
+    assert any("cannot judge p0" in row.reason for row in rows if row.fate == "failed")
+
+
+async def test_the_bus_says_what_became_of_every_group(bus_factory: Any, tmp_path: Path) -> None:
+    """So that another machine, which has no history, can be told."""
+    bus = await bus_factory()
+    loop = Loop(bus, tmp_path, steps=3)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        await loop.run_learner()
+    trained = {}
+    async with bus.read(EVENTS) as records:
+        async for record in records:
+            if record.message.kind == "trained":
+                trained[record.message.data["step"]] = record.message.data["group_ids"]
+            if len(trained) == 3:
+                break
+    lines = [line for line in read_history(tmp_path / HISTORY_FILE) if line.kind == "trained"]
+    assert trained == {line.step: list(line.groups) for line in lines}
+
+
+async def test_a_tokenizer_that_is_not_there_costs_the_text_alone(
+    bus_factory: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load_decode() -> Any:
+        raise ConfigError("no tokenizer here")
+
+    loop = Loop(await bus_factory(), tmp_path, steps=3, samples=recorder(tmp_path, load_decode=load_decode))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        await loop.run_learner()
+    assert loop.learner.step == 3
+    assert list(read(tmp_path)) == []
+    assert caplog.text.count("a group is left out: ConfigError: no tokenizer here") == 1
+
+
+async def test_a_slow_decoder_holds_up_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    may_go_on = threading.Event()
+
+    def slow(tokens: Sequence[int]) -> str:
+        may_go_on.wait()
+        return decode(tokens)
+
+    recorded = recorder(tmp_path, load_decode=lambda: slow)
+    count = sample_recorder.MOST_WAITING + 5
+    for step in range(count):
+        outcome = Outcome(fate="trained", group_ids=(step,), step=step + 1, groups=(buses.group(step),))
+        recorded.note(outcome, incarnation=0, forks={})
+    may_go_on.set()
+    with caplog.at_level(logging.WARNING):
+        await recorded.stop()
+    assert len(list(read(tmp_path))) == count - 5
+    assert "5 groups in all were left out" in caplog.text
+
+
+async def test_a_burst_of_drops_is_recorded_up_to_the_count_of_a_step(tmp_path: Path) -> None:
+    recorded = recorder(tmp_path, per_step=2)
+    for number in range(9):
+        events = ({"group_id": number, "reason": "stale", "staleness": 7},)
+        outcome = Outcome(fate="dropped", group_ids=(number,), step=3, events=events, groups=(buses.group(number),))
+        recorded.note(outcome, incarnation=0, forks={})
+    await recorded.stop()
+    rows = list(read(tmp_path))
+    assert [(row.group_id, row.reason) for row in rows] == [(0, "stale, 7 versions old"), (1, "stale, 7 versions old")]
+    assert [row.group_id for row in recorded.take()] == [0, 1]
+    assert recorded.take() == []

@@ -1,0 +1,192 @@
+"""`asyncrl samples`: what the model wrote, from a folder, from the log, and live; and tests of what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import config
+from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.policies.groups.sample import Answer, GroupSample
+from asyncrl.run.samples import RunSamples
+from asyncrl.state.history import HISTORY_FILE, History
+from asyncrl.state.samples import SampleFile
+from tests.harness import buses
+from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
+from tests.unit.cli.test_cli import asyncrl
+
+SETTINGS = {"model": {"path": "nowhere"}, "data": {"path": "d"}, "bus": {"kind": "memory"}}
+
+
+def answer(text: str, *, reward: float) -> Answer:
+    return Answer(
+        *(),
+        reward=reward,
+        advantage=reward / 2,
+        finish_reason="stop",
+        turns=(("policy", text),),
+        tokens=(1, 2),
+        versions=((0, 0, 3),),
+    )
+
+
+def row(group_id: int, *texts: str, step: int = 1, reward: float = 0.5, **fields: Any) -> GroupSample:
+    answers = tuple(answer(text, reward=reward + index) for index, text in enumerate(texts))
+    return GroupSample(group_id=group_id, step=step, prompt=f"prompt {group_id}", answers=answers, **fields)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Groups 0 to 5 have left the window, some of them recorded; the bus was in memory and is gone."""
+    history = History(tmp_path / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=SETTINGS)
+    history.trained([0, 1], step=1, max_staleness=0)
+    history.lost("dropped", [2], step=1)
+    history.lost("filtered", [3], step=1)
+    history.trained([4, 5], step=2, max_staleness=0)
+    history.close()
+    file = SampleFile(tmp_path, most_bytes=2**20)
+    file.write(row(0, "seven", "eight", fate="trained"))
+    file.write(row(2, "nine\x1b[2Jlong\nline", fate="dropped", reason="stale, 6 versions old"))
+    file.write(row(1, "of a lost history", step=9, fate="trained"))
+    file.write(row(3, "bad", reward=-3.0, fate="filtered", reason="by dynamic_sampling"))
+    file.write(row(4, "ten", step=2, fate="trained", worker="w7"))
+    return tmp_path
+
+
+def test_it_shows_answers_rewards_and_what_became_of_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = asyncrl("samples", folder, capsys=capsys)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "group 0   trained at step 1   reward 1.000"
+    assert lines[1:3] == ["prompt", "  prompt 0"]
+    assert lines[3] == "answer 1 of 2   reward 0.500   advantage +0.250   2 tokens   stop   version 3"
+    assert lines[4] == "  seven"
+    assert "group 2   dropped at step 1   (stale, 6 versions old)   reward 0.500" in lines
+    assert "group 4   trained at step 2   reward 0.500   worker w7" in lines
+    assert "of a lost history" not in out
+    assert lines[-1].startswith("4 groups shown; 6 have left the window. Of each step 2 groups are recorded")
+
+
+def test_a_models_text_cannot_move_the_cursor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = asyncrl("samples", folder, "--group", 2, capsys=capsys)
+    assert "\x1b" not in out
+    assert "  nine?[2Jlong\n  line\n" in out
+
+
+def test_groups_are_chosen_by_reward_by_chance_by_text_and_by_number(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def chosen(*arguments: Any) -> list[int]:
+        code, out, _ = asyncrl("samples", folder, "--json", *arguments, capsys=capsys)
+        assert code == 0
+        return [json.loads(line)["group_id"] for line in out.splitlines()]
+
+    assert chosen("--limit", 2) == [3, 4]
+    assert chosen("--worst", "--limit", 1) == [3]
+    assert chosen("--random", "--limit", 2) == chosen("--random", "--limit", 2)
+    assert {tuple(chosen("--random", "--seed", seed, "--limit", 1)) for seed in range(20)} == {(0,), (2,), (3,), (4,)}
+    assert chosen("--grep", "seven|ten") == [0, 4]
+    assert chosen("--grep", "dynamic_") == [3]
+    assert chosen("--group", 4) == [4]
+
+
+def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = asyncrl("samples", folder, "--group", 5, capsys=capsys)
+    assert code == 0
+    assert out.startswith("group 5   trained at step 2: its text is not here. Of each step 2 groups are recorded")
+    assert "keeps the log in the run's own process" in out
+
+
+REFUSED = {
+    ("--group", "77"): "--group 77: no such group is recorded; groups 0 to 5 have left the window",
+    ("--grep", "["): "--grep [: is no regular expression",
+    ("--limit", "0"): "--limit 0: must be 1 or more",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_bad_input_is_refused_in_one_line(
+    arguments: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = asyncrl("samples", folder, *arguments, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert REFUSED[arguments] in err and err.count("\n") == 1
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = asyncrl("samples", tmp_path, capsys=capsys)
+    assert code == 2 and err.count("\n") == 1
+
+
+def test_a_file_is_followed_through_its_rotation(folder: Path) -> None:
+    source = RunSamples(config.only_overrides([]), folder, token="")
+    file = SampleFile(folder, most_bytes=2**20)
+    growing = source.growing()
+    file.write(row(10, "a"))
+    assert next(growing).group_id == 10
+    file.write(row(11, "b"))
+    small = SampleFile(folder, most_bytes=1)  # each line makes the file before it the older one
+    small.write(row(12, "c"))
+    assert [next(growing).group_id for _ in range(2)] == [11, 12]
+    small.write(row(13, "d"))
+    assert next(growing).group_id == 13
+    growing.close()
+
+
+async def test_the_log_gives_what_was_not_recorded(bus_factory: Any, tmp_path: Path) -> None:
+    bus = await bus_factory()
+    loop = Loop(bus, tmp_path, steps=4)
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    source = RunSamples(loop.run, tmp_path, token="")
+    logged = [sample async for sample in source.logged(bus)]
+    fates = {sample.group_id: (sample.fate, sample.step) for sample in logged}
+    trained = {group_id: fate for group_id, fate in fates.items() if fate[0] == "trained"}
+    assert len(trained) == 8
+    assert all(source.fates.of[group_id].step == step for group_id, (_, step) in trained.items())
+    assert all(sample.fate in ("trained", "pending", "dropped") for sample in logged)
+    assert all(sample.staleness is not None for sample in logged if sample.fate == "trained")
+    assert len([sample async for sample in source.logged(bus, newest=3)]) == 3
+
+
+async def test_from_the_bus_alone_groups_are_shown_as_they_meet_their_fate(bus_factory: Any, tmp_path: Path) -> None:
+    """As another machine sees a run that is up: it ends with the run, and nothing of it is changed."""
+    bus, onlooker = await bus_factory(), await bus_factory()
+    loop = Loop(bus, tmp_path, steps=4)
+    source = RunSamples(loop.run, None, token="")
+    engine = Engine()
+    engine.gate.clear()
+    seen: list[GroupSample] = []
+
+    async def look() -> None:
+        async with contextlib.aclosing(source.arriving(onlooker)) as groups:
+            seen.extend([sample async for sample in groups])
+
+    async with asyncio.TaskGroup() as group:
+        looking = group.create_task(look())
+        group.create_task(run_worker(worker(await bus_factory(), engine)))
+        learning = group.create_task(loop.run_learner())
+        await asyncio.sleep(0)
+        engine.gate.set()
+        await learning
+        await looking
+    trained = {sample.group_id: sample.step for sample in seen if sample.fate == "trained"}
+    assert set(trained.values()) == {1, 2, 3, 4}
+    assert len(trained) == 8
+    assert all(len(sample.answers) == 2 for sample in seen)
+    assert await bus.depth(TRAJECTORIES) >= 8
+
+
+async def test_records_under_a_key_that_no_group_has_are_passed_over(bus_factory: Any, tmp_path: Path) -> None:
+    bus = await bus_factory()
+    loop = Loop(bus, tmp_path, steps=1)
+    await run_all(loop, worker(await bus_factory(), Engine()))
+    source = RunSamples(loop.run, tmp_path, token="")
+    before = [sample.group_id async for sample in source.logged(bus)]
+    await bus.publish(TRAJECTORIES, buses.group(0), key="x")
+    assert [sample.group_id async for sample in source.logged(bus)] == before

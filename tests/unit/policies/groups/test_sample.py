@@ -1,0 +1,98 @@
+"""A group as a person reads it: text in turns, rewards, advantages, staleness, and why it was not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.rollout import failed_group
+from asyncrl.policies.groups.sample import GroupSample, decoded, picked, reason_of, sample_of
+
+SPANS = (
+    VersionSpan(start=0, incarnation=0, policy_version=3),
+    VersionSpan(start=2, incarnation=0, policy_version=5),
+)
+
+
+def group(*, mask: tuple[bool, ...] = (True, True, False, True), reward: float = 0.5) -> TrajectoryGroup:
+    trajectory = Trajectory(
+        tokens=np.array([7, 8, 9, 1], np.int32),
+        response_mask=np.array(mask),
+        behavior_logprobs=np.array([-1, -2, 0, -0.5], np.float32),
+        version_spans=SPANS,
+        reward=reward,
+        reward_parts={"right": 1.0, "broken": math.nan},
+        finish_reason="length",
+    )
+    return TrajectoryGroup(group_id=4, prompt_tokens=np.array([1, 2], np.int32), trajectories=(trajectory,), worker="w")
+
+
+def words(tokens: object) -> str:
+    return "".join(f"<{token}>" for token in tokens)  # type: ignore[attr-defined]
+
+
+def test_an_answer_is_split_where_an_environment_wrote() -> None:
+    sample = decoded(sample_of(group()), words)
+    (answer,) = sample.answers
+    assert sample.prompt == "<1><2>"
+    assert answer.turns == (("policy", "<7><8>"), ("environment", "<9>"), ("policy", "<1>"))
+    assert answer.text == "<7><8><9><1>"
+
+
+def test_staleness_is_that_of_the_oldest_token_at_the_version_that_trained_it() -> None:
+    assert sample_of(group(), fate="trained", step=8, forks={}).staleness == 4  # step 8 trains version 7
+    assert sample_of(group(), fate="dropped", step=8, forks={}).staleness == 5
+    assert sample_of(group(), fate="trained", step=8, forks={1: 2}).staleness == 5  # it counts as version 2
+    assert sample_of(group()).staleness is None
+
+
+def test_one_advantage_is_a_number_and_different_ones_are_a_list() -> None:
+    same = np.array([2, 2, 0, 2], np.float32)
+    other = np.array([1, 2, 0, 3], np.float32)
+    (answer,) = sample_of(group(), advantages=[same]).answers
+    assert (answer.advantage, answer.advantages) == (2.0, ())
+    (answer,) = sample_of(group(), advantages=[other]).answers
+    assert (answer.advantage, answer.advantages) == (2.0, (1.0, 2.0, 0.0, 3.0))
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    (answer,) = sample_of(group(reward=math.nan)).answers
+    assert answer.reward is None
+    assert answer.parts == {"right": 1.0}
+
+
+def test_json_gives_it_back_also_with_fields_of_another_version() -> None:
+    import json
+
+    sample = decoded(sample_of(group(), fate="trained", step=8, forks={}), words)
+    table = json.loads(json.dumps(sample.as_json()))
+    assert GroupSample.from_json(table) == sample
+    assert GroupSample.from_json(table | {"mood": "new"}) == sample
+    assert GroupSample.from_json({"group_id": 3}) == GroupSample(group_id=3)
+
+
+def test_a_failed_group_says_why() -> None:
+    sample = sample_of(failed_group(9, worker="w1", error="the engine is gone"), fate="failed")
+    assert (sample.reason, sample.answers, sample.reward, sample.worst) == ("the engine is gone", (), None, math.inf)
+
+
+def test_reasons_are_those_of_events() -> None:
+    assert reason_of("dropped", {"reason": "stale", "staleness": 6}) == "stale, 6 versions old"
+    assert reason_of("filtered", {"rewards": [1.0], "by": "dynamic_sampling"}) == "by dynamic_sampling"
+    assert reason_of("failed", {"error": "no reward"}) == "no reward"
+
+
+def test_the_same_groups_of_a_step_are_picked_in_every_run() -> None:
+    first = [picked(64, count=2, seed=1, step=step) for step in range(20)]
+    assert first == [picked(64, count=2, seed=1, step=step) for step in range(20)]
+    assert len({index for indexes in first for index in indexes}) > 10
+    assert picked(2, count=9, seed=0, step=1) == [0, 1]
+
+
+def test_the_worst_answer_ranks_a_group() -> None:
+    one = sample_of(group()).answers[0]
+    sample = GroupSample(group_id=1, answers=(one, dataclasses.replace(one, reward=-2.0)))
+    assert (sample.worst, sample.reward) == (-2.0, -0.75)

@@ -1,0 +1,55 @@
+"""samples.jsonl: bounded, and readable after a kill in the midst of a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.policies.groups.sample import GroupSample
+from asyncrl.state.samples import OLDER_FILE, SAMPLES_FILE, SampleFile, read
+
+
+def written(directory: Path, *group_ids: int, most_bytes: int = 2**20, prompt: str = "p") -> None:
+    file = SampleFile(directory, most_bytes=most_bytes)
+    for group_id in group_ids:
+        file.write(GroupSample(group_id=group_id, prompt=prompt))
+
+
+def ids(directory: Path) -> list[int]:
+    return [sample.group_id for sample in read(directory)]
+
+
+def test_what_was_written_is_read_in_order(tmp_path: Path) -> None:
+    written(tmp_path, 3, 1, 2)
+    written(tmp_path, 4)
+    assert ids(tmp_path) == [3, 1, 2, 4]
+    assert ids(tmp_path / "nowhere") == []
+
+
+def test_it_never_grows_over_its_bound_and_keeps_the_newest(tmp_path: Path) -> None:
+    written(tmp_path, *range(200), most_bytes=10_000, prompt="x" * 100)
+    sizes = [(tmp_path / name).stat().st_size for name in (SAMPLES_FILE, OLDER_FILE)]
+    assert sum(sizes) <= 10_000
+    kept = ids(tmp_path)
+    assert kept == list(range(kept[0], 200))
+    assert len(kept) > 10
+
+
+def test_a_line_larger_than_the_bound_is_written_all_the_same(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2, most_bytes=100, prompt="x" * 1000)
+    assert ids(tmp_path) == [1, 2]
+
+
+def test_a_line_that_a_kill_cut_short_costs_itself_alone(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    with (tmp_path / SAMPLES_FILE).open("a") as file:
+        file.write('{"group_id": 2, "pro')
+    written(tmp_path, 3)
+    with (tmp_path / SAMPLES_FILE).open("a") as file:
+        file.write('"a string"\n{"group_id": "x"}\n[1]\n\n')
+    assert ids(tmp_path) == [1, 3]
+
+
+def test_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
+    """A tokenizer may make one of a token that is cut in the midst of a letter."""
+    written(tmp_path, 1, prompt="\ud83d")
+    assert ids(tmp_path) == [1]
