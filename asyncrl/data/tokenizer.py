@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.data.model_folder import find_tokenizer
 from asyncrl.errors import ConfigError
+
+_GENERIC: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that is described by tokenizer.json alone."""
+_SPECIAL: Final = ("qwen2",)
+"""model_type for which transformers takes a class of its own, whatever the folder says."""
 
 
 def load_tokenizer(path: Path) -> Any:
     """The Hugging Face tokenizer in ``path``; nothing is downloaded. Raises ConfigError."""
     find_tokenizer(path)
-    import transformers  # two seconds: not before the folder is known to be there
+    import transformers  # seconds: not before the folder is known to be there
 
+    # AutoTokenizer imports what models need too: two seconds more of every process's start.
+    kind = transformers.PreTrainedTokenizerFast if is_generic(path) else transformers.AutoTokenizer
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
+
+
+def is_generic(path: Path) -> bool:
+    """Whether AutoTokenizer would find the class that tokenizer.json alone describes, as in folders of Llama 3."""
+    if not (path / "tokenizer.json").is_file():
+        return False
+    said, model = _table(path / "tokenizer_config.json"), _table(path / "config.json")
+    return (
+        said.get("tokenizer_class") in _GENERIC and "auto_map" not in said and model.get("model_type") not in _SPECIAL
+    )
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _first_line(error: Exception) -> str:
