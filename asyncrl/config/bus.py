@@ -49,6 +49,8 @@ class BusSection:
     max_log_bytes: int = 4 * 2**30
     """Largest size of the trajectory log, which is trimmed behind the second newest checkpoint. Workers wait while it
     is full."""
+    connect_seconds: float = 10.0
+    """How long a process that starts tries to reach a server that does not answer, before it gives up (exit code 2)."""
     ack_seconds: float = 30.0
     """A prompt goes to another worker when its worker was silent for this long."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
@@ -56,7 +58,7 @@ class BusSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-        positive(self, "max_message_bytes", "max_log_bytes", "ack_seconds")
+        positive(self, "max_message_bytes", "max_log_bytes", "connect_seconds", "ack_seconds")
         require(self.sync_seconds >= 0, f"sync_seconds must be 0 or more, got {self.sync_seconds}")
         require(
             not self.url or "://" in self.url,

@@ -23,7 +23,7 @@ from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry
 from asyncrl.run.worker_keys import digits_in
-from tests.harness.forked import LAUNCHER, ForkServer
+from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 
 RUN_FILE = """
 [run]
@@ -130,12 +130,18 @@ class RunProcess:
             command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=300
         )
 
-    def join(self, name: str, *words: str, folder: Path, stderr: int | None = None) -> subprocess.Popen[bytes]:
-        """A worker that knows only the bus and the run's name, not the run's folder."""
+    def join(self, name: str, *words: str, folder: Path) -> subprocess.Popen[bytes] | ForkedCommand:
+        """A worker that knows only the bus and the run's name, not the run's folder. It writes to NAME.txt in
+        ``folder``."""
         url, token = registry.bus_address(self.config(), token=self.token)
-        command = self.command("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name, *words)
-        environment = self._env() | {"ASYNCRL_BUS_TOKEN": token}
-        return subprocess.Popen(command, cwd=folder, env=environment, stderr=stderr, preexec_fn=_END_WITH_US)
+        words = ("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name, *words)
+        environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
+        if self._forks is not None:
+            return self._forks.run(words, environment=environment, output=output, directory=folder)
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                self.command(*words), cwd=folder, env=environment, stdout=file, stderr=file, preexec_fn=_END_WITH_US
+            )
 
     def audit(self) -> dict[str, Any]:
         """What `asyncrl audit --json` says; its exit code under "code"."""

@@ -30,6 +30,7 @@ def examine(nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Exa
 
     def call(run: str, *, url: str = "", as_json: bool = False) -> int:
         overrides = [f"bus.url={url or nats_server.url}", f"run.name={run}"]
+        overrides += ["bus.connect_seconds=0.3"] if url else []
         return doctor.examine(config.only_overrides(overrides), token=nats_server.token, as_json=as_json)
 
     return call

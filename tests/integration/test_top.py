@@ -110,7 +110,9 @@ def show(nats_server: EmbeddedServer) -> Show:
     """``show(run)``: what it prints of a run on the session's server, or of one at another ``url``."""
 
     def call(run: str, *, url: str = "") -> str:
-        settings = config.only_overrides([f"bus.url={url or nats_server.url}", f"run.name={run}"])
+        settings = config.only_overrides(
+            [f"bus.url={url or nats_server.url}", f"run.name={run}", "bus.connect_seconds=3.0"]
+        )
         out = io.StringIO()
         top.top(settings, token=nats_server.token, once=True, console=Console(file=out, width=120))
         return out.getvalue()

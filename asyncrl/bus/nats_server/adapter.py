@@ -46,6 +46,7 @@ class NatsAdapter(BusAdapter):
             ack_seconds=section.ack_seconds,
             storage=section.store,
             replicas=section.replicas,
+            connect_seconds=section.connect_seconds,
             signatures=signatures,
         )
 

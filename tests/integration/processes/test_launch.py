@@ -190,5 +190,5 @@ def test_a_run_that_is_up_is_not_started_again_and_nobody_is_told_to_kill_its_se
 @pytest.mark.slow
 def test_a_bus_that_nobody_answers_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="127.0.0.1:9"):
-        launch_demo(tmp_path, "bus.url=nats://127.0.0.1:9")
+        launch_demo(tmp_path, "bus.url=nats://127.0.0.1:9", "bus.connect_seconds=0.3")
     assert list(tmp_path.iterdir()) == []

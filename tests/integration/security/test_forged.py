@@ -43,7 +43,7 @@ from asyncrl.messages.topics import (
 from asyncrl.run import registry
 from tests.conftest import BUS_SIZES
 from tests.harness.buses import group, prompt
-from tests.harness.forked import ForkServer
+from tests.harness.forked import ForkedCommand, ForkServer
 from tests.harness.run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -193,7 +193,7 @@ def run_key(run: RunProcess) -> str:
     return (run.run_directory / "keys" / "learner.pub").read_text().strip()
 
 
-def join(run: RunProcess, name: str, *, key: str, folder: Path) -> subprocess.Popen[bytes]:
+def join(run: RunProcess, name: str, *, key: str, folder: Path) -> subprocess.Popen[bytes] | ForkedCommand:
     return run.join(name, "--set", f"bus.learner_key={key}", folder=folder)
 
 

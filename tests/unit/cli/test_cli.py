@@ -152,7 +152,7 @@ async def test_a_command_works_where_an_event_loop_runs_already(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As in a notebook."""
-    nobody = ["--set", "bus.url=nats://127.0.0.1:9", "--set", "run.name=x"]
+    nobody = ["--set", "bus.url=nats://127.0.0.1:9", "--set", "bus.connect_seconds=0.3", "--set", "run.name=x"]
     code, _, err = asyncrl("scale", *nobody, "--rollout-workers", 1, capsys=capsys)
     assert (code, "nats://127.0.0.1:9" in err) == (2, True)
 
@@ -317,7 +317,7 @@ def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
 def test_a_role_without_a_bus_says_what_to_start(
     role: str, override: str, message: str, run_file: Path, forks: ForkServer
 ) -> None:
-    code, said = forks.call(role, str(run_file), "--set", override)
+    code, said = forks.call(role, str(run_file), "--set", override, "--set", "bus.connect_seconds=0.3")
     assert code == 2
     assert message in said
     assert len(said.splitlines()) == 1
