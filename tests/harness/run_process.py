@@ -136,6 +136,7 @@ class RunProcess:
         url, token = registry.bus_address(self.config(), token=self.token)
         words = ("rollout-worker", "--join", url, "--run", self.config().run.name, "--name", name, *words)
         environment, output = self._env() | {"ASYNCRL_BUS_TOKEN": token}, folder / f"{name}.txt"
+        output.touch()
         if self._forks is not None:
             return self._forks.run(words, environment=environment, output=output, directory=folder)
         with output.open("ab") as file:

@@ -170,9 +170,12 @@ async def test_a_worker_that_knows_the_learners_key_joins_no_other_learner(run: 
                 await evil.put(SETTINGS, RunSettings(sections={"reward": {"kind": "evil:reward"}}))
                 await run.until(lambda: run.event("first_trained", "joined"), "something of it")
             else:
-                await asyncio.sleep(0)
-                with pytest.raises(subprocess.TimeoutExpired):  # it waits for the learner that it was told of
-                    await asyncio.to_thread(worker.wait, 8)
+                said = away / "refused.txt"
+                await run.until(lambda said=said: "settings: rejected" in said.read_text(), "that it saw this learner")
+                await run.until(lambda said=said: "waiting for its learner" in said.read_text(), "that it waits")
+                step = run.steps
+                await run.until(lambda step=step: run.steps >= step + 3, "steps")
+                assert worker.poll() is None  # it waits for the learner that it was told of
                 assert run.event("joined", "refused") is None
         finally:
             worker.kill()
