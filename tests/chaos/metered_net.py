@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos.meter import Meter
+from tests.chaos.trouble import follow_clock
 from tests.harness.tiny import engine as tiny_engine
 from tests.harness.tiny.engine import TinyEngine
 
@@ -26,6 +27,7 @@ class MeteredNet(TinyEngine):
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
         self._meter = Meter(Path(options.meter))
+        follow_clock(Path(options.meter))
 
     def _decode(self) -> None:
         super()._decode()

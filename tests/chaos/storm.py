@@ -36,13 +36,20 @@ from asyncrl.run.process_manager import NEVER_AGAIN
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT
-from tests.chaos import meter
+from tests.chaos import meter, trouble
 from tests.chaos.kill import Kill, load_seconds
 from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
 from tests.chaos.run_files import ANSWERS
 from tests.chaos.seen import Seen
-from tests.chaos.victims import FAULTS, LEAST_STOPPED_SECONDS, MOST_STOPPED_SECONDS, Kind, deal
+from tests.chaos.victims import (
+    FAULTS,
+    LEAST_STOPPED_SECONDS,
+    MOST_SHORT_SECONDS,
+    MOST_STOPPED_SECONDS,
+    Kind,
+    deal,
+)
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
@@ -183,13 +190,13 @@ class Storm:
         await self._moments.of(kind, names)
         before, runs, began = self.seen.step, self.runs, time.monotonic()
         workers = [pid for name, pid in self.pids().items() if name.startswith("w") and meter.of(self._meters, pid)[0]]
-        names_it = asyncio.create_task(self._named(names, began, len(self.output)), name="named")
+        names_it = asyncio.create_task(self._named(kind, names, began, len(self.output)), name="named")
         await self._strike(kind, names)
         await asyncio.sleep(_AFTERMATH_SECONDS)
         published = dict(self.seen.published)
 
         def is_as_before() -> bool:
-            if kind.role == "everybody" or (kind.role in ("learner", "run") and kind.deed != "stop"):
+            if kind.role == "everybody" or (kind.role in ("learner", "run") and kind.is_deadly):
                 return self.seen.has_trained_since(before[0])
             has_published = kind.role != "rollout-worker" or all(
                 self.seen.published.get(name, 0) > published.get(name, 0) for name in names
@@ -240,12 +247,13 @@ class Storm:
         return await self.bus.depth(PROMPTS)
 
     async def _strike(self, kind: Kind, names: Sequence[str]) -> None:
-        if kind.deed == "stop":
-            struck = self._send(signal.SIGSTOP, names)
-            await asyncio.sleep(self.random.uniform(LEAST_STOPPED_SECONDS, MOST_STOPPED_SECONDS))
-            for pid in struck:  # some were killed meanwhile, as they should be
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+        if not kind.is_deadly:
+            most = MOST_STOPPED_SECONDS if kind.deed == "stop" else MOST_SHORT_SECONDS
+            seconds = self.random.uniform(LEAST_STOPPED_SECONDS, most)
+            with contextlib.ExitStack() as stack:
+                for pid in [pid for name, pid in self.pids().items() if name in names]:
+                    stack.enter_context(trouble.of(kind.deed, pid, folder=self._meters))
+                await asyncio.sleep(seconds)
             return
         before = self.pids()
         self.shoot(names)
@@ -273,11 +281,12 @@ class Storm:
             return ["run", "nats-server", "learner", "w0", "w1", "w2"]
         return [kind.role]
 
-    async def _named(self, names: Sequence[str], began: float, behind: int) -> float | None:
+    async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
         """Seconds until `asyncrl run` said something of each of ``names``; None if it cannot."""
         if "run" in names:
             return None
-        while not all(name in self.output[behind:] for name in names):
+        words = ["clock"] if kind.deed == "clock set back" else names
+        while not all(word in self.output[behind:] for word in words):
             await asyncio.sleep(_LOOK_SECONDS)
         return time.monotonic() - began
 

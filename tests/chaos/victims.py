@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Role = Literal["learner", "rollout-worker", "nats-server", "run", "everybody"]
-Deed = Literal["kill", "stop", "kill twice"]
+Deed = Literal["kill", "stop", "kill twice", "no disk", "no descriptors", "no memory", "clock set back"]
 Moment = Literal[
     "any time", "after a step", "writing a checkpoint", "renaming a checkpoint", "writing weights", "starting",
     "after its publish",
@@ -19,6 +19,7 @@ Moment = Literal[
 
 MOST_STOPPED_SECONDS: Final = 40.0
 LEAST_STOPPED_SECONDS: Final = 5.0
+MOST_SHORT_SECONDS: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,19 @@ class Kind:
     """count: number of processes of the role struck at once.
 
     kill is SIGKILL; stop is SIGSTOP for 5 to 40 s, then SIGCONT to those that are still there; kill twice kills what
-    was started in its place as soon as it is up.
+    was started in its place as soon as it is up. The others last for 5 to 15 s: no file of the process may grow, it
+    can open nothing, it gets no more memory, its clock is an hour behind.
     """
 
     role: Role
     moment: Moment
     count: int = 1
     deed: Deed = "kill"
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether its victim must be another process afterwards."""
+        return self.deed in ("kill", "kill twice")
 
     def __str__(self) -> str:
         who = self.role if self.count == 1 else f"{self.count} {self.role}s"
@@ -63,7 +70,24 @@ OTHERS: Final = (
     Kind("everybody", "any time"),
     Kind("everybody", "writing a checkpoint"),
 )
-FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {"kills": KILLS, "others": OTHERS, "all": KILLS + OTHERS}
+RESOURCES: Final = (
+    Kind("learner", "any time", deed="no disk"),
+    Kind("nats-server", "any time", deed="no disk"),
+    Kind("run", "any time", deed="no disk"),
+    Kind("learner", "any time", deed="no descriptors"),
+    Kind("rollout-worker", "any time", deed="no descriptors"),
+    Kind("nats-server", "any time", deed="no descriptors"),
+    Kind("learner", "any time", deed="no memory"),
+    Kind("rollout-worker", "any time", deed="no memory"),
+    Kind("nats-server", "any time", deed="no memory"),
+    Kind("rollout-worker", "any time", 3, deed="clock set back"),
+)
+FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
+    "kills": KILLS,
+    "others": OTHERS,
+    "resources": RESOURCES,
+    "all": KILLS + OTHERS + RESOURCES,
+}
 """What a storm may be made of."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import select
@@ -39,12 +40,36 @@ def stopped(pid: int) -> Iterator[None]:
 @contextlib.contextmanager
 def full_disk(pid: int) -> Iterator[None]:
     """No file of this process may grow."""
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    with _limited(pid, resource.RLIMIT_FSIZE, 0):
+        yield
+
+
+@contextlib.contextmanager
+def no_descriptors(pid: int) -> Iterator[None]:
+    """This process can open nothing more."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest_free = next(number for number in itertools.count() if number not in taken)
+    with _limited(pid, resource.RLIMIT_NOFILE, lowest_free):
+        yield
+
+
+@contextlib.contextmanager
+def no_memory(pid: int) -> Iterator[None]:
+    """This process gets no more address space."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    with _limited(pid, resource.RLIMIT_AS, pages * resource.getpagesize()):
+        yield
+
+
+@contextlib.contextmanager
+def _limited(pid: int, what: int, limit: int) -> Iterator[None]:
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (limit, before[1]))
     try:
         yield
     finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        with contextlib.suppress(ProcessLookupError):  # it may have died of it
+            resource.prlimit(pid, what, before)
 
 
 class Proxy:
