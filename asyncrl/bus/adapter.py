@@ -46,7 +46,11 @@ class BusServer(Protocol):
         ...
 
     def has_room(self) -> bool:
-        """Whether its store's disk has room for a few messages."""
+        """Whether its store's disk has room for a few messages. Blocks."""
+        ...
+
+    def failure(self) -> str:
+        """Why it will store nothing more, or not everything, until it is restarted; "" as far as it knows. Blocks."""
         ...
 
 

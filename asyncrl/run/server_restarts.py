@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable
+from typing import Final
 
 from asyncrl.bus.adapter import BusServer
 from asyncrl.errors import AsyncRLError
 from asyncrl.run.child_process import RestartPolicy
 
+LOOK_SECONDS: Final = 2.0
 
-async def keep_up(server: BusServer, *, restarts: RestartPolicy, say: Callable[[str], None]) -> str:
+
+async def keep_up(
+    server: BusServer,
+    *,
+    restarts: RestartPolicy,
+    say: Callable[[str], None],
+    look_seconds: float = LOOK_SECONDS,
+) -> str:
     """Restart the server on its port and store whenever it ends: every actor waits for it, and nothing is lost.
 
-    waits for: the end of the server's process, which the kernel signals
+    One that says itself that it stores no more, as after a full disk or without file descriptors, is ended as soon as
+    there is room: it would refuse for good.
+
+    waits for: the end of the server's process, which the kernel signals; the clock
     Returns only when no restart is left: the reason why the server ended, for a person.
     """
     while True:
         started = time.monotonic()
-        await _ended(server.pid)
-        reason, has_worked, uptime = f"{server.name} ended", True, time.monotonic() - started
+        failure = await _over(server, look_seconds=look_seconds)
+        reason = f"{server.name} stored no more ({failure})" if failure else f"{server.name} ended"
+        has_worked, uptime = True, time.monotonic() - started
         while (delay := restarts.next_delay(uptime, has_worked=has_worked)) is not None:
             say(f"{reason}; {restarts}")
             await asyncio.sleep(delay)
@@ -32,6 +46,21 @@ async def keep_up(server: BusServer, *, restarts: RestartPolicy, say: Callable[[
                 reason, has_worked, uptime = str(error), False, 0.0
         else:
             return reason
+
+
+async def _over(server: BusServer, *, look_seconds: float) -> str:
+    """Wait until the server's process has ended. Why it was ended here, if it was."""
+    pid, failure, is_killed = server.pid, "", False
+    ended = asyncio.create_task(_ended(pid), name="server-ended")
+    try:
+        while not (await asyncio.wait((ended,), timeout=look_seconds))[0]:
+            failure = failure or await asyncio.to_thread(server.failure)
+            if failure and not is_killed and await asyncio.to_thread(server.has_room) and server.pid == pid:
+                is_killed = True
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        ended.cancel()
+    return failure if is_killed else ""
 
 
 async def _ended(pid: int) -> None:

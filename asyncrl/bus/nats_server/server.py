@@ -33,6 +33,8 @@ from asyncrl.os_process import asks_for_signal_on_parent_death
 _LOOK_SECONDS = 0.01
 _STOP_SECONDS = 10.0
 _ROOM_MESSAGES = 4
+_BROKEN = ("Critical write error", "[ERR] JetStream failed to store", "will be DISABLED")
+"""In its log: a stream, or all of JetStream, refuses what is published until the server is restarted."""
 _MAX_PENDING_BYTES = 256 * 2**20
 """What the server keeps for a slow reader before it drops the connection; its default is 64 MiB."""
 
@@ -68,6 +70,8 @@ class EmbeddedServer:
         self._sync = sync_interval(sync_seconds)
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_read = 0
+        """Bytes of its log that ``failure`` has read."""
 
     @property
     def url(self) -> str:
@@ -85,6 +89,18 @@ class EmbeddedServer:
         except OSError:
             return False
 
+    def failure(self) -> str:
+        """What the log of this process says: a stream whose file could once not be written refuses for good."""
+        try:
+            with self._log.open("rb") as log:
+                log.seek(self._log_read)
+                *whole, rest = log.read().split(b"\n")
+                self._log_read = log.tell() - len(rest)
+        except OSError:
+            return ""
+        own = [line.decode(errors="replace") for line in whole if line.startswith(b"[%d] " % self.pid)]
+        return next((line.split("] ", 2)[-1] for line in own if any(sign in line for sign in _BROKEN)), "")
+
     def start(self) -> None:
         """Start the server and wait until it answers. Raises ConfigError or BusError with the reason."""
         try:
@@ -94,6 +110,8 @@ class EmbeddedServer:
 
     def _start(self) -> None:
         binary = find_binary()
+        if self._process is not None:
+            self._process.poll()  # reaps the one that ended
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.port and _is_taken(self.host, self.port):
             raise ConfigError(

@@ -1,0 +1,42 @@
+"""A nats-server whose store broke for lack of room stores no more, whatever room there is: it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.messages.topics import PROMPTS
+from asyncrl.run.child_process import RestartPolicy
+from asyncrl.run.server_restarts import keep_up
+from tests.harness.buses import prompt
+from tests.harness.faults.injections import full_disk
+
+
+async def test_a_server_that_stores_no_more_is_started_again_once_there_is_room(
+    own_server: EmbeddedServer, connect: Callable[..., Awaitable[JetStreamBus]]
+) -> None:
+    said: list[str] = []
+    bus = await connect(own_server)
+    pid = own_server.pid
+    async with asyncio.TaskGroup() as group:
+        kept = group.create_task(keep_up(own_server, restarts=RestartPolicy(3), say=said.append, look_seconds=0.05))
+        waiting = [group.create_task(bus.publish(PROMPTS, prompt(0), key="0"))]
+        while own_server.pid == pid:
+            with full_disk(pid):  # it cannot even write to its log
+                await answered_nothing(group, bus, waiting)
+            await answered_nothing(group, bus, waiting)
+        while not own_server.pid:
+            await asyncio.sleep(0.01)
+        await bus.publish(PROMPTS, prompt(1), key="1")
+        for one in (kept, *waiting):
+            one.cancel()
+    assert "stored no more (" in said[0]
+
+
+async def answered_nothing(group: asyncio.TaskGroup, bus: JetStreamBus, waiting: list[asyncio.Task[None]]) -> None:
+    """Publish a prompt that may never be stored."""
+    publishing = bus.publish(PROMPTS, prompt(0), key="0")
+    waiting.append(group.create_task(publishing))
+    await asyncio.wait(waiting[-1:], timeout=0.3)
