@@ -19,7 +19,7 @@ from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
 from asyncrl.run.process_manager import Outcome
 from tests import ROOT
-from tests.harness.forked import ForkServer
+from tests.harness.forked import LAUNCHER, ForkServer
 
 RUN_FILE = """
 [run]
@@ -372,9 +372,10 @@ def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
-    run_file: Path, folder: Path, environment: dict[str, str]
+    run_file: Path, folder: Path, environment: dict[str, str], forks: ForkServer
 ) -> None:
-    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2"]
+    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2", "--set", LAUNCHER]
+    environment = environment | forks.environment
 
     def run(*extra: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
