@@ -24,13 +24,24 @@ class LearnerSection:
     threads: int = 0
     """CPU threads of each rank; 0 leaves it to PyTorch."""
     groups_per_batch: int = 16
-    """Prompt groups per optimizer step."""
+    """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
+    steps_per_batch: int = 1
+    """Optimizer steps on each batch, each on its own part of the groups. The proximal policy of all of them is the one
+    before the first, so clips around it bind from the second on. Staleness, run.steps, schedules, checkpoints and
+    metrics count batches."""
     micro_batch_tokens: int = 16_384
     """Packed tokens per forward pass. A longer trajectory gets a micro-batch of its own."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the policy's learning rate falls after the warm-up."""
+    min_learning_rate: float = 0.0
+    """What it falls to."""
+    decay_steps: int = 0
+    """Steps, warm-up included, until it is there; 0 takes run.steps. A run that is to be resumed with more steps needs
+    the number of all of them."""
     weight_decay: float = 0.0
     """Weight decay of AdamW."""
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -57,7 +68,33 @@ class LearnerSection:
             self.ranks % self.tensor_parallel == 0,
             f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
         )
-        for name in ("threads", "warmup_steps", "weight_decay", "max_skipped_steps", "quarantine_mismatch"):
+        positive(self, "steps_per_batch")
+        require(
+            self.groups_per_batch % self.steps_per_batch == 0,
+            f"groups_per_batch must be a multiple of steps_per_batch ({self.steps_per_batch}), got "
+            f"{self.groups_per_batch}",
+        )
+        require(
+            0 <= self.min_learning_rate <= self.learning_rate,
+            f"min_learning_rate must be >= 0 and <= learning_rate ({self.learning_rate:g}), got "
+            f"{self.min_learning_rate:g}",
+        )
+        require(
+            self.schedule != "constant" or not (self.min_learning_rate or self.decay_steps),
+            'min_learning_rate and decay_steps are of a schedule that falls; use schedule = "cosine" or "linear"',
+        )
+        require(
+            self.decay_steps == 0 or self.decay_steps > self.warmup_steps,
+            f"decay_steps must be > warmup_steps ({self.warmup_steps}), got {self.decay_steps}",
+        )
+        for name in (
+            "threads",
+            "warmup_steps",
+            "decay_steps",
+            "weight_decay",
+            "max_skipped_steps",
+            "quarantine_mismatch",
+        ):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
         require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),

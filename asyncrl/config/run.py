@@ -30,7 +30,7 @@ class RunSection:
     seed: int = 0
     """Of the order of the data and of sampling."""
     steps: int = 100
-    """Optimizer steps. Step n makes policy version n."""
+    """Batches to train. Step n trains one and makes policy version n."""
     mode: Mode = "async"
     """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
     restarts: int = 3

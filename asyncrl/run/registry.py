@@ -129,8 +129,15 @@ def algorithm(run: RunConfig) -> Algorithm:
         overlong_floor=section.overlong_floor,
         max_response_tokens=limit,
         masks_truncated=section.mask_truncated,
+        steps_per_batch=run.learner.steps_per_batch,
         learning_rate_rule=run.staleness.learning_rate.removeprefix("ess_"),
     )
+    if run.learner.steps_per_batch > 1 and not resolved.loss.is_of_many_steps:
+        raise ConfigError(
+            f"learner.steps_per_batch: from the second step on, {run.learner.steps_per_batch} steps on a batch train "
+            f"what the weights before sampled, and loss {resolved.loss.name} has no ratio to them; use 1, or a loss "
+            'with a ratio, such as "ppo_clip"'
+        )
     if resolved.trusts_behavior and run.max_staleness > 0 and not section.allow_uncorrected:
         raise ConfigError(
             f'algorithm: correction = "{resolved.correction_name}" trains data up to {run.max_staleness} versions old '

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.actors.learner.trainer import schedule_of
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.config import RunConfig
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Metric
-from asyncrl.policies.batching.packing import pack_for_ranks
+from asyncrl.policies.batching.packing import pack_parts
 from asyncrl.policies.staleness.staleness import Forks, age_weight
 from asyncrl.protocols import Backend
 from asyncrl.run import learner_models, registry
@@ -50,12 +51,15 @@ class Trainer:
             forks=forks,
             age_weight=age_weight(section.weight, rate=section.weight_rate, max_staleness=run.max_staleness),
         )
-        shares = pack_for_ranks(
-            batch.documents, ranks=run.learner.data_parallel, max_tokens=run.learner.micro_batch_tokens
+        parts = pack_parts(
+            batch.documents,
+            parts=batch.parts,
+            ranks=run.learner.data_parallel,
+            max_tokens=run.learner.micro_batch_tokens,
         )
         training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
-        rate = training.learning_rate(step - 1, peak=run.learner.learning_rate, warmup_steps=run.learner.warmup_steps)
-        result = training(batch, shares, step=step - 1, learning_rate=rate)
+        rate = training.learning_rate(step - 1, schedule=schedule_of(run))
+        result = training(batch, parts, step=step - 1, learning_rate=rate)
         return dict(batch.metrics) | dict(result.metrics)
 
     def export(self, *, incarnation: int, version: int) -> None:

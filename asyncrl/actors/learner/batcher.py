@@ -31,7 +31,7 @@ from asyncrl.config import RunConfig
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack_for_ranks
+from asyncrl.policies.batching.packing import MicroBatch, pack_parts
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -45,10 +45,11 @@ LONG_WAIT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """``dp_shards[r]`` is what data-parallel rank r trains; seconds: host time to make it, hidden or not."""
+    """``parts[i][r]`` is what data-parallel rank r trains in optimizer step i of the batch; seconds: host time to make
+    it, hidden or not."""
 
     batch: Batch
-    dp_shards: list[list[MicroBatch]]
+    parts: list[list[list[MicroBatch]]]
     seconds: float
 
 
@@ -223,5 +224,7 @@ class Batcher:
             forks=self._table.forks,
             age_weight=self._age_weight,
         )
-        dp_shards = pack_for_ranks(batch.documents, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens)
-        return Prepared(batch=batch, dp_shards=dp_shards, seconds=time.monotonic() - started)
+        parts = pack_parts(
+            batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens
+        )
+        return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)

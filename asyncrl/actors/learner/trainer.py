@@ -18,6 +18,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.policies.learning_rate import Schedule
 from asyncrl.protocols import Backend, Rehearsing, StepResult
 
 T = TypeVar("T")
@@ -26,6 +27,18 @@ T = TypeVar("T")
 def is_of_data(error: Exception) -> bool:
     """Whether what a step raised may be a matter of its groups (Backend.step)."""
     return isinstance(error, StepFailed) or not isinstance(error, AsyncRLError)
+
+
+def schedule_of(run: RunConfig) -> Schedule:
+    """The policy's learning rate: without decay_steps it falls until the run's last step."""
+    learner = run.learner
+    return Schedule(
+        kind=learner.schedule,
+        peak=learner.learning_rate,
+        floor=learner.min_learning_rate,
+        warmup_steps=learner.warmup_steps,
+        steps=learner.decay_steps or run.run.steps - (run.critic.warmup_steps if run.critic else 0),
+    )
 
 
 class Trainer:
@@ -46,7 +59,7 @@ class Trainer:
         self._training = training
         self._weights = weights
         self._restore_from = restore_from
-        self._learning_rate, self._warmup_steps = run.learner.learning_rate, run.learner.warmup_steps
+        self._schedule = schedule_of(run)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
         self._export_seconds = 0.0
 
@@ -58,8 +71,8 @@ class Trainer:
 
     async def step(self, prepared: Prepared, *, step: int) -> StepResult:
         """Train on a batch. ``step``: how many steps were done before."""
-        rate = self._training.learning_rate(step, peak=self._learning_rate, warmup_steps=self._warmup_steps)
-        train = functools.partial(self._training, prepared.batch, prepared.dp_shards, step=step, learning_rate=rate)
+        rate = self._training.learning_rate(step, schedule=self._schedule)
+        train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
         return await self.call(train, what="a training step", on="step")
 
     @property
@@ -76,7 +89,7 @@ class Trainer:
         def rehearse() -> str:
             try:
                 prepared = prepare()
-                return self._training.rehearse(prepared.batch, prepared.dp_shards, step=step)
+                return self._training.rehearse(prepared.batch, prepared.parts, step=step)
             except Exception as error:  # whatever the data does to a step
                 if not is_of_data(error):
                     raise

@@ -55,6 +55,7 @@ class Algorithm:
     overlong_tokens     over that many tokens before max_response_tokens the reward falls by overlong_factor, and beyond
                         no further with overlong_floor (filters.overlong_penalty)
     masks_truncated     answers that were cut train nothing
+    steps_per_batch     optimizer steps on each batch, each on its own part of it
     learning_rate_rule  of adaptive.vcpo_learning_rate, "sqrt" or "linear"; empty leaves the learning rate alone
     """
 
@@ -73,6 +74,7 @@ class Algorithm:
     max_response_tokens: int = 0
     masks_truncated: bool = False
     learning_rate_rule: str = ""
+    steps_per_batch: int = 1
 
     @property
     def correction_name(self) -> str:
@@ -100,9 +102,14 @@ class Algorithm:
     def loss_scores(self) -> frozenset[str]:
         """Which of SCORED_BY the loss asks for; the present policy's logprobs are at hand anyway."""
         named = {*self.loss.inputs, *(("ref_logprobs",) if self.kl else ())} - {"prox_logprobs"}
-        if named & set(OF_BATCH):  # before the first micro-batch
+        if named & set(OF_BATCH) or self.keeps_prox:  # before the first micro-batch
             named.add("prox_logprobs")
         return frozenset(SCORED_BY.keys() & named)
+
+    @property
+    def keeps_prox(self) -> bool:
+        """Whether the policy is scored before the first of several steps: the proximal policy of all of them."""
+        return self.steps_per_batch > 1 and not self.loss.is_supervised
 
     @property
     def batch_scores(self) -> frozenset[str]:
@@ -117,7 +124,7 @@ class Algorithm:
     def objective(self, inputs: LossInputs) -> tuple[torch.Tensor, Sums]:
         """What to call backward() on (this micro-batch's part of the batch's loss), and sums for the metrics.
 
-        Decoupled PPO (arXiv:2110.00641, 2505.24298): the proximal policy is the learner at the start of the step, so
+        Decoupled PPO (arXiv:2110.00641, 2505.24298): the proximal policy is the learner at the start of the batch, so
         the correction covers staleness and engine mismatch at once, and the clip is a trust region around the learner.
         """
         prox_logprobs = inputs.prox_logprobs

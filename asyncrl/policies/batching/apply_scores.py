@@ -32,12 +32,12 @@ def complete(shares: Shares, scores: Scores, *, batch: Batch, algorithm: Algorit
     """``shares`` with the advantages and scores that the algorithm makes of ``scores`` (names of SCORED_BY).
 
     MicroBatch.scores gets "ref_logprobs" and "teacher_logprobs" as they are, with a critic "old_values" and "returns",
-    and "effective_fraction", "keep" or "rewards" where the loss asks for it.
+    "prox_logprobs" where several steps follow, and "effective_fraction", "keep" or "rewards" where the loss asks for
+    it.
     """
     known = {name: _by_document(shares, of, count=len(batch.documents)) for name, of in scores.items()}
-    added: dict[str, PerDocument] = {
-        name: known[name] for name in ("ref_logprobs", "teacher_logprobs") if name in known
-    }
+    taken = ("ref_logprobs", "teacher_logprobs", *(("prox_logprobs",) if algorithm.keeps_prox else ()))
+    added: dict[str, PerDocument] = {name: known[name] for name in taken if name in known}
     advantages: PerDocument | None = None
     if algorithm.advantage_scores:
         of_tokens, returns = _advantages(known, batch, algorithm)

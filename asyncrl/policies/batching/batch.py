@@ -44,6 +44,8 @@ class Batch:
     metrics: dict[str, Metric]
     num_tokens: int
     """Response tokens that are trained: those of an answer that is masked are not."""
+    parts: tuple[int, ...]
+    """Documents of each optimizer step on the batch: those of whole groups, the batch's first ones in the first."""
     max_staleness: int
     """Of its oldest sampled token, in versions."""
 
@@ -79,7 +81,13 @@ def build(
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
-    weights = algorithm.aggregation(trained, group=members)
+    parts = _parts(groups, algorithm.steps_per_batch)
+    ends = np.cumsum(parts)
+    weights = [  # each optimizer step is a mean over its own part
+        weight
+        for begin, end in zip(ends - parts, ends, strict=True)
+        for weight in algorithm.aggregation(trained[begin:end], group=members[begin:end] - members[begin])
+    ]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     ages = [
         per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
@@ -110,8 +118,15 @@ def build(
         ],
         metrics=metrics,
         num_tokens=int(ages_trained.size),
+        parts=parts,
         max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
     )
+
+
+def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
+    """Documents of each of ``count`` parts of the batch, about as many groups in each; of fewer groups, fewer parts."""
+    sizes = [len(group.trajectories) for group in groups]
+    return tuple(int(sum(part)) for part in np.array_split(sizes, min(count, len(groups))))
 
 
 def _shaped_rewards(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -106,6 +106,28 @@ def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int
         ]
         for share in shares
     ]
+
+
+def pack_parts(
+    documents: Sequence[Document], *, parts: Sequence[int], ranks: int, max_tokens: int
+) -> list[list[list[MicroBatch]]]:
+    """What ``pack_for_ranks`` makes of each part of the batch, in order: ``parts[i]`` documents.
+
+    A document's number is that in the batch.
+    """
+    packed, begin = [], 0
+    for size in parts:
+        made = pack_for_ranks(documents[begin : begin + size], ranks=ranks, max_tokens=max_tokens)
+        packed.append([[_numbered_from(begin, micro_batch) for micro_batch in share] for share in made])
+        begin += size
+    return packed
+
+
+def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
+    if not begin:
+        return micro_batch
+    numbers = np.where(micro_batch.documents < 0, micro_batch.documents, micro_batch.documents + begin)
+    return replace(micro_batch, documents=numbers)
 
 
 ATTENTION_TOKENS: Final = 16_384

@@ -4,7 +4,7 @@ Shapes: the M response tokens of a micro-batch, end to end; prompt and observati
 ask for any field of ``LossInputs`` and for the scores of other models. Gradients flow through ``logprobs`` alone.
 Numpy arrays are accepted, float64 stays float64, log ratios are clamped to +-20 before exp.
 
-A loss moves the policy relative to an anchor. *prox logprobs*: the learner at the start of the step, in its own
+A loss moves the policy relative to an anchor. *prox logprobs*: the learner at the start of the batch, in its own
 numerics; what that does not cover is left to a correction. *behavior logprobs*: the policy that sampled; the loss then
 corrects and bounds at once, and a correction on top would count the same ratio twice.
 """
@@ -48,8 +48,8 @@ class LossInputs:
 
     @property
     def prox_logprobs(self) -> torch.Tensor:
-        """The proximal policy is the learner itself: it takes one optimizer step per batch."""
-        return self.logprobs.detach()
+        """The learner before the batch: itself, or what it said then when it takes several optimizer steps."""
+        return self.scores["prox_logprobs"] if "prox_logprobs" in self.scores else self.logprobs.detach()
 
     def __getitem__(self, name: str) -> Any:
         """A field or a score by its name."""
@@ -80,6 +80,11 @@ class Loss(Part):
     def kept(self, prox_logprobs: Array, behavior_logprobs: Array) -> torch.Tensor:
         """``keep`` of a loss that asks for it: which tokens of the whole batch it trains.  f32[N] x 2 -> bool[N]"""
         return torch.ones(len(prox_logprobs), dtype=torch.bool)
+
+    @property
+    def is_of_many_steps(self) -> bool:
+        """Whether it may take several optimizer steps on a batch: it has a ratio to an anchor, or no policy sampled."""
+        return self.is_supervised or bool({"prox_logprobs", "behavior_logprobs"} & set(self.inputs))
 
     @property
     def is_around_behavior(self) -> bool:

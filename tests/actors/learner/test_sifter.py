@@ -198,14 +198,14 @@ async def test_a_group_whose_loss_is_not_finite_is_failed_and_its_step_is_not_sk
 async def test_a_batch_that_cannot_be_prepared_is_sifted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.actors.learner import batcher
 
-    real = batcher.pack_for_ranks
+    real = batcher.pack_parts
 
     def pack(documents: Any, **settings: Any) -> Any:
         if any(int(document.tokens[1]) == 5 for document in documents):
             raise AssertionError("packed wrong")
         return real(documents, **settings)
 
-    monkeypatch.setattr(batcher, "pack_for_ranks", pack)
+    monkeypatch.setattr(batcher, "pack_parts", pack)
     loop = await train(Picky(lambda prompts: None), tmp_path)
     assert loop.backend.steps == 4
     assert loop.table.counts["failed"] == 1

@@ -44,14 +44,14 @@ def step(
     batch = built(ANSWERS, algorithm)
     shares = pack_for_ranks(batch.documents, ranks=ranks, max_tokens=max_tokens)
     training = TrainingStep(backend, algorithm=algorithm, **settings)
-    return dict(training(batch, shares, step=number, learning_rate=0.1).metrics)
+    return dict(training(batch, [shares], step=number, learning_rate=0.1).metrics)
 
 
 def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing_else() -> None:
     backend, algorithm = ScriptedBackend(), resolve(ALGORITHMS["grpo"])
     batch = built(ANSWERS, algorithm)
     shares = pack_for_ranks(batch.documents, ranks=1, max_tokens=100)
-    result = TrainingStep(backend, algorithm=algorithm)(batch, shares, step=0, learning_rate=0.1)
+    result = TrainingStep(backend, algorithm=algorithm)(batch, [shares], step=0, learning_rate=0.1)
     assert backend.asked == ["step policy"]
     assert backend.trained["policy"][0] is shares
     assert result.metrics == {"loss": 1.0}

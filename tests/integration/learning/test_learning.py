@@ -63,6 +63,24 @@ async def test_losses_are_what_they_were(base: RunConfig) -> None:
     assert [row["loss"] for row in rows] == pytest.approx(GOLDEN_LOSSES, abs=1e-4)
 
 
+async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(base: RunConfig) -> None:
+    learner = {
+        "steps_per_batch": 2,
+        "groups_per_batch": 4,
+        "schedule": "linear",
+        "min_learning_rate": 1e-3,
+        "warmup_steps": 0,
+    }
+    run = changed(changed(base, "run", mode="sync", steps=4), "learner", **learner)
+    rows = await train(run, memory_bus())
+    assert [row["step"] for row in rows] == [row["weights/version"] for row in rows] == [1, 2, 3, 4]
+    assert {row["staleness/max"] for row in rows} == {0}
+    assert any(row["offpolicy/clip_fraction"] for row in rows)
+    assert all(row["learner/score_seconds"] > 0 and row["learner/skipped_parts"] == 0 for row in rows)
+    assert [row["learner/learning_rate"] for row in rows] == pytest.approx([3e-3, 2.5e-3, 2e-3, 1.5e-3])
+    assert max(row["mismatch/fresh_mean"] for row in rows) < 1e-3  # of the policy that sampled, not of the second step
+
+
 async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, nats_server: Any) -> None:
     """Two workers, staleness up to 4, JetStream: the asynchronous loop learns."""
     run = changed(changed(base, "run", steps=40), "learner", groups_per_batch=16)

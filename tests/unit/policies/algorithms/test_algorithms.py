@@ -131,7 +131,7 @@ def trained(
     with started(kind, folder, algorithm=algorithm, **({"auxiliary": models} if models else {})) as backend:
         step = TrainingStep(backend, algorithm=algorithm, critic_learning_rate=LEARNING_RATE)
         shares = [pack(batch.documents, max_tokens=max_tokens)]
-        return dict(step(batch, shares, step=0, learning_rate=LEARNING_RATE).metrics), weights(backend)
+        return dict(step(batch, [shares], step=0, learning_rate=LEARNING_RATE).metrics), weights(backend)
 
 
 # -- every row trains --------------------------------------------------------------------------------------------------

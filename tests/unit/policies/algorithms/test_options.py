@@ -90,9 +90,9 @@ def test_a_batch_counts_the_tokens_that_it_trains(caplog: pytest.LogCaptureFixtu
     assert some.metrics["staleness/histogram"].counts == (3, 0, 0, 0, 0)  # type: ignore[union-attr]
     step = TrainingStep(Backend(), algorithm=algorithm)
     with caplog.at_level(logging.WARNING):
-        step(some, [pack(some.documents, max_tokens=99)], step=6, learning_rate=1e-3)
+        step(some, [[pack(some.documents, max_tokens=99)]], step=6, learning_rate=1e-3)
         assert not caplog.messages
-        step(none, [pack(none.documents, max_tokens=99)], step=6, learning_rate=1e-3)
+        step(none, [[pack(none.documents, max_tokens=99)]], step=6, learning_rate=1e-3)
     assert caplog.messages == ["step 7 trains nothing: no answer of its batch has a token that is trained"]
 
 

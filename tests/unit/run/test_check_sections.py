@@ -1,4 +1,4 @@
-"""What a run file may say of how answers are sampled: each mistake is one line."""
+"""What a run file may say of sampling, optimizer steps and data: each mistake is one line."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.steps_per_batch=3"], r"groups_per_batch must be a multiple of steps_per_batch \(3\), got 4"),
+        (["learner.steps_per_batch=2", "algorithm.loss=reinforce"], "loss reinforce has no ratio to them"),
+        (["learner.schedule=cosin"], "schedule must be one of 'constant', 'linear', 'cosine'"),
+        (["learner.min_learning_rate=1e-7"], 'use schedule = "cosine" or "linear"'),
+        (["learner.schedule=linear", "learner.min_learning_rate=1.0"], r"<= learning_rate \(1e-06\), got 1"),
+        (["learner.schedule=linear", "learner.decay_steps=5", "learner.warmup_steps=5"], "must be > warmup_steps"),
+    ],
+)
+def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         check(config.load(run_file, overrides))
     assert "\n" not in str(caught.value)

@@ -1,0 +1,149 @@
+"""Several optimizer steps on a batch: each on its part, all around the policy before the first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.learner.training_step import Parts, TrainingStep, made_one
+from asyncrl.errors import BackendError
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.batch import Batch
+from asyncrl.policies.batching.packing import MicroBatch, pack_parts
+from asyncrl.policies.losses.table import LOSSES
+from asyncrl.protocols import StepResult
+from tests.harness.backends import distance, started, tiny_model, weights
+from tests.harness.scoring import ScriptedBackend, answer, built, by_tokens
+
+ANSWERS = (
+    answer([10, 11, 12], reward=1.0),
+    answer([20, 21], reward=0.5),
+    answer([30, 3, 31], reward=0.0, observed=[1]),
+    answer([13, 14], reward=0.7),
+    answer([15], reward=0.2),
+)
+"""One a group. Parts of whole groups: two steps train the first three and the last two."""
+
+
+def algorithm(steps: int, name: str = "dapo", **options: Any) -> Algorithm:
+    resolved = resolve(ALGORITHMS[name], advantage="" if name == "ppo" else "reinforce", **options)
+    return dataclasses.replace(resolved, steps_per_batch=steps)
+
+
+def parts_of(batch: Batch, *, ranks: int = 1, max_tokens: int = 100) -> Parts:
+    return pack_parts(batch.documents, parts=batch.parts, ranks=ranks, max_tokens=max_tokens)
+
+
+def tenths(micro_batch: MicroBatch) -> Any:
+    return (micro_batch.tokens / -10).astype(np.float32)
+
+
+@pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 6), (2, 6)])
+def test_every_part_is_a_step_around_the_policy_before_the_first(ranks: int, max_tokens: int) -> None:
+    backend, row = ScriptedBackend(scores={"policy": tenths}), algorithm(2)
+    batch = built(ANSWERS, row)
+    parts = parts_of(batch, ranks=ranks, max_tokens=max_tokens)
+    TrainingStep(backend, algorithm=row)(batch, parts, step=0, learning_rate=0.1)
+    assert backend.asked == ["score policy", "step policy", "step policy"]
+    tokens = [by_tokens(shares, lambda m: m.scores["prox_logprobs"]) for shares in backend.trained["policy"]]
+    assert [sorted(part) for part in tokens] == [[10, 11, 12, 20, 21, 30, 31], [13, 14, 15]]
+    for part in tokens:
+        assert part == pytest.approx({token: -token / 10 for token in part})
+    for shares in backend.trained["policy"]:  # a mean over the part's own tokens
+        assert sum(by_tokens(shares, lambda m: m.loss_weights).values()) == pytest.approx(1.0)
+        assert len({len(share) for share in shares}) == 1
+
+
+def test_one_step_scores_nothing() -> None:
+    backend, row = ScriptedBackend(), algorithm(1)
+    batch = built(ANSWERS, row)
+    TrainingStep(backend, algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
+    assert backend.asked == ["step policy"]
+
+
+def test_the_critic_takes_as_many_steps_after_the_policy() -> None:
+    backend = ScriptedBackend(scores={"policy": tenths, "critic": tenths})
+    row = algorithm(2, "ppo")
+    batch = built(ANSWERS, row)
+    TrainingStep(backend, algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
+    assert backend.asked == ["score policy", "score critic", *["step policy"] * 2, *["step critic"] * 2]
+
+
+def test_fewer_groups_than_steps_are_as_many_parts() -> None:
+    row = algorithm(4)
+    assert built(ANSWERS[:2], row).parts == (1, 1)
+    assert built(ANSWERS, row).parts == (2, 1, 1, 1)
+
+
+class Failing(ScriptedBackend):
+    """Its steps are skipped, fail, or work, as ``script`` says."""
+
+    def __init__(self, script: Sequence[str]) -> None:
+        super().__init__(scores={"policy": tenths})
+        self._script = iter(script)
+
+    def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
+        super().step(shares, learning_rate=learning_rate, model=model)
+        match next(self._script):
+            case "fails":
+                raise ValueError("a token out of range")
+            case "skips":
+                return StepResult(metrics={"learner/skipped_steps": 1.0, "loss": float("nan")})
+        return StepResult(metrics={"learner/skipped_steps": 0.0, "loss": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("script", "error"), [(["fails"], ValueError), (["skips", "fails"], ValueError), (["works", "fails"], BackendError)]
+)
+def test_a_batch_that_changed_the_weights_is_not_trained_again(script: list[str], error: type[Exception]) -> None:
+    """A BackendError ends the learner, which goes on from its checkpoint; the others are a matter of the groups."""
+    row = algorithm(2)
+    batch = built(ANSWERS, row)
+    with pytest.raises(error, match="out of range"):
+        TrainingStep(Failing(script), algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1)
+
+
+@pytest.mark.parametrize(
+    ("script", "skipped", "parts"), [(["skips", "skips"], 1.0, 2.0), (["skips", "works"], 0.0, 1.0)]
+)
+def test_a_batch_is_skipped_when_all_its_steps_are(script: list[str], skipped: float, parts: float) -> None:
+    row = algorithm(2)
+    batch = built(ANSWERS, row)
+    metrics = TrainingStep(Failing(script), algorithm=row)(batch, parts_of(batch), step=0, learning_rate=0.1).metrics
+    assert (metrics["learner/skipped_steps"], metrics["learner/skipped_parts"]) == (skipped, parts)
+    if not skipped:
+        assert metrics["loss"] == 2.0
+
+
+def test_metrics_of_a_batch_are_means_but_for_what_is_a_largest() -> None:
+    made = made_one([{"loss": 1.0, "offpolicy/ratio_max": 3.0}, {"loss": 2.0, "offpolicy/ratio_max": 1.5}])
+    assert (made["loss"], made["offpolicy/ratio_max"]) == (1.5, 3.0)
+
+
+def test_a_loss_without_a_ratio_takes_one_step() -> None:
+    refused = {name for name, loss in LOSSES.items() if not loss().is_of_many_steps}
+    assert refused == {"reinforce", "opmd_simple"}
+
+
+@pytest.mark.parametrize("kind", ["reference", "megatron-1"])
+def test_the_clip_binds_from_the_second_step_on(kind: str, tmp_path: Path) -> None:
+    """The same data, the same two steps: around the policy before the first, and each around itself."""
+    folder = tiny_model(tmp_path)
+    row = algorithm(2, options={"clip_low": 0.001, "clip_high": 0.001})
+    batch = built([*ANSWERS[:1], answer([10, 11, 12], reward=1.0)], row)
+    with started(kind, folder, algorithm=row) as backend:
+        step = TrainingStep(backend, algorithm=row)
+        metrics = step(batch, parts_of(batch), step=0, learning_rate=0.01).metrics
+        bound = weights(backend)
+    assert metrics["offpolicy/clip_fraction"] == pytest.approx(0.5)  # nothing of the first, all of the second
+    with started(kind, folder, algorithm=row) as backend:
+        for part in parts_of(batch):
+            backend.step(part, learning_rate=0.01)
+        assert distance(bound, weights(backend)) > 0
