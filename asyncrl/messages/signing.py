@@ -164,8 +164,10 @@ class Signatures:
         return self._sealed(f"answer of {service.name}", _digest_text(question), data)
 
     def open_answer(self, service: Service[Any, Any], question: bytes, data: bytes) -> Opened:
-        where = f"answer of {service.name}"
-        return self._opened(where, _digest_text(question), data, is_learners=service.is_answer_signed)[0]
+        where, key = f"answer of {service.name}", _digest_text(question)
+        if service.is_namesakes and self._own is not None and self._verified(where, key, data)[0] != self._own.public:
+            return Opened(b"", "is of somebody with another key")
+        return self._opened(where, key, data, is_learners=service.is_answer_signed)[0]
 
     def _sealed(self, where: str, key: str, data: bytes) -> bytes:
         if self._own is None:

@@ -63,6 +63,7 @@ class Service(Generic[Q, A]):
     key       which of several served side by side, such as one for each worker
     is_keyed  whether there is one for each of many keys
     is_answer_signed  whether answers are taken from the learner alone (signing.py)
+    is_namesakes      whether answers to a process with a key are taken from processes with the same key alone
     """
 
     name: str
@@ -73,6 +74,7 @@ class Service(Generic[Q, A]):
     is_keyed: bool = False
     key: str = ""
     is_answer_signed: bool = False
+    is_namesakes: bool = False
 
 
 PROMPTS = Topic("prompts", "work", PromptGroup, publishers=("learner",), readers=("rollout-worker",))
@@ -115,7 +117,13 @@ TRANSFERS = Service(
     is_answer_signed=True,
 )
 LAUNCHER = Service("launcher", Claim, Claim, asked_by=("learner",), served_by=("learner",))
-WORKERS = Service("workers", Claim, Claim, asked_by=("rollout-worker",), served_by=("rollout-worker",), is_keyed=True)
+WORKERS = Service(
+    *("workers", Claim, Claim),
+    asked_by=("rollout-worker",),
+    served_by=("rollout-worker",),
+    is_keyed=True,
+    is_namesakes=True,
+)
 
 ALL: Final[tuple[Topic[Any], ...]] = tuple(row for row in tuple(globals().values()) if isinstance(row, Topic))
 ALL_SERVICES: Final[tuple[Service[Any, Any], ...]] = tuple(

@@ -12,8 +12,18 @@ import pytest
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, WeightVersion, replace
+from asyncrl.messages.fleet import Claim
 from asyncrl.messages.signing import Signatures, SigningKey
-from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, QUARANTINE, TRAJECTORIES, TRANSFERS, WEIGHTS
+from asyncrl.messages.topics import (
+    ACTORS,
+    PROGRESS,
+    PROMPTS,
+    QUARANTINE,
+    TRAJECTORIES,
+    TRANSFERS,
+    WEIGHTS,
+    worker_named,
+)
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.protocols import Bus
 from asyncrl.protocols.rejections import Rejections
@@ -163,6 +173,17 @@ async def test_a_worker_that_joined_by_itself_is_heard_and_nobody_else_under_its
         found = [await anext(records) for _ in range(3)]
     assert [record.message is not None for record in found] == [True, False, False]
     assert {record.problem for record in found[1:]} == {f"is said in the name of {name!r} by somebody else"}
+
+
+async def test_whether_a_name_is_taken_its_own_key_says_alone(speak: Speak) -> None:
+    """A liar who says so of every name would keep all workers out."""
+    own, namesake = SigningKey(b"w" * 32), Claim(host="there", pid=1)
+    for signatures, is_believed in ((forger(), False), (Signatures(), False), (Signatures(run="r", own=own), True)):
+        server, there = await speak(signatures), await speak(Signatures(run="r", own=own, learner=LEARNER.public))
+        async with server.serve(worker_named("w0")) as questions:
+            asking = asyncio.ensure_future(there.ask(worker_named("w0"), Claim(host="here", pid=2), seconds=10))
+            await (await anext(questions)).answer(namesake)
+            assert await asking == (namesake if is_believed else None)
 
 
 async def recording(
