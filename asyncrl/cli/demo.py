@@ -63,6 +63,7 @@ def report(metrics: Path, *, seconds: float) -> int:
     last = sum(rewards[-5:]) / len(rewards[-5:])
     print(f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s; every number of every step is in {metrics}")
     print(f"what the model writes: asyncrl samples {metrics.parent}")
+    print(f"its curves, lanes and answers on a web page: asyncrl board {metrics.parent}")
     if rewards[0] < LOW and last > HIGH:
         return 0
     print(f"bin/demo: the reward should rise from below {LOW} to above {HIGH}", file=sys.stderr)

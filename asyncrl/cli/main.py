@@ -29,6 +29,7 @@ VERBS: Final = {
     "check": "Print what a run file means, and refuse what cannot work.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
+    "board": "Show runs on a web page: curves, what every actor does, groups, and answers token by token.",
     "scale": "Change the number of rollout workers of a run that is up; workers that leave drain first.",
     "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
     "tap": "Print what flows on a topic of a run that is up, as it flows.",
@@ -43,6 +44,7 @@ EXAMPLES: Final = """examples:
   asyncrl run my.toml --set run.steps=10 --resume      continue from the last checkpoint
   asyncrl check my.toml                                what the run file means, and whether it can work
   asyncrl top runs/demo                                what the run does now, on one screen
+  asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
   asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink a run that is up

@@ -1,0 +1,129 @@
+"""Keeps what the board holds of a run up to date: rows from its folder, heartbeats and events from its bus.
+
+Nothing of the run is changed, and a run that comes, moves or goes is followed. Tests: tests/integration/board/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from asyncrl.board.lanes import Doing, doing
+from asyncrl.board.run_state import Change, RunState
+from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
+from asyncrl.run.looker import Looker, View, is_silent, look_seconds
+from asyncrl.run.watched_run import RowTail, WatchedRun, row_of
+
+ROW_SECONDS: Final = 1.0
+"""Between two looks at metrics.jsonl: nobody announces that it grew."""
+AWAY_SECONDS: Final = 2.0
+"""Between two looks for a run that is not up."""
+NEWEST_EVENTS: Final = 5000
+
+Tell = Callable[[Change], None]
+
+
+class RunFeed:
+    """tell: called in the event loop with each change of ``state``"""
+
+    def __init__(self, run: WatchedRun, *, tell: Tell) -> None:
+        self.watched = run
+        self.state = RunState(run.name)
+        self._tell = tell
+        self._tail: RowTail | None = run.rows()
+
+    async def begin(self) -> None:
+        """Read what is recorded."""
+        while await self._read_rows():
+            pass
+
+    async def run(self) -> None:
+        """consumes: actors, progress, metrics, events    waits for: the next look    woken by: the clock"""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_rows())
+            group.create_task(self._follow_bus())
+
+    async def _follow_rows(self) -> None:
+        while self._tail is not None:
+            if not await self._read_rows():
+                await asyncio.sleep(ROW_SECONDS)
+
+    async def _read_rows(self) -> bool:
+        """Whether there may be more."""
+        if self._tail is None:
+            return False
+        rows, has_more = await asyncio.to_thread(self._tail.read)
+        if rows and not self.state.steps:
+            self.state.steps = await asyncio.to_thread(self.watched.steps)
+        self._say(self.state.add_rows(rows))
+        return has_more
+
+    async def _follow_bus(self) -> None:
+        while True:
+            try:
+                looker = self.watched.looker() if await asyncio.to_thread(self.watched.is_up) else None
+                if looker is not None:
+                    await self._look(looker)
+                why = ""
+            except NoSuchRun:
+                why = ""
+            except ConfigError as error:  # its bus refuses us
+                why = str(error)
+            self._say(self.state.is_away(why, now=time.time()))
+            await asyncio.sleep(AWAY_SECONDS)
+
+    async def _look(self, looker: Looker) -> None:
+        """Until the run is not up any more. Raises ConfigError."""
+        events: asyncio.Task[None] | None = None
+        address, step = ("", ""), -1
+        try:
+            while True:
+                view = await looker.look()
+                if looker.address != address and not looker.is_connecting:
+                    address = looker.address
+                    if events is not None:
+                        events.cancel()
+                    events = asyncio.create_task(self._follow_events())
+                if self._tail is None and view.metrics is not None and view.metrics.step != step:
+                    step = view.metrics.step
+                    self._say(self.state.add_rows([row_of(view.metrics)]))
+                self._hear(view)
+                if looker.is_connecting and not await asyncio.to_thread(self.watched.is_up):
+                    return
+                await asyncio.sleep(look_seconds(view))
+        finally:
+            if events is not None:
+                events.cancel()
+                await asyncio.gather(events, return_exceptions=True)
+            await looker.close()
+
+    def _hear(self, view: View) -> None:
+        seen = view.observation
+        status = "finished" if seen.is_finished else "up"
+        if seen.bus_silent:
+            why = f": {seen.bus_problem}" if seen.bus_problem else ""
+            status = f"its bus has not answered for {seen.bus_silent:.0f} s{why}"
+        self._say(self.state.hear(actors_of(view), findings=view.findings, status=status, now=time.time()))
+
+    async def _follow_events(self) -> None:
+        while True:
+            with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
+                async with contextlib.aclosing(self.watched.events(newest=NEWEST_EVENTS)) as events:
+                    async for event in events:
+                        self._say(self.state.add_event(event))
+            await asyncio.sleep(AWAY_SECONDS)
+
+    def _say(self, changes: list[Change]) -> None:
+        for change in changes:
+            self._tell(change)
+
+
+def actors_of(view: View) -> Mapping[str, tuple[Any, Doing]]:
+    """name -> (heartbeat, what it does)"""
+    return {
+        name: (seen.beat, doing(seen.beat, silent_seconds=seen.seconds if is_silent(seen) else 0.0))
+        for name, seen in view.observation.actors.items()
+    }

@@ -1,0 +1,73 @@
+"""Sends what is new to every browser that looks, as server-sent events. A slow browser is told to ask anew.
+
+Tests: tests/unit/board/test_hub.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Final
+
+MOST_WAITING: Final = 256
+"""Messages for one browser."""
+MOST_BROWSERS: Final = 64
+
+
+class Hub:
+    def __init__(self) -> None:
+        self._browsers: set[Browser] = set()
+        self.bytes_sent = 0
+        """To all browsers, since the start."""
+
+    def tell(self, run: int, change: dict[str, Any]) -> None:
+        """To everybody: a change of one run."""
+        if not self._browsers:
+            return
+        line = encoded({"run": run, **change})
+        for browser in self._browsers:
+            browser.put(line)
+
+    def join(self) -> Browser | None:
+        """Another browser, until ``leave``; None when there are too many."""
+        if len(self._browsers) >= MOST_BROWSERS:
+            return None
+        browser = Browser(self)
+        self._browsers.add(browser)
+        return browser
+
+    def leave(self, browser: Browser) -> None:
+        self._browsers.discard(browser)
+
+
+class Browser:
+    """What waits to be sent to one of them."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def put(self, line: bytes) -> None:
+        if self._lines.qsize() >= MOST_WAITING:  # it does not keep up: it begins anew once it does
+            while not self._lines.empty():
+                self._lines.get_nowait()
+            line = encoded({"kind": "restart"})
+        self._lines.put_nowait(line)
+
+    async def next(self) -> bytes:
+        """All that waits.  waits for: a change    woken by: the hub"""
+        lines = [await self._lines.get()]
+        while not self._lines.empty():
+            lines.append(self._lines.get_nowait())
+        data = b"".join(lines)
+        self._hub.bytes_sent += len(data)
+        return data
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + as_json(message) + b"\n\n"
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,195 @@
+"""What each actor did over the last minutes: a lane of segments, from heartbeats or from rows of metrics. Pure.
+
+A heartbeat says what an actor does and waits for at one instant; between two looks it is taken to go on. A segment ends
+when the next one begins. Lanes and segments are bounded, however large the fleet is and however long the board is open.
+
+Tests: tests/unit/board/test_lanes.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+STATES: Final = (
+    "silent",
+    "quarantined",
+    "starting",
+    "draining",
+    "waiting",
+    "loading",
+    "rewarding",
+    "generating",
+    "training",
+    "writing",
+    "working",
+)
+"""What a lane shows, by its number in what the browser gets."""
+WINDOW_SECONDS: Final = 900.0
+MOST_LANES: Final = 4096
+MOST_SEGMENTS: Final = 60_000
+"""Of all lanes together; one has at least LEAST_SEGMENTS of them and at most LARGEST_LANE."""
+LEAST_SEGMENTS: Final = 16
+LARGEST_LANE: Final = 300
+LONGEST_TEXT: Final = 120
+
+_LOADS: Final = frozenset({"load", "folder", "weight-sender"})
+_TRAINS: Final = frozenset({"step", "backend"})
+_WRITES: Final = frozenset({"disk", "room"})
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """state: of STATES;  text: what it waits for, and on whom."""
+
+    state: str
+    text: str = ""
+
+
+def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
+    """What a heartbeat says that its actor does. silent_seconds: without a beat, if that is too long."""
+    if silent_seconds:
+        return Doing("silent")
+    if beat.phase in ("starting", "quarantined", "draining"):
+        return Doing(beat.phase, _text(beat.waits[0]) if beat.waits else "")
+    if beat.role == "rollout-worker":
+        return _of_worker(beat)
+    for state, parts in (("training", _TRAINS), ("writing", _WRITES)):
+        if (wait := _first(beat.waits, parts)) is not None:
+            return Doing(state, wait.what[:LONGEST_TEXT])
+    return Doing("waiting", _text(beat.waits[0])) if beat.waits else Doing("working")
+
+
+def _of_worker(beat: Any) -> Doing:
+    if (wait := _first(beat.waits, _LOADS)) is not None:
+        return Doing("loading", wait.what[:LONGEST_TEXT])
+    if beat.numbers.get("rollout/running", 0) > 0:
+        return Doing("generating")
+    if (wait := _first(beat.waits, frozenset({"reward"}))) is not None:
+        return Doing("rewarding")
+    return Doing("waiting", _text(beat.waits[0])) if beat.waits else Doing("waiting")
+
+
+def _first(waits: Iterable[Any], parts: frozenset[str]) -> Any:
+    return next((wait for wait in waits if wait.on in parts), None)
+
+
+def _text(wait: Any) -> str:
+    return f"{wait.what}, from {wait.on}"[:LONGEST_TEXT] if wait.on else wait.what[:LONGEST_TEXT]
+
+
+@dataclass(slots=True)
+class Lane:
+    """segments: (Unix seconds of its begin, state, text), oldest first."""
+
+    number: int
+    name: str
+    role: str
+    life: str = ""
+    version: int = 0
+    segments: deque[tuple[float, str, str]] = field(default_factory=deque)
+    is_gone: bool = False
+
+    @property
+    def now(self) -> tuple[str, str]:
+        _, state, text = self.segments[-1]
+        return state, text
+
+
+class Lanes:
+    """Of one run, on the clock of the board."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, Lane] = {}
+        self.left_out = 0
+        """Actors beyond MOST_LANES."""
+        self.end = 0.0
+        """Of the last look."""
+        self._next = 0
+
+    def hear(self, actors: Mapping[str, tuple[Any, Doing]], *, now: float) -> tuple[list[Lane], list[Lane], list[str]]:
+        """One look, of name -> (heartbeat, what it does). (new lanes, lanes that changed, names that restarted)"""
+        new, changed, restarted = list[Lane](), list[Lane](), list[str]()
+        self.left_out = 0
+        for name, (beat, does) in actors.items():
+            lane = self.lanes.get(name)
+            if lane is None:
+                if len(self.lanes) >= MOST_LANES:
+                    self.left_out += 1
+                    continue
+                lane = self.lanes[name] = Lane(self._next, name, beat.role, life=beat.life)
+                self._next += 1
+                new.append(lane)
+            elif beat.life and beat.life != lane.life:
+                if lane.life:
+                    restarted.append(name)
+                lane.life = beat.life
+            if self._note(lane, does, version=beat.policy_version, now=now):
+                changed.append(lane)
+        for name, lane in self.lanes.items():
+            if name not in actors and not lane.is_gone:
+                lane.is_gone = True
+                lane.segments.append((now, "", ""))
+                changed.append(lane)
+        self.end = now
+        self._forget(now - WINDOW_SECONDS)
+        return new, changed, restarted
+
+    def _note(self, lane: Lane, does: Doing, *, version: int, now: float) -> bool:
+        lane.is_gone = False
+        is_other = not lane.segments or lane.now != (does.state, does.text)
+        if is_other:
+            lane.segments.append((now, does.state, does.text))
+        has_version = version != lane.version
+        lane.version = version
+        return is_other or has_version
+
+    def _forget(self, begin: float) -> None:
+        """What ended before the window, the oldest segments of restless lanes, and lanes that have nothing left."""
+        most = min(LARGEST_LANE, max(LEAST_SEGMENTS, MOST_SEGMENTS // max(1, len(self.lanes))))
+        for lane in self.lanes.values():
+            while len(lane.segments) > most or (len(lane.segments) > 1 and lane.segments[1][0] <= begin):
+                lane.segments.popleft()
+        gone = [name for name, lane in self.lanes.items() if lane.is_gone and lane.segments[-1][0] <= begin]
+        for name in gone:
+            del self.lanes[name]
+
+    def totals(self) -> dict[str, int]:
+        """How many rollout workers are in each state."""
+        found: dict[str, int] = {}
+        for lane in self.lanes.values():
+            if not lane.is_gone and lane.role == "rollout-worker":
+                found[lane.now[0]] = found.get(lane.now[0], 0) + 1
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything. A segment is [seconds since ``begin``, number of its state or -1 when it was gone, text]."""
+        begin = self.end - WINDOW_SECONDS
+        return {
+            "begin": begin,
+            "end": self.end,
+            "left_out": self.left_out,
+            "source": "heartbeats",
+            "lanes": [head(lane) | {"segments": list(_segments(lane, begin))} for lane in self.lanes.values()],
+        }
+
+
+def head(lane: Lane) -> dict[str, Any]:
+    return {"id": lane.number, "name": lane.name, "role": lane.role, "version": lane.version}
+
+
+def change(lane: Lane) -> list[Any]:
+    """[id, number of its state, text, version]"""
+    state, text = lane.now
+    return [lane.number, number_of(state), text, lane.version]
+
+
+def number_of(state: str) -> int:
+    return STATES.index(state) if state else -1
+
+
+def _segments(lane: Lane, begin: float) -> Iterator[list[Any]]:
+    for since, state, text in lane.segments:
+        yield [round(max(0.0, since - begin), 1), number_of(state), *([text] if text else [])]

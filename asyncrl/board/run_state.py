@@ -1,0 +1,150 @@
+"""All that the board holds of one run, and what it tells browsers when something is new. Pure, and bounded.
+
+A change is a dict for the browser, with its "kind"; ``RunFeed`` sends it to everybody who looks.
+
+Tests: tests/unit/board/test_run_state.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.board.lanes import Doing, Lanes, change, head
+from asyncrl.board.marks import Mark, Marks
+from asyncrl.board.series import Columns, Curve
+from asyncrl.board.step_lanes import StepLanes
+
+MOST_CURVES: Final = 500
+MOST_ROWS: Final = 50
+"""Rows in one change: after more of them browsers ask for the curves anew."""
+HISTOGRAMS: Final = ("staleness/histogram", "length/trained", "length/dropped")
+
+_OF_ONE_WORKER: Final = re.compile(r"(rollout|weights)/.+/.+")
+
+Change = dict[str, Any]
+
+
+class RunState:
+    """name: of the run"""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.steps = 0
+        """After which it is done; 0: unknown."""
+        self.curves: dict[str, Curve] = {}
+        self.columns = {name: Columns() for name in HISTOGRAMS}
+        self.lanes = Lanes()
+        self.marks = Marks()
+        self.beats: Mapping[str, Any] = {}
+        """The last heartbeat of each actor that is there."""
+        self.status = "not up"
+        self._step_lanes = StepLanes()
+        self._last: dict[str, float] = {}
+
+    # -- what is heard -----------------------------------------------------------------------------------------------
+
+    def add_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[Change]:
+        """Rows of metrics.jsonl, in its order."""
+        marks: list[Mark] = []
+        sent = []
+        for row in rows:
+            numbers = {name: value for name, value in row.items() if is_curve(name, value)}
+            for name, value in numbers.items():
+                if name in self.curves or len(self.curves) < MOST_CURVES:
+                    self.curves.setdefault(name, Curve()).add(row["step"], float(value))
+            counts = {name: _counts(row.get(name)) for name in HISTOGRAMS}
+            for name, found in counts.items():
+                if found:
+                    self.columns[name].add(row["step"], found)
+            self._step_lanes.add(row)
+            marks += self.marks.row(row)
+            self._last = numbers | {"step": row["step"]}
+            sent.append(numbers | {"step": row["step"], "histograms": {name: c for name, c in counts.items() if c}})
+        if not rows:
+            return []
+        changes: list[Change] = [{"kind": "rows", "rows": sent}] if len(rows) <= MOST_ROWS else [{"kind": "reload"}]
+        return [*changes, self.summary(), *_of_marks(marks)]
+
+    def hear(
+        self, actors: Mapping[str, tuple[Any, Doing]], *, findings: Iterable[Any], status: str, now: float
+    ) -> list[Change]:
+        """One look at a run that is up. actors: name -> (heartbeat, what it does);  now: Unix seconds"""
+        self.beats = {name: beat for name, (beat, _) in actors.items()}
+        new, changed, restarted = self.lanes.hear(actors, now=now)
+        marks = [*self.marks.faults(findings, now=now), *self.marks.restarts(restarted, now=now)]
+        is_other, self.status = status != self.status, status
+        changes: list[Change] = [
+            {
+                "kind": "lanes",
+                "end": now,
+                "new": [head(lane) for lane in new],
+                "changed": [change(lane) for lane in changed],
+                "totals": self.lanes.totals(),
+            }
+        ]
+        return [*changes, *([self.summary()] if is_other else []), *_of_marks(marks)]
+
+    def add_event(self, event: Any) -> list[Change]:
+        return _of_marks(self.marks.event(event))
+
+    def is_away(self, why: str, *, now: float) -> list[Change]:
+        """The run is not up, or for some reason not to be heard: nobody is heard any more."""
+        is_done = 0 < self.steps <= self._last.get("step", 0)
+        status = why or ("done" if is_done else "not up")
+        if status == self.status:
+            return []
+        if self.beats:
+            return self.hear({}, findings=(), status=status, now=now)
+        self.status = status
+        return [self.summary()]
+
+    # -- what browsers get -------------------------------------------------------------------------------------------
+
+    def summary(self) -> Change:
+        """One line."""
+        return {
+            "kind": "summary",
+            "name": self.name,
+            "steps": self.steps,
+            "status": self.status,
+            "last": {name: self._last[name] for name in _SUMMARY if name in self._last},
+        }
+
+    def overview(self) -> Change:
+        """What a browser needs to begin with."""
+        return self.summary() | {
+            "curves": sorted(self.curves),
+            "marks": list(self.marks.all),
+            "histograms": {
+                name: {"steps": columns.steps, "counts": columns.counts} for name, columns in self.columns.items()
+            },
+        }
+
+    def curves_named(self, names: Iterable[str]) -> dict[str, list[Any]]:
+        """name -> [steps, values], of those that are there."""
+        return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
+
+    def lanes_as_json(self) -> dict[str, Any]:
+        """Of the last minutes, if somebody was heard; else of the recorded steps."""
+        return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()
+
+
+_SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per_second", "rollout/workers", "time")
+
+
+def is_curve(name: str, value: object) -> bool:
+    """Whether a metric is a finite number of the whole run."""
+    is_number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number and name != "step" and _OF_ONE_WORKER.fullmatch(name) is None
+
+
+def _counts(value: object) -> list[int]:
+    counts = value.get("counts") if isinstance(value, dict) else None
+    return counts if isinstance(counts, list) and all(type(count) is int for count in counts) else []
+
+
+def _of_marks(marks: Sequence[Mark]) -> list[Change]:
+    return [{"kind": "marks", "marks": list(marks)}] if marks else []

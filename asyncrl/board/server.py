@@ -1,0 +1,187 @@
+"""The board's HTTP server: the page, what runs have recorded, and a stream of what is new.
+
+    GET /                       the page; its files under /static/
+    GET /api/runs               an overview of every run
+    GET /api/runs/N/curves      ?name=A&name=B: [steps, values] of each
+    GET /api/runs/N/lanes       what each actor did
+    GET /api/runs/N/actors/NAME the last heartbeat of one
+    GET /api/stream             server-sent events: changes (run_state.py), with the number of their run
+
+It only answers GET, and changes nothing. Tests: tests/integration/board/test_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import math
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import web
+
+from asyncrl.board.feed import RunFeed
+from asyncrl.board.guard import HEADERS, Guard, Handler
+from asyncrl.board.hub import Hub, as_json
+from asyncrl.board.lanes import STATES
+from asyncrl.board.run_state import RunState
+from asyncrl.errors import ConfigError
+from asyncrl.run.watched_run import WatchedRun
+
+STATIC: Final = Path(__file__).parent / "static"
+QUIET_SECONDS: Final = 15.0
+"""Without a change, after which the stream says that it is still there."""
+MOST_NAMES: Final = 200
+"""Curves asked for at once."""
+
+
+class Board:
+    """Of some runs. ``async with Board(runs, ...) as board`` serves at ``board.url`` until it is left."""
+
+    def __init__(self, runs: Sequence[WatchedRun], *, host: str, port: int, token: str = "") -> None:
+        self.hub = Hub()
+        self.feeds = [
+            RunFeed(run, tell=lambda change, number=number: self.hub.tell(number, change))  # type: ignore[misc]
+            for number, run in enumerate(runs)
+        ]
+        self._host, self._port, self._token = host, port, token
+        self._guard = Guard(host=host, token=token)
+        self._is_closing = asyncio.Event()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}/" + (f"?token={self._token}" if self._token else "")
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Board]:
+        """Raises ConfigError when the port is taken, or the address is not ours."""
+        runner = web.AppRunner(self._application(), access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._host, self._port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise _cannot_listen(error, self._host, self._port) from None
+            self.port = runner.addresses[0][1]
+            async with asyncio.TaskGroup() as group:
+                tasks = []
+                for feed in self.feeds:
+                    await feed.begin()
+                    tasks.append(group.create_task(feed.run()))
+                yield self
+                self._is_closing.set()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._is_closing.set()
+            await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._guard(request, handler)
+
+        application = web.Application(middlewares=[guarded], client_max_size=1024)
+        application.on_response_prepare.append(_with_headers)
+        application.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/api/runs", self._runs),
+                web.get("/api/runs/{run}/curves", self._curves),
+                web.get("/api/runs/{run}/lanes", self._lanes),
+                web.get("/api/runs/{run}/actors/{name}", self._actor),
+                web.get("/api/stream", self._stream),
+                web.static("/static", STATIC),
+            ]
+        )
+        return application
+
+    # -- what it answers ---------------------------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(STATIC / "index.html")
+
+    async def _runs(self, request: web.Request) -> web.StreamResponse:
+        return _json({"states": STATES, "runs": [feed.state.overview() for feed in self.feeds]})
+
+    async def _curves(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._state(request).curves_named(request.query.getall("name", [])[:MOST_NAMES]))
+
+    async def _lanes(self, request: web.Request) -> web.StreamResponse:
+        return _json(self._state(request).lanes_as_json())
+
+    async def _actor(self, request: web.Request) -> web.StreamResponse:
+        beat = self._state(request).beats.get(request.match_info["name"])
+        if beat is None:
+            raise web.HTTPNotFound(text="no such actor is up\n")
+        return _json(_finite(dataclasses.asdict(beat)))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        browser = self.hub.join()
+        if browser is None:
+            raise web.HTTPServiceUnavailable(text="asyncrl board: too many browsers look at it\n")
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        try:
+            await answer.prepare(request)
+            await answer.write(b": here\n\n")
+            while not self._is_closing.is_set():
+                data = b": here\n\n"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(QUIET_SECONDS):
+                        data = await self._next_or_closing(browser.next())
+                await answer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            self.hub.leave(browser)
+        return answer
+
+    async def _next_or_closing(self, next_data: Any) -> bytes:
+        data, closing = asyncio.ensure_future(next_data), asyncio.ensure_future(self._is_closing.wait())
+        try:
+            await asyncio.wait((data, closing), return_when=asyncio.FIRST_COMPLETED)
+            return data.result() if data.done() else b""
+        finally:
+            data.cancel()
+            closing.cancel()
+
+    def _state(self, request: web.Request) -> RunState:
+        number = request.match_info["run"]
+        if not number.isdecimal() or int(number) >= len(self.feeds):
+            raise web.HTTPNotFound(text="no such run\n")
+        return self.feeds[int(number)].state
+
+
+async def _with_headers(request: web.Request, answer: web.StreamResponse) -> None:
+    answer.headers.update(HEADERS)
+
+
+def _json(value: Any) -> web.Response:
+    answer = web.Response(body=as_json(value), content_type="application/json")
+    answer.enable_compression()
+    return answer
+
+
+def _finite(value: Any) -> Any:
+    """With None for numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"--port {port}: is taken on {host}; give another, or --port 0 for any that is free")
+    if error.errno == errno.EACCES:
+        return ConfigError(
+            f"--port {port}: is not for this user; give one above 1023, or --port 0 for any that is free"
+        )
+    return ConfigError(f"--host {host}: cannot be listened on: {error.strerror or error}")

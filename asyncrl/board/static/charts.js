@@ -1,0 +1,144 @@
+// Curves over steps: one chart a row of CHARTS, with a line for each run and metric.
+import { byId, colour, el, fetched } from "./dom.js";
+
+const CHARTS = [
+  ["Reward", ["reward/mean"]],
+  ["Loss", ["loss"]],
+  ["Entropy", ["entropy"]],
+  ["KL to the reference", ["kl"]],
+  ["Staleness: mean and oldest", ["staleness/mean", "staleness/max"]],
+  ["Length: trained and dropped", ["length/trained_mean", "length/dropped_mean"]],
+  ["Share of answers dropped as too stale", ["staleness/dropped_share"]],
+  ["Trained tokens per second", ["learner/tokens_per_second"]],
+  ["Sampled tokens per second", ["rollout/tokens_per_second"]],
+  ["Idle: learner and engines", ["learner/idle_ratio", "rollout/idle_ratio"]],
+  ["Trainer and engine apart, nats per token", ["mismatch/fresh_mean", "mismatch/mean"]],
+  ["Effective sample size", ["offpolicy/ess"]],
+  ["Gradient norm", ["grad_norm"]],
+  ["Rollout workers", ["rollout/workers"]],
+];
+const DASHES = [[], [6, 4], [2, 3]];
+const MOST_OF_EVALUATION = 24;
+
+export class Charts {
+  constructor() {
+    this.runs = [];
+    this.charts = new Map(); // title -> {metrics, box, plot}
+    this.isDirty = false;
+    window.setInterval(() => this.draw(), 500);
+    byId("more").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const name = byId("metric").value.trim();
+      byId("metric").value = "";
+      if (name) this.add(name, [name]).then(() => this.draw());
+    });
+  }
+
+  // runs: overviews of /api/runs
+  async begin(runs) {
+    this.runs = runs.map((run) => ({ name: run.name, names: new Set(run.curves), curves: {}, isHidden: false }));
+    const names = new Set(runs.flatMap((run) => run.curves));
+    for (const name of [...names].filter((name) => name.startsWith("evaluation/")).sort().slice(0, MOST_OF_EVALUATION)) {
+      this.place(name, [name]);
+    }
+    for (const [title, metrics] of CHARTS) {
+      if (metrics.some((name) => names.has(name)) || !names.size) this.place(title, metrics);
+    }
+    byId("metrics").replaceChildren(...[...names].sort().map((name) => el("option", { value: name })));
+    await this.load([...this.charts.values()].flatMap((chart) => chart.metrics));
+  }
+
+  async add(title, metrics) {
+    this.place(title, metrics);
+    await this.load(metrics);
+  }
+
+  async load(names, only = null) {
+    const query = [...new Set(names)].map((name) => `name=${encodeURIComponent(name)}`).join("&");
+    await Promise.all(
+      this.runs.map(async (run, number) => {
+        if (only === null || only === number) Object.assign(run.curves, await fetched(`/api/runs/${number}/curves?${query}`));
+      }),
+    );
+    this.isDirty = true;
+  }
+
+  reload(number) {
+    return this.load([...this.charts.values()].flatMap((chart) => chart.metrics), number);
+  }
+
+  rows(number, rows) {
+    const run = this.runs[number];
+    const wanted = new Set([...this.charts.values()].flatMap((chart) => chart.metrics));
+    for (const row of rows) {
+      for (const name of Object.keys(row)) {
+        if (name === "step" || name === "histograms") continue;
+        if (!run.names.has(name)) this.discovered(run, name);
+        if (!wanted.has(name)) continue;
+        const [steps, values] = (run.curves[name] ??= [[], []]);
+        while (steps.length && steps[steps.length - 1] >= row.step) { steps.pop(); values.pop(); } // trained again
+        steps.push(row.step);
+        values.push(row[name]);
+      }
+    }
+    this.isDirty = true;
+  }
+
+  discovered(run, name) {
+    run.names.add(name);
+    if (![...byId("metrics").options].some((option) => option.value === name)) byId("metrics").append(el("option", { value: name }));
+    const found = CHARTS.find(([, metrics]) => metrics.includes(name));
+    if (found) this.add(...found);
+    else if (name.startsWith("evaluation/") && [...this.charts.keys()].filter((title) => title.startsWith("evaluation/")).length < MOST_OF_EVALUATION) this.add(name, [name]);
+  }
+
+  show(number, isShown) {
+    this.runs[number].isHidden = !isShown;
+    this.isDirty = true;
+  }
+
+  place(title, metrics) {
+    if (this.charts.has(title)) return;
+    const box = el("div", { class: "chart", "data-title": title }, el("h3", {}, title));
+    const first = title.startsWith("evaluation/") ? byId("charts").querySelector('[data-title="Reward"]')?.nextSibling ?? null : null;
+    byId("charts").insertBefore(box, first);
+    this.charts.set(title, { metrics, box, plot: null, shape: "" });
+    this.isDirty = true;
+  }
+
+  draw() {
+    if (!this.isDirty || byId("curves").hidden || document.hidden) return;
+    this.isDirty = false;
+    for (const chart of this.charts.values()) this.drawOne(chart);
+  }
+
+  drawOne(chart) {
+    const lines = this.runs.flatMap((run, number) =>
+      chart.metrics.map((name, index) => ({ run, number, name, index, points: run.curves[name] })),
+    ).filter((line) => line.points && line.points[0].length && !line.run.isHidden);
+    const width = chart.box.clientWidth - 16;
+    const shape = lines.map((line) => `${line.number}/${line.name}`).join() + width;
+    const data = lines.length ? window.uPlot.join(lines.map((line) => line.points)) : [[], []];
+    if (chart.plot && chart.shape === shape) { chart.plot.setData(data); return; }
+    chart.plot?.destroy();
+    chart.shape = shape;
+    chart.plot = lines.length ? new window.uPlot(this.options(lines, width), data, chart.box) : null;
+  }
+
+  options(lines, width) {
+    const front = getComputedStyle(document.body).color;
+    const axis = { stroke: front, grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
+    const label = (line) => (this.runs.length > 1 ? `${line.run.name} ` : "") + line.name;
+    return {
+      width,
+      height: 200,
+      scales: { x: { time: false }, y: { range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true)) } },
+      cursor: { sync: { key: "steps" } },
+      axes: [{ ...axis }, { ...axis, size: 60 }],
+      series: [{ label: "step" }, ...lines.map((line) => ({
+        label: label(line), stroke: colour(line.number), dash: DASHES[line.index % DASHES.length], width: 1.5, spanGaps: true,
+        points: { show: line.points[0].length < 40, size: 4 },
+      }))],
+    };
+  }
+}

@@ -1,0 +1,207 @@
+// What each actor does: a lane of coloured segments, with faults and restarts on the same time axis.
+import { byId, clock, el, fetched, prepared, showTip, themed } from "./dom.js";
+
+const FILLS = {
+  silent: "#b3261e", quarantined: "#7b1fa2", starting: "#9e9e9e", draining: "#bdbdbd", waiting: "#e0a526", loading: "#8e6bbf",
+  rewarding: "#3aa6a6", generating: "#3f9b58", training: "#3670b8", writing: "#7d8f3a", working: "#8aa4c0",
+};
+const ROW = 18, LEFT = 190, TOP = 22, PAGE = 40, MOST_SHOWN_MARKS = 100;
+const WORST_FIRST = ["silent", "quarantined", "starting", "draining", "waiting", "loading", "writing", "rewarding", "working", "training", "generating"];
+
+export class Lanes {
+  // states: the names behind the numbers
+  constructor(states) {
+    this.states = states;
+    this.runs = [];
+    this.chosen = 0;
+    this.page = 0;
+    this.filter = el("input", { placeholder: "filter by name, role or state", oninput: () => this.turn(-this.page) });
+    this.order = el("select", { onchange: () => this.turn(-this.page) },
+      ...["trouble first", "by name", "oldest version first"].map((text) => el("option", {}, text)));
+    this.info = el("span", { class: "dim", id: "lanes-info" });
+    this.canvas = el("canvas", { id: "lanes-canvas" });
+    this.marks = el("ul", { class: "marks", id: "marks" });
+    this.detail = el("pre", { class: "detail", id: "actor", hidden: "" });
+    this.canvas.addEventListener("mousemove", (event) => showTip(event, this.tip(event)));
+    this.canvas.addEventListener("mouseleave", (event) => showTip(event, ""));
+    this.canvas.addEventListener("click", (event) => this.choose(this.at(event)));
+    window.setInterval(() => this.draw(), 1000);
+  }
+
+  begin(runs) {
+    this.runs = runs.map((run) => ({ name: run.name, marks: run.marks, lanes: new Map(), begin: 0, end: 0, window: 900, source: "", totals: {}, isLoaded: false }));
+    const legend = el("div", { class: "legend" }, ...this.states.map((state) => el("span", {}, el("i", { colour: FILLS[state] }), state)));
+    const bar = el("div", { class: "bar" }, this.filter, this.order,
+      el("button", { onclick: () => this.turn(-1) }, "previous"), el("button", { onclick: () => this.turn(1) }, "next"), this.info);
+    byId("lanes").replaceChildren(bar, legend, el("div", { class: "split" }, el("div", {}, this.canvas, this.detail),
+      el("div", {}, el("h2", {}, "Faults, restarts and who joined"), this.marks)));
+    this.select(this.chosen);
+  }
+
+  get run() {
+    return this.runs[this.chosen];
+  }
+
+  select(number) {
+    this.chosen = number;
+    this.page = 0;
+    this.detail.hidden = true;
+    if (!this.run.isLoaded && !byId("lanes").hidden) this.load(number);
+    this.drawMarks();
+    this.draw();
+  }
+
+  async load(number) {
+    const run = this.runs[number];
+    run.isLoaded = true;
+    const found = await fetched(`/api/runs/${number}/lanes`);
+    run.begin = found.begin;
+    run.end = Math.max(run.end, found.end);
+    run.window = Math.max(1, found.end - found.begin);
+    run.source = found.source;
+    run.lanes = new Map(found.lanes.map((lane) => [lane.id, {
+      ...lane, segments: lane.segments.map(([since, state, text]) => [found.begin + since, state, text ?? ""]),
+    }]));
+    if (run.source === "heartbeats") run.begin = begun(run);
+    this.draw();
+  }
+
+  // A change of kind "lanes".
+  heard(number, change) {
+    const run = this.runs[number];
+    run.end = change.end;
+    run.totals = change.totals;
+    if (!run.isLoaded) return;
+    if (run.source === "metrics") { // it was not up when the page was loaded
+      run.lanes = new Map();
+      run.source = "heartbeats";
+      run.window = 900;
+    }
+    for (const lane of change.new) run.lanes.set(lane.id, { ...lane, segments: [] });
+    for (const [id, state, text, version] of change.changed) {
+      const lane = run.lanes.get(id);
+      if (!lane) continue;
+      lane.version = version;
+      lane.segments.push([change.end, state, text]);
+    }
+    run.begin = begun(run);
+    for (const [id, lane] of run.lanes) {
+      while (lane.segments.length > 1 && lane.segments[1][0] <= run.begin) lane.segments.shift();
+      if (lane.segments.length === 1 && lane.segments[0][1] < 0 && lane.segments[0][0] <= run.begin) run.lanes.delete(id);
+    }
+  }
+
+  marked(number, marks) {
+    const run = this.runs[number];
+    for (const mark of marks) {
+      const known = run.marks.find((other) => other.time === mark.time && other.kind === mark.kind && other.actor === mark.actor && other.text === mark.text);
+      if (known) known.until = mark.until;
+      else run.marks.push(mark);
+    }
+    while (run.marks.length > 500) run.marks.shift();
+    if (number === this.chosen) this.drawMarks();
+  }
+
+  drawMarks() {
+    const newest = [...this.run.marks].sort((a, b) => b.time - a.time).slice(0, MOST_SHOWN_MARKS);
+    this.marks.replaceChildren(...newest.map((mark) => el("li", { class: mark.kind === "fault" && !mark.until ? "bad" : "" },
+      `${clock(mark.time)}${mark.until ? `–${clock(mark.until)}` : ""} `, el("b", {}, `${mark.kind} ${mark.actor}`), ` ${mark.text}`,
+      mark.remedy ? el("div", { class: "dim" }, mark.remedy) : null)));
+    if (!newest.length) this.marks.append(el("li", { class: "dim" }, "nothing yet"));
+  }
+
+  shown() {
+    const wanted = this.filter.value.trim().toLowerCase();
+    const stateOf = (lane) => this.states[lane.segments.at(-1)?.[1]] ?? "gone";
+    const found = [...this.run.lanes.values()].filter((lane) => !wanted || `${lane.name} ${lane.role} ${stateOf(lane)}`.toLowerCase().includes(wanted));
+    const byName = (a, b) => a.name.localeCompare(b.name, "en", { numeric: true });
+    const isWorker = (lane) => (lane.role === "rollout-worker" ? 1 : 0);
+    const rank = (lane) => WORST_FIRST.indexOf(stateOf(lane));
+    const orders = {
+      "trouble first": (a, b) => isWorker(a) - isWorker(b) || rank(a) - rank(b) || byName(a, b),
+      "by name": byName,
+      "oldest version first": (a, b) => isWorker(a) - isWorker(b) || a.version - b.version || byName(a, b),
+    };
+    return found.sort(orders[this.order.value]);
+  }
+
+  turn(by) {
+    this.page = Math.max(0, this.page + by);
+    this.draw();
+  }
+
+  draw() {
+    if (!this.run || byId("lanes").hidden || document.hidden) return;
+    if (!this.run.isLoaded) this.load(this.chosen);
+    const all = this.shown();
+    this.page = Math.min(this.page, Math.max(0, Math.ceil(all.length / PAGE) - 1));
+    this.visible = all.slice(this.page * PAGE, (this.page + 1) * PAGE);
+    const totals = Object.entries(this.run.totals).map(([state, count]) => `${count} ${state}`).join(", ");
+    const source = this.run.source === "metrics" ? "from the metrics of each step; heartbeats are not recorded" : totals && `workers: ${totals}`;
+    this.info.textContent = all.length ? `${this.page * PAGE + 1}–${this.page * PAGE + this.visible.length} of ${all.length} lanes. ${source}` : "no actor was heard";
+    const width = this.canvas.parentElement.clientWidth, height = TOP + ROW * this.visible.length + 4;
+    const context = prepared(this.canvas, width, height);
+    context.font = "12px system-ui";
+    this.visible.forEach((lane, row) => this.drawLane(context, lane, TOP + row * ROW, width));
+    this.drawTimes(context, width, height);
+  }
+
+  x(time, width) {
+    return LEFT + ((time - this.run.begin) / Math.max(1, this.run.end - this.run.begin)) * (width - LEFT);
+  }
+
+  drawLane(context, lane, y, width) {
+    context.fillStyle = themed("--front");
+    context.fillText(lane.name.slice(0, 22), 0, y + 12);
+    context.fillStyle = themed("--dim");
+    context.fillText(`v${lane.version}`, LEFT - 44, y + 12);
+    lane.segments.forEach(([since, state], index) => {
+      if (state < 0) return;
+      const from = this.x(Math.max(since, this.run.begin), width), until = this.x(lane.segments[index + 1]?.[0] ?? this.run.end, width);
+      context.fillStyle = FILLS[this.states[state]];
+      context.fillRect(from, y + 2, Math.max(0.7, until - from), ROW - 5);
+    });
+  }
+
+  drawTimes(context, width, height) {
+    context.fillStyle = themed("--dim");
+    for (let part = 0; part < 5; part += 1) {
+      context.fillText(clock(this.run.begin + (part / 5) * (this.run.end - this.run.begin)), LEFT + (part / 5) * (width - LEFT), 12);
+    }
+    for (const mark of this.run.marks) {
+      if (!["fault", "restart", "quarantined"].includes(mark.kind) || mark.time < this.run.begin || mark.time > this.run.end) continue;
+      context.fillStyle = mark.kind === "fault" ? FILLS.silent : FILLS.loading;
+      context.fillRect(this.x(mark.time, width), 14, 2, height);
+    }
+  }
+
+  at(event) {
+    const row = Math.floor((event.offsetY - TOP) / ROW);
+    return event.offsetY < TOP ? undefined : this.visible?.[row];
+  }
+
+  tip(event) {
+    const lane = this.at(event);
+    if (!lane) return "";
+    const time = this.run.begin + ((event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT)) * (this.run.end - this.run.begin);
+    const segment = lane.segments.findLast(([since]) => since <= time) ?? lane.segments.at(-1);
+    if (!segment) return lane.name;
+    return `${lane.name} (${lane.role}), version ${lane.version}\n${clock(segment[0])} ${this.states[segment[1]] ?? "gone"}${segment[2] ? `: ${segment[2]}` : ""}`;
+  }
+
+  async choose(lane) {
+    if (!lane) return;
+    this.detail.hidden = false;
+    try {
+      this.detail.textContent = JSON.stringify(await fetched(`/api/runs/${this.chosen}/actors/${encodeURIComponent(lane.name)}`), null, 2);
+    } catch (error) {
+      this.detail.textContent = `${lane.name}: ${error.message}`;
+    }
+  }
+}
+
+// The window, or what there is of it.
+function begun(run) {
+  const first = Math.min(run.end - 30, ...[...run.lanes.values()].map((lane) => lane.segments[0]?.[0] ?? run.end));
+  return Math.max(run.end - run.window, first);
+}

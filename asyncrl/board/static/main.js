@@ -1,0 +1,104 @@
+// Begins with an overview of the runs, then follows the stream of what is new.
+import { Charts } from "./charts.js";
+import { byId, colour, el, fetched, number } from "./dom.js";
+import { Histograms } from "./histograms.js";
+import { Lanes } from "./lanes.js";
+
+const charts = new Charts();
+const histograms = new Histograms();
+let lanes = null;
+let runs = [];
+let chosen = 0;
+
+async function begin() {
+  const found = await fetched("/api/runs");
+  runs = found.runs.map((run, index) => ({ ...run, isShown: runs[index]?.isShown ?? true }));
+  lanes ??= new Lanes(found.states);
+  histograms.begin(found.runs);
+  lanes.begin(found.runs);
+  drawRuns();
+  await charts.begin(found.runs);
+  document.body.dataset.ready = "yes";
+}
+
+function drawRuns() {
+  byId("runs").replaceChildren(...runs.map((run, index) => {
+    const { last } = run;
+    const parts = [run.status];
+    if (last.step !== undefined) parts.push(`step ${last.step}${run.steps ? ` of ${run.steps}` : ""}`);
+    if (last["reward/mean"] !== undefined) parts.push(`reward ${number(last["reward/mean"])}`);
+    if (last["learner/tokens_per_second"] !== undefined) parts.push(`${number(Math.round(last["learner/tokens_per_second"]))} tok/s`);
+    const box = el("input", { type: "checkbox", title: "show its curves", onclick: (event) => { event.stopPropagation(); show(index, event.target.checked); } });
+    box.checked = run.isShown;
+    return el("button", { class: run.isShown ? "run" : "run hidden", "aria-pressed": String(index === chosen), "data-run": index, onclick: () => choose(index) },
+      box, el("i", { class: "dot", colour: colour(index) }), el("span", {}, run.name, " ", el("small", {}, parts.join(" · "))));
+  }));
+}
+
+function show(index, isShown) {
+  runs[index].isShown = isShown;
+  charts.show(index, isShown);
+  histograms.show(index, isShown);
+  drawRuns();
+}
+
+function choose(index) {
+  chosen = index;
+  lanes.select(index);
+  drawRuns();
+}
+
+const CHANGES = {
+  rows: (change) => { charts.rows(change.run, change.rows); histograms.rows(change.run, change.rows); },
+  summary: (change) => { Object.assign(runs[change.run], change); drawRuns(); },
+  lanes: (change) => lanes.heard(change.run, change),
+  marks: (change) => lanes.marked(change.run, change.marks),
+  reload: () => beginAnew(),
+  restart: () => beginAnew(),
+};
+
+// What is said while the overview is on its way waits: it may be in it already, which does no harm.
+let waiting = null;
+
+async function beginAnew() {
+  if (waiting) return;
+  waiting = [];
+  try {
+    await begin();
+  } catch (error) {
+    byId("connection").textContent = error.message;
+  }
+  const said = waiting;
+  waiting = null;
+  said.forEach(apply);
+}
+
+function apply(change) {
+  if (waiting) waiting.push(change);
+  else CHANGES[change.kind]?.(change);
+}
+
+const stream = new EventSource("/api/stream");
+stream.onopen = () => {
+  byId("connection").textContent = "live";
+  byId("connection").className = "";
+  beginAnew();
+};
+stream.onerror = () => {
+  byId("connection").textContent = "the board does not answer; trying again";
+  byId("connection").className = "bad";
+};
+stream.onmessage = (event) => apply(JSON.parse(event.data));
+
+byId("tabs").addEventListener("click", (event) => {
+  const tab = event.target.dataset.tab;
+  if (!tab) return;
+  for (const button of byId("tabs").children) {
+    button.setAttribute("aria-selected", String(button.dataset.tab === tab));
+    byId(button.dataset.tab).hidden = button.dataset.tab !== tab;
+  }
+  charts.isDirty = histograms.isDirty = true;
+  charts.draw();
+  histograms.draw();
+  lanes?.draw();
+});

@@ -1,0 +1,113 @@
+"""Lanes of a run that nobody watched while it was up: parts of each step, from its rows of metrics. Pure.
+
+The learner's seconds are exact. Of a worker a row has the share of time in which its engine had nothing to decode, so a
+step is shown as generating or as waiting, whichever was longer.
+
+Tests: tests/unit/board/test_lanes.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncrl.board.lanes import number_of
+
+MOST_STEPS: Final = 400
+MOST_WORKERS: Final = 64
+"""A row has no more of them (actors/learner/metrics_reporter.py)."""
+
+_WORKER: Final = re.compile(r"rollout/(?P<name>.+)/idle_ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    step: int
+    end: float
+    wait: float
+    train: float
+    write: float
+    idle: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+class StepLanes:
+    """The last steps of one run; when there are too many, every second of them."""
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._stride = 1
+        self._skipped = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        end = row.get("time")
+        if not isinstance(end, float | int):
+            return
+        while self._steps and self._steps[-1].step >= row["step"]:
+            self._steps.pop()
+        self._skipped += 1
+        if self._skipped < self._stride:
+            return
+        self._skipped = 0
+        idle = {found["name"]: value for name, value in row.items() if (found := _WORKER.fullmatch(name)) is not None}
+        names = [name for name in list(idle)[:MOST_WORKERS] if isinstance(idle[name], float | int)]
+        self._steps.append(
+            _Step(
+                step=row["step"],
+                end=float(end),
+                wait=_seconds(row, "learner/wait_seconds"),
+                train=_seconds(row, "learner/step_seconds"),
+                write=_seconds(row, "learner/checkpoint_seconds"),
+                idle={name: float(idle[name]) for name in names},
+                versions={name: int(row.get(f"weights/{name}/version") or 0) for name in names},
+            )
+        )
+        if len(self._steps) > MOST_STEPS:
+            self._steps = self._steps[1::2]
+            self._stride *= 2
+
+    def as_json(self) -> dict[str, Any]:
+        """As Lanes.as_json."""
+        if not self._steps:
+            return {"begin": 0.0, "end": 0.0, "left_out": 0, "source": "metrics", "lanes": []}
+        first = self._steps[0]
+        begin, end = first.end - first.wait - first.train - first.write, self._steps[-1].end
+        names = list(dict.fromkeys(name for step in self._steps for name in step.idle))[: 4 * MOST_WORKERS]
+        lanes = [{"id": 0, "name": "learner", "role": "learner", "version": self._steps[-1].step}]
+        lanes[0]["segments"] = list(self._learner(begin))
+        for number, name in enumerate(names, 1):
+            version = next(step.versions[name] for step in reversed(self._steps) if name in step.versions)
+            head = {"id": number, "name": name, "role": "rollout-worker", "version": version}
+            lanes.append(head | {"segments": list(self._worker(name, begin))})
+        return {"begin": begin, "end": end, "left_out": 0, "source": "metrics", "lanes": lanes}
+
+    def _learner(self, begin: float) -> Iterator[list[Any]]:
+        before = begin
+        for step in self._steps:
+            parts = (("waiting", step.wait, "trajectories"), ("writing", step.write, "a checkpoint"))
+            at = max(before, step.end - step.wait - step.write - step.train)
+            for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}")):
+                if seconds > 0:
+                    yield [round(at - begin, 2), number_of(state), text]
+                    at += seconds
+            if self._stride > 1:
+                yield [round(step.end - begin, 2), -1]
+            before = step.end
+        yield [round(self._steps[-1].end - begin, 2), -1]
+
+    def _worker(self, name: str, begin: float) -> Iterator[list[Any]]:
+        before, last = begin, ""
+        for step in self._steps:
+            idle = step.idle.get(name)
+            state = "" if idle is None else "waiting" if idle > 0.5 else "generating"
+            if state != last:
+                yield [round(before - begin, 2), number_of(state)]
+            before, last = step.end, state
+        yield [round(before - begin, 2), -1]
+
+
+def _seconds(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    return float(value) if isinstance(value, float | int) and value > 0 else 0.0

@@ -1,0 +1,88 @@
+"""A board on a free port, on runs that are up or only recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.board.server import Board
+from asyncrl.run.watched_run import WatchedRun
+
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"),
+]
+"""Nothing but the board can be reached."""
+
+OpenBoard = Callable[..., contextlib.AbstractAsyncContextManager[Board]]
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    """A row of metrics.jsonl."""
+    return {
+        "step": step,
+        "time": 1e9 + 2.0 * step,
+        "reward/mean": step / 100,
+        "learner/wait_seconds": 0.5,
+        "learner/step_seconds": 1.5,
+        "learner/incarnation": 0.0,
+        "rollout/w0/idle_ratio": 0.2,
+        "staleness/histogram": {"edges": [0.0, 1.0, 2.0, 3.0], "counts": [60, 30, 10]},
+        "length/trained": {"edges": [0.0, 1.0, 2.0, 4.0], "counts": [0, 10, 22]},
+        "length/dropped": {"edges": [0.0, 1.0], "counts": [0]},
+    } | more
+
+
+def write_rows(folder: Path, *rows: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(one) + "\n" for one in rows)
+    return folder
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """The folder of a run that is over."""
+    return write_rows(tmp_path / "one", *(row(step) for step in range(1, 31)))
+
+
+@pytest.fixture
+def open_board() -> OpenBoard:
+    """``async with open_board(folder, ...) as board``"""
+
+    @contextlib.asynccontextmanager
+    async def open_one(*folders: Path, host: str = "127.0.0.1", token: str = "") -> AsyncIterator[Board]:
+        runs = [WatchedRun.at(folder, [], token="", verb="board") for folder in folders]
+        async with Board(runs, host=host, port=0, token=token).serving() as board:
+            yield board
+
+    return open_one
+
+
+@pytest.fixture
+async def browse() -> AsyncIterator[Callable[[str], Any]]:
+    """``page = await browse(url)``: the page in a real browser, once it shows something. Without the internet."""
+    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed (bin/install dev)")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("no chromium: apt-get install chromium, or bin/install dev as root")
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        errors: list[str] = []
+
+        async def browse(url: str) -> Any:
+            page = await browser.new_page(viewport={"width": 1280, "height": 900})
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+            await page.goto(url)
+            await page.wait_for_selector("body[data-ready]")
+            return page
+
+        yield browse
+        await browser.close()
+        assert errors == []

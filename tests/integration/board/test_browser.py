@@ -1,0 +1,78 @@
+"""The board's page in a real browser."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.board.server import Board
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.messages.topics import ACTORS
+from asyncrl.run.watched_run import WatchedRun
+from tests.integration.board.conftest import OpenBoard, row, write_rows
+
+expect = pytest.importorskip("playwright.async_api", reason="playwright is not installed (bin/install dev)").expect
+
+Browse = Callable[[str], Awaitable[Any]]
+Connect = Callable[..., Awaitable[JetStreamBus]]
+
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+
+
+async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
+    recorded: Path, tmp_path: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    other = write_rows(tmp_path / "two", *(row(step, **{"evaluation/sums/mean": step / 50}) for step in range(1, 11)))
+    async with open_board(recorded, other) as board:
+        page = await browse(board.url)
+        titles = await page.locator(".chart h3").all_text_contents()
+        assert "Reward" in titles
+        assert "evaluation/sums/mean" in titles
+        reward = page.locator('[data-title="Reward"]')
+        await reward.locator("canvas").wait_for()
+        assert await reward.locator(".u-series").count() == 3  # the step, and a line for each run
+        write_rows(recorded, row(31, **{"reward/mean": 0.77}))
+        await page.get_by_text("step 31").wait_for()
+        assert "reward 0.77" in await page.locator('[data-run="0"]').text_content()
+        await page.locator('[data-run="1"] input').click()
+        await expect(reward.locator(".u-series")).to_have_count(2)
+
+
+async def test_staleness_and_recorded_lanes_are_drawn(recorded: Path, open_board: OpenBoard, browse: Browse) -> None:
+    async with open_board(recorded) as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=staleness]")
+        await page.get_by_text("1 versions: 30.0 %").wait_for()
+        await page.click("[data-tab=lanes]")
+        await page.get_by_text("1–2 of 2 lanes").wait_for()
+        drawn = "document.querySelector('#lanes-canvas').getContext('2d').getImageData(400, 30, 1, 1).data[3]"
+        assert await page.evaluate(drawn) == 255
+
+
+async def test_a_live_run_has_lanes_and_nothing_that_it_says_becomes_html(
+    nats_server: EmbeddedServer, connect: Connect, browse: Browse
+) -> None:
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    bus = await connect(nats_server, run=name)
+    wait = Wait(what=HOSTILE, on="load", seconds=1.0)
+    beat = Heartbeat(actor=HOSTILE, role="rollout-worker", waits=(wait,), problem=HOSTILE, beat=1)
+    await bus.put(ACTORS, beat, key=HOSTILE)
+    watched = WatchedRun.at(
+        None, [f"bus.url={nats_server.url}", f"run.name={name}"], token=nats_server.token, verb="board"
+    )
+    async with Board([watched], host="127.0.0.1", port=0).serving() as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=lanes]")
+        await page.get_by_text("workers: 1 loading").wait_for()
+        await page.hover("#lanes-canvas", position={"x": 400, "y": 30})
+        await page.get_by_text(f"loading: {HOSTILE}"[:60]).wait_for()
+        await page.click("#lanes-canvas", position={"x": 400, "y": 30})
+        await expect(page.locator("#actor")).to_contain_text("onerror")
+        assert await page.title() == "asyncrl board"
+        assert await page.locator("img").count() == 0

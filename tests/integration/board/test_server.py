@@ -1,0 +1,201 @@
+"""The board's server: who gets an answer, what is in it, and what it says of a run that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from asyncrl.board.server import Board
+from asyncrl.bus.jetstream.bus import JetStreamBus
+from asyncrl.bus.nats_server.server import EmbeddedServer
+from asyncrl.cli.main import main
+from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
+from asyncrl.messages.topics import ACTORS, EVENTS, METRICS
+from asyncrl.run.watched_run import WatchedRun
+from tests.integration.board.conftest import OpenBoard, row, write_rows
+
+Connect = Callable[..., Awaitable[JetStreamBus]]
+
+
+@contextlib.asynccontextmanager
+async def asked(board: Board, path: str, **headers: str) -> AsyncIterator[aiohttp.ClientResponse]:
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with (
+        aiohttp.ClientSession(cookie_jar=jar) as session,
+        session.get(f"http://127.0.0.1:{board.port}{path}", headers=headers) as answer,
+    ):
+        yield answer
+
+
+async def table(board: Board, path: str) -> Any:
+    async with asked(board, path) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
+async def changes(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in answer.content:
+        if line.startswith(b"data: "):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+async def the_first(answer: aiohttp.ClientResponse, is_wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    async with asyncio.timeout(120):
+        return await anext(change async for change in changes(answer) if is_wanted(change))
+
+
+# -- what a folder says ------------------------------------------------------------------------------------------------
+
+
+async def test_a_recorded_run_has_curves_histograms_and_lanes(recorded: Path, open_board: OpenBoard) -> None:
+    async with open_board(recorded) as board:
+        (run,) = (await table(board, "/api/runs"))["runs"]
+        curves = await table(board, "/api/runs/0/curves?name=reward/mean&name=nothing")
+        lanes = await table(board, "/api/runs/0/lanes")
+    assert (run["name"], run["status"], run["last"]["step"]) == ("one", "not up", 30)
+    assert run["histograms"]["staleness/histogram"]["counts"][0] == [60, 30, 10]
+    assert curves == {"reward/mean": [list(range(1, 31)), [step / 100 for step in range(1, 31)]]}
+    assert [lane["name"] for lane in lanes["lanes"]] == ["learner", "w0"]
+
+
+async def test_rows_that_are_written_now_are_told(recorded: Path, open_board: OpenBoard) -> None:
+    async with open_board(recorded) as board, asked(board, "/api/stream") as answer:
+        await answer.content.readline()
+        write_rows(recorded, row(31, **{"evaluation/sums/mean": 0.5}))
+        told = await the_first(answer, lambda change: change["kind"] == "rows")
+    assert told["run"] == 0
+    assert (told["rows"][0]["step"], told["rows"][0]["evaluation/sums/mean"]) == (31, 0.5)
+
+
+async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBoard) -> None:
+    paths = ["/api/runs/1/lanes", "/api/runs/x/lanes", "/api/runs/0/actors/w9", "/static/../server.py", "/static/none"]
+    async with open_board(recorded) as board:
+        for path in paths:
+            async with asked(board, path) as answer:
+                assert answer.status == 404, path
+
+
+# -- who gets an answer ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8420", "127.0.0.1.evil.example", "10.0.0.1", ""])
+async def test_a_site_that_points_its_name_here_gets_nothing(recorded: Path, open_board: OpenBoard, host: str) -> None:
+    async with open_board(recorded) as board, asked(board, "/api/runs", Host=host) as answer:
+        assert answer.status in (400, 403)
+        assert "reward" not in await answer.text()
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9000", "127.0.0.1:1", "[::1]:8420", "LOCALHOST"])
+async def test_this_machine_is_let_in_also_through_a_tunnel(recorded: Path, open_board: OpenBoard, host: str) -> None:
+    async with open_board(recorded) as board, asked(board, "/api/runs", Host=host) as answer:
+        assert answer.status == 200
+
+
+async def test_others_need_the_token_once(recorded: Path, open_board: OpenBoard) -> None:
+    async with open_board(recorded, host="0.0.0.0", token="s3cret") as board:
+        assert board.url.endswith("/?token=s3cret")
+        for path, host, status in (
+            ("/", "127.0.0.1", 401),
+            ("/?token=wrong", "127.0.0.1", 401),
+            ("/api/runs", "10.1.2.3", 401),
+            ("/?token=s3cret", "evil.example", 403),
+            ("/static/main.js", socket.gethostname(), 401),
+        ):
+            async with asked(board, path, Host=host) as answer:
+                assert answer.status == status, (path, host)
+        async with asked(board, "/?token=s3cret") as answer:  # sent on to the page, with a cookie
+            assert answer.status == 200
+            assert "token" not in str(answer.url)
+            cookie = answer.history[0].headers["Set-Cookie"]
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+
+
+async def test_every_answer_forbids_scripts_of_others(recorded: Path, open_board: OpenBoard) -> None:
+    async with open_board(recorded) as board:
+        for path in ("/", "/api/runs", "/static/main.js", "/none"):
+            async with asked(board, path) as answer:
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+# -- a run that is up --------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def live(server: EmbeddedServer, connect: Connect) -> AsyncIterator[tuple[Board, JetStreamBus]]:
+    """A board of a run of which only the bus can be reached, and that bus."""
+    name = f"run-{uuid.uuid4().hex[:8]}"
+    bus = await connect(server, run=name)
+    overrides = [f"bus.url={server.url}", f"run.name={name}"]
+    watched = WatchedRun.at(None, overrides, token=server.token, verb="board")
+    async with Board([watched], host="127.0.0.1", port=0).serving() as board:
+        yield board, bus
+
+
+async def test_a_run_that_is_up_is_shown_from_its_bus(nats_server: EmbeddedServer, connect: Connect) -> None:
+    async with live(nats_server, connect) as (board, bus), asked(board, "/api/stream") as answer:
+        wait = Wait(what="prompts", on="prompt-source", seconds=1.0)
+        await bus.put(ACTORS, Heartbeat(actor="w<b>0", role="rollout-worker", waits=(wait,), beat=1), key="w<b>0")
+        told = await the_first(answer, lambda change: change["kind"] == "lanes" and change["new"])
+        assert told["new"][0]["name"] == "w<b>0"
+        assert told["totals"] == {"waiting": 1}
+        await bus.put(METRICS, StepMetrics(step=7, numbers={"reward/mean": 0.75}, staleness=(10, 30)))
+        told = await the_first(answer, lambda change: change["kind"] == "rows")
+        assert told["rows"] == [{"step": 7, "reward/mean": 0.75, "histograms": {"staleness/histogram": [10, 30]}}]
+        await bus.publish(EVENTS, Event(kind="joined", actor="w1", time=5.0), key="w1-joined")
+        told = await the_first(
+            answer, lambda change: change["kind"] == "marks" and change["marks"][0]["kind"] == "joined"
+        )
+        assert told["marks"][0]["actor"] == "w1"
+        assert (await table(board, "/api/runs"))["runs"][0]["status"] == "up"
+
+
+async def test_the_last_heartbeat_of_an_actor_can_be_read(nats_server: EmbeddedServer, connect: Connect) -> None:
+    async with live(nats_server, connect) as (board, bus), asked(board, "/api/stream") as answer:
+        await bus.put(ACTORS, Heartbeat(actor="w0", role="rollout-worker", problem="no space", beat=1), key="w0")
+        await the_first(answer, lambda change: change["kind"] == "lanes" and change["new"])
+        assert (await table(board, "/api/runs/0/actors/w0"))["problem"] == "no space"
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_said_in_one_line(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["board", str(recorded), "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"asyncrl: --port {port}: is taken on 127.0.0.1; give another, or --port 0 for any that is free\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{}/none"], "no such run folder"),
+        (["{}"], "history.jsonl"),
+        ([], "name a run folder"),
+        (["{}/one", "--port", "70000"], "a port is 0 to 65535"),
+        (["{}/one", "--host", "203.0.113.1"], "cannot be listened on"),
+        (["{}/one"] * 17, "at most 16 runs"),
+    ],
+)
+def test_a_mistake_is_said_in_one_line(
+    arguments: list[str], said: str, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["board", *(word.format(recorded.parent) for word in arguments)]) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.count("\n") == 1

@@ -1,0 +1,37 @@
+"""A browser that does not keep up costs the others nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.board.hub import MOST_BROWSERS, MOST_WAITING, Hub
+
+
+async def test_everybody_gets_what_is_new_in_one_piece() -> None:
+    hub = Hub()
+    one, other = hub.join(), hub.join()
+    assert one is not None and other is not None
+    hub.tell(0, {"kind": "rows"})
+    hub.tell(1, {"kind": "marks"})
+    expected = b'data: {"run":0,"kind":"rows"}\n\ndata: {"run":1,"kind":"marks"}\n\n'
+    assert await one.next() == await other.next() == expected
+    assert hub.bytes_sent == 2 * len(expected)
+
+
+async def test_a_browser_that_does_not_keep_up_begins_anew() -> None:
+    hub = Hub()
+    browser = hub.join()
+    assert browser is not None
+    for _ in range(MOST_WAITING + 1):
+        hub.tell(0, {"kind": "rows"})
+    assert await browser.next() == b'data: {"kind":"restart"}\n\n'
+
+
+async def test_there_are_never_too_many_browsers() -> None:
+    hub = Hub()
+    joined = [hub.join() for _ in range(MOST_BROWSERS)]
+    assert hub.join() is None
+    assert joined[0] is not None
+    hub.leave(joined[0])
+    assert hub.join() is not None
+    await asyncio.sleep(0)

@@ -1,0 +1,43 @@
+"""Faults, restarts and events on the timeline."""
+
+from __future__ import annotations
+
+from asyncrl.board.marks import MOST_MARKS, Marks
+from asyncrl.messages import Event
+from asyncrl.policies.health.faults import Finding
+
+ENGINE = Finding(fault="engine", actor="w0", cause="w0's engine has not answered", remedy="see its log", seconds=7.0)
+
+
+def test_a_fault_has_a_begin_and_an_end() -> None:
+    marks = Marks()
+    (mark,) = marks.faults([ENGINE], now=100.0)
+    assert (mark["time"], mark["until"], mark["actor"], mark["remedy"]) == (93.0, None, "w0", "see its log")
+    assert marks.faults([ENGINE], now=102.0) == []
+    (over,) = marks.faults([], now=104.0)
+    assert over["until"] == 104.0
+    assert len(marks.all) == 1
+
+
+def test_an_event_that_is_read_again_is_there_once() -> None:
+    marks = Marks()
+    joined = Event(kind="joined", actor="w0", time=5.0, data={"host": "a"})
+    assert len(marks.event(joined)) == 1
+    assert marks.event(joined) == []
+    assert marks.event(Event(kind="dropped", actor="learner", time=6.0)) == []
+
+
+def test_a_learner_that_was_started_again_is_a_restart() -> None:
+    marks = Marks()
+    rows = [
+        {"step": step, "time": float(step), "learner/incarnation": number} for step, number in ((1, 0), (2, 0), (2, 1))
+    ]
+    found = [mark for row in rows for mark in marks.row(row)]
+    assert [mark["text"] for mark in found] == ["incarnation 1 goes on with step 2"]
+
+
+def test_there_are_never_too_many() -> None:
+    marks = Marks()
+    for number in range(2 * MOST_MARKS):
+        marks.event(Event(kind="joined", actor=f"w{number}", time=float(number)))
+    assert len(marks.all) == MOST_MARKS

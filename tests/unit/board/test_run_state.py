@@ -1,0 +1,70 @@
+"""What browsers are told of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from asyncrl.board.lanes import Doing
+from asyncrl.board.run_state import MOST_CURVES, MOST_ROWS, RunState, is_curve
+from asyncrl.messages import Heartbeat
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward/mean": step / 10,
+        "staleness/histogram": {"edges": [0, 1, 2], "counts": [3, 1]},
+    } | more
+
+
+def kinds(changes: list[dict[str, Any]]) -> list[str]:
+    return [change["kind"] for change in changes]
+
+
+def test_a_row_is_told_without_what_is_of_one_worker() -> None:
+    changes = RunState("r").add_rows([row(1, **{"rollout/w0/running": 3.0, "rollout/running": 3.0, "kl": math.nan})])
+    assert kinds(changes) == ["rows", "summary"]
+    (told,) = changes[0]["rows"]
+    assert told == {
+        "step": 1,
+        "reward/mean": 0.1,
+        "rollout/running": 3.0,
+        "histograms": {"staleness/histogram": [3, 1]},
+    }
+
+
+def test_of_many_rows_browsers_ask_for_the_curves() -> None:
+    state = RunState("r")
+    assert kinds(state.add_rows([row(step) for step in range(MOST_ROWS + 1)])) == ["reload", "summary"]
+    assert state.curves_named(["reward/mean", "no such"])["reward/mean"][0] == list(range(MOST_ROWS + 1))
+
+
+def test_curves_are_bounded() -> None:
+    state = RunState("r")
+    state.add_rows([row(1, **{f"reward/part{number}": 1.0 for number in range(2 * MOST_CURVES)})])
+    assert len(state.curves) == MOST_CURVES
+
+
+def test_numbers_of_the_run_are_curves() -> None:
+    assert is_curve("evaluation/sums/mean", 0.5)
+    assert not is_curve("rollout/w0/running", 1.0)
+    assert not is_curve("weights/a/b/version", 1.0)
+    assert not is_curve("loss", None)
+    assert not is_curve("loss", math.inf)
+
+
+def test_a_run_that_goes_away_leaves_its_lanes() -> None:
+    state = RunState("r")
+    state.steps = 1
+    beat = Heartbeat(actor="w0", role="rollout-worker", life="a")
+    told = state.hear({"w0": (beat, Doing("generating"))}, findings=(), status="up", now=1.0)
+    assert kinds(told) == ["lanes", "summary"]
+    assert told[0]["totals"] == {"generating": 1}
+    state.add_rows([row(1)])
+    assert kinds(state.is_away("", now=2.0)) == ["lanes", "summary"]
+    assert state.is_away("", now=3.0) == []
+    assert state.status == "done"
+    assert state.lanes_as_json()["source"] == "heartbeats"
+    json.dumps(state.overview(), allow_nan=False)
