@@ -79,7 +79,7 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, has_
 
     ``has_joined``: without a run file, by the bus
     """
-    from asyncrl.run.build import build_worker  # imports torch: not before a mistake has been told
+    from asyncrl.run.build import build_worker, prometheus  # imports torch: not before a mistake has been told
 
     run, name = run_config.run.name, identity.name
     signatures = signing_keys.signatures(run_config, role="rollout-worker", own=identity.key, has_joined=has_joined)
@@ -90,7 +90,8 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, has_
             await same_version.await_learner(bus, run=run)
             worker, follower = await build_worker(run_config, bus=bus, name=name)
             gc.freeze()  # a collection over everything imported would stop every answer for a tenth of a second
-            await supervised(worker, follower, HeartbeatSender(worker))
+            endpoint = prometheus(run_config, bus, worker)
+            await supervised(worker, follower, HeartbeatSender(worker), *endpoint)
         exit_within(EXIT_SECONDS, 0)
         return 0
     finally:

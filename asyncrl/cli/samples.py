@@ -159,9 +159,8 @@ def _one(source: RunSamples, shown: _Printer, group_id: int) -> int:
 
 
 def _why_no_text(source: RunSamples) -> str:
-    run = source.run.metrics.samples_per_step
     why = source.why_no_log or "the log no longer has it"
-    return f"Of each step {run} groups are recorded (metrics.samples_per_step); of the others: {why}"
+    return f"Some groups of each step are recorded (metrics.samples_per_step); of the others: {why}"
 
 
 def _follow(

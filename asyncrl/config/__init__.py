@@ -2,12 +2,12 @@
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.learner import LearnerSection
+from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.run import (
     AlgorithmSection,
     CheckpointSection,
     DataSection,
     EngineSection,
-    MetricsSection,
     Mode,
     ModelSection,
     RewardSection,

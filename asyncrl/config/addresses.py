@@ -1,8 +1,18 @@
-"""What ``bus.url`` holds: the address of one nats-server, or those of a cluster's. Pure."""
+"""What ``bus.url`` holds: the address of one nats-server, or those of a cluster's; and HOST:PORT. Pure."""
 
 from __future__ import annotations
 
 import re
+
+from asyncrl.errors import ConfigError
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of "HOST:PORT" or "[IPV6]:PORT". Raises ConfigError."""
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/]+):(\d{1,5})", address)
+    if found is None or not 1 <= int(found[2]) <= 65_535:
+        raise ConfigError(f"must be HOST:PORT, such as 127.0.0.1:9400, got {address!r}")
+    return found[1].strip("[]"), int(found[2])
 
 
 def servers(url: str) -> list[str]:

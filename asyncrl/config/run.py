@@ -15,6 +15,7 @@ from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import positive, require
 from asyncrl.config.launcher import LauncherSection
 from asyncrl.config.learner import LearnerSection
+from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
 from asyncrl.config.staleness import StalenessSection
 
@@ -261,36 +262,6 @@ class CheckpointSection:
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
         positive(self, "keep")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsSection:
-    wandb: bool = False
-    """Log to Weights & Biases."""
-    wandb_project: str = "asyncrl"
-    """Project in W&B."""
-    console: bool = True
-    """Print one line per step."""
-    samples_per_step: int = 2
-    """Groups of each step whose answers are written to samples.jsonl as text, and as many of those dropped, failed or
-    filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
-    samples_max_bytes: int = 64 * 2**20
-    """Most bytes of samples.jsonl and samples.1.jsonl together; the oldest groups go first."""
-    mismatch_alarm: float = 0.05
-    """Warn when the mean |trainer - behavior logprob| of fresh samples is larger than this, in nats per token; 0 is
-    off. Rounding to bfloat16 in engine and trainer makes 0.005 to 0.02."""
-    drop_alarm: float = 0.05
-    """Warn when more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
-    mostly long ones."""
-
-    def __post_init__(self) -> None:
-        require(self.samples_per_step >= 0, f"samples_per_step must be >= 0 (0 is off), got {self.samples_per_step}")
-        least = 2**16
-        require(
-            self.samples_max_bytes >= least, f"samples_max_bytes must be >= {least:,}, got {self.samples_max_bytes:,}"
-        )
-        require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
-        require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

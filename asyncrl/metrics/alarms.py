@@ -16,10 +16,11 @@ log = logging.getLogger("asyncrl.metrics")
 
 
 class Alarm(Protocol):
-    """``name``: in heartbeats, which say whether it ``is_on``."""
+    """``name``: in heartbeats, which say whether it ``is_on``;  text: what it said when it went on last"""
 
     name: str
     is_on: bool
+    text: str
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """At a step's metrics: more of them. Called for every step, in order."""
@@ -38,7 +39,7 @@ class MismatchAlarm:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self.is_on = False
+        self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """The metric ``mismatch/alarm`` of a step: 1 above the threshold. Nothing when no sample was fresh."""
@@ -47,7 +48,7 @@ class MismatchAlarm:
             return {}
         was_on, self.is_on = self.is_on, not mean <= self._threshold  # NaN is no agreement
         if self.is_on and not was_on:
-            log.warning(
+            self.text = _warned(
                 "trainer and engine disagree: mean |trainer - behavior logprob| of fresh samples is %.3f nats per "
                 "token, over metrics.mismatch_alarm = %g. Usual causes: weights that engines did not get whole, a "
                 "quantised engine or KV cache, a sampling option that the trainer does not know of, tokens that a "
@@ -72,7 +73,7 @@ class DropAlarm:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
-        self.is_on = False
+        self.is_on, self.text = False, ""
         self._trained: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
         """Of each step: answers, and their tokens."""
         self._dropped: deque[tuple[int, float]] = deque(maxlen=self.STEPS)
@@ -86,7 +87,7 @@ class DropAlarm:
         is_lasting = len(self._dropped) == self.STEPS and sum(count > 0 for count, _ in self._dropped) >= self.LEAST
         if self._threshold and share > self._threshold and is_lasting and not self.is_on:
             self.is_on = True
-            log.warning(
+            self.text = _warned(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "%.0f tokens long on average, those that are trained %.0f. Ways out: staleness.max_staleness a few "
                 "above the seconds that the longest answer takes divided by those of a step; more engines; or a "
@@ -110,7 +111,7 @@ class StandstillAlarm:
 
     def __init__(self) -> None:
         self._still = 0
-        self.is_on = False
+        self.is_on, self.text = False, ""
 
     def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
         """Adds no metric."""
@@ -118,7 +119,7 @@ class StandstillAlarm:
         self._still = self._still + 1 if norm == 0 else 0
         self.is_on = self._still >= self.STEPS
         if self._still == self.STEPS:
-            log.warning(
+            self.text = _warned(
                 "the last %d steps trained nothing: gradients are 0. Rewards average %s, and the share of groups "
                 "with equal rewards is %s. Usual causes: a reward that gives every answer the same, or prompts that "
                 "are all solved or all too hard, which dynamic_sampling drops",
@@ -127,6 +128,12 @@ class StandstillAlarm:
                 _shown(metrics.get("reward/same_in_group")),
             )
         return {}
+
+
+def _warned(text: str, *values: object) -> str:
+    """Log it. What was logged."""
+    log.warning(text, *values)
+    return text % values
 
 
 def _shown(value: Metric | None) -> str:

@@ -1,4 +1,4 @@
-"""Where a step's metrics go: metrics.jsonl and the console. W&B is beside, in wandb.py."""
+"""Where a step's metrics go: metrics.jsonl, the console, sinks of the user's own. W&B and TensorBoard are beside."""
 
 from __future__ import annotations
 
@@ -8,21 +8,79 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO, runtime_checkable
 
-from asyncrl.config import RunConfig, secret_values
-from asyncrl.errors import disk_problem
+from asyncrl.config import RunConfig, plugins, secret_values
+from asyncrl.errors import ConfigError, HopelessError, disk_problem
 from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.groups.sample import GroupSample
 
 
 class Sink(Protocol):
+    """Where numbers go. One that also has ``write_samples`` or ``alarm`` gets those too (ShowsSamples, TakesAlarms)."""
+
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Raises OSError when nothing of the row was written: it may be written again."""
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
+        """Groups recorded since the last call, decoded (metrics.samples_per_step)."""
+        ...
+
+
+@runtime_checkable
+class TakesAlarms(Protocol):
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """An alarm goes on at this step."""
+        ...
+
+
+class OwnSink:
+    """A sink of the user's: what it raises ends the run in one line that names it."""
+
+    def __init__(self, run: RunConfig, name: str) -> None:
+        """Raises ConfigError."""
+        self._name = name
+        self._sink = plugins.make(_own_class(name), run, where="metrics.sinks", name=name)
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        self._call("write", step, metrics)
+
+    def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
+        if isinstance(self._sink, ShowsSamples):
+            self._call("write_samples", step, samples)
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        if isinstance(self._sink, TakesAlarms):
+            self._call("alarm", step, name, text)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            with plugins.exits_contained():
+                getattr(self._sink, method)(*arguments)
+        except Exception as error:  # whatever a user's class raises
+            if disk_problem(error) is not None:
+                raise
+            raise HopelessError(f"metrics.sinks: {self._name}.{method} raised {plugins.raised(error)}") from error
+
+
+def _own_class(name: str) -> Any:
+    """Raises ConfigError for one that is no sink."""
+    kind = plugins.load(name, where="metrics.sinks", kind=type)
+    for method in ("write", "close"):
+        if not callable(getattr(kind, method, None)):
+            raise ConfigError(f"metrics.sinks: {name!r} has no {method}(); a sink has write(step, metrics) and close()")
+    return kind
 
 
 class JsonLines:
@@ -106,6 +164,16 @@ class Console:
         pass
 
 
+def check_sinks(run: RunConfig) -> None:
+    """Refuse what ``open_sinks`` could not open, without opening it. Raises ConfigError."""
+    for name in run.metrics.sinks:
+        _own_class(name)
+    if run.metrics.tensorboard:
+        from asyncrl.metrics.tensorboard import writer_class
+
+        writer_class()
+
+
 def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
     """Those that the run file asks for. A resumed run goes on with its file and its W&B run."""
     made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
@@ -123,4 +191,8 @@ def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
                 resume=resume,
             )
         )
-    return made
+    if run.metrics.tensorboard:
+        from asyncrl.metrics.tensorboard import TensorBoard
+
+        made.append(TensorBoard(run.run_directory / "tensorboard"))
+    return [*made, *(OwnSink(run, name) for name in run.metrics.sinks)]

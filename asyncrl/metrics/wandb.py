@@ -1,17 +1,23 @@
 """Metrics to Weights & Biases: staleness live. The only file that imports wandb.
 
 Every name of the schema is a panel, grouped by what stands before the slash; histograms (staleness, lengths) are drawn
-over steps. WANDB_MODE=offline and the other WANDB_ variables work as everywhere.
+over steps. Recorded groups are tables (``samples``), a row an answer; alarms are alerts. WANDB_MODE=offline and the
+other WANDB_ variables work as everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.samples_text import COLUMNS, rows
 from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.groups.sample import GroupSample
+
+TABLE_ROWS: Final = 64
+"""Answers of a table: each is a file that W&B uploads, so it is not one a step."""
 
 
 class WandB:
@@ -23,6 +29,7 @@ class WandB:
         except ImportError:
             raise ConfigError("metrics.wandb: wandb is not installed; pip install 'asyncrl[wandb]'") from None
         self._wandb = wandb
+        self._answers: list[list[Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
         kept = directory / "wandb-id"
         known = kept.read_text() if resume and kept.exists() else None
@@ -47,10 +54,26 @@ class WandB:
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         self._run.log({"step": step} | {name: self._value(value) for name, value in metrics.items()})
 
+    def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
+        for sample in samples:
+            self._answers += rows(sample)
+        if len(self._answers) >= TABLE_ROWS:
+            self._log_answers(step)
+
+    def alarm(self, step: int, name: str, text: str) -> None:
+        self._run.alert(title=f"{name} at step {step}", text=text, level="WARN")
+
+    def _log_answers(self, step: int) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=self._answers)
+        self._answers = []
+        self._run.log({"step": step, "samples": table})
+
     def _value(self, value: Metric) -> Any:
         if not isinstance(value, Histogram):
             return value
         return self._wandb.Histogram(np_histogram=(list(value.counts), list(value.edges)))
 
     def close(self) -> None:
+        if self._answers:
+            self._log_answers(max(row[0] for row in self._answers))
         self._run.finish()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from asyncrl.actors.base import Actor
+from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.batcher import Batcher
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
@@ -90,6 +90,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         run, bus=bus, resume=resume, last_incarnation=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(registry.open_rows, run)
+    samples = _samples(run, algorithm=registry.algorithm(run))
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     ports = LearnerPorts(
         algorithm=algorithm,
@@ -106,10 +107,11 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
                 StandstillAlarm(),
             ),
             has_behavior=_are_sampled(run),
+            samples=samples,
         ),
         validator=_validator(run, bus=bus),
         filters=registry.filters(run),
-        samples=_samples(run, algorithm=algorithm),
+        samples=samples,
         most_failed=max(32, 2 * run.window),
         most_filtered=max(1000, 20 * run.window),
     )
@@ -275,6 +277,28 @@ async def _starting_point(
     incarnation = max(state.incarnation, last_incarnation) + 1
     forks = state.forks | {incarnation: state.policy_version}
     return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+
+
+def prometheus(
+    run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
+) -> list[Actor]:
+    """What answers Prometheus for the actors of a process, if the run file asks for it. ``step_numbers``: of the
+    learner's newest step."""
+    if not run.metrics.prometheus:
+        return []
+    from asyncrl.actors.prometheus import PrometheusEndpoint
+
+    speaking = [actor for actor in actors if not isinstance(actor, HeartbeatSender)]
+    return [
+        PrometheusEndpoint(
+            bus,
+            *speaking,
+            run=run.run.name,
+            address=run.metrics.prometheus,
+            directory=run.run_directory,
+            step_numbers=step_numbers,
+        )
+    ]
 
 
 # -- rollout worker ----------------------------------------------------------------------------------------------------

@@ -79,6 +79,13 @@ def _check_settings(run: RunConfig) -> None:
     registry.backend_class(run).check(run)
     launcher.check(run)
     _check_filters(run)
+    _check_sinks(run)
+
+
+def _check_sinks(run: RunConfig) -> None:
+    from asyncrl.metrics.sinks import check_sinks  # imports torch: not before other mistakes have been told
+
+    check_sinks(run)
 
 
 def _check_directory(directory: Path) -> None:

@@ -15,7 +15,7 @@ from asyncrl.errors import INTERRUPTED, HopelessError
 from asyncrl.messages.fleet import RunSettings
 from asyncrl.messages.topics import SETTINGS
 from asyncrl.protocols import Bus
-from asyncrl.run.build import build_learner
+from asyncrl.run.build import build_learner, prometheus
 
 
 async def train(
@@ -38,7 +38,8 @@ async def train(
     sections, withheld = worker_table(run)
     await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
     gc.freeze()
-    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers), *beside)
+    endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
+    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers), *beside, *endpoint)
     was_drained = learner.draining.is_set() and not learner.done
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")

@@ -70,7 +70,7 @@ def test_it_shows_answers_rewards_and_what_became_of_them(folder: Path, capsys: 
     assert "group 2   dropped at step 1   (stale, 6 versions old)   reward 0.500" in lines
     assert "group 4   trained at step 2   reward 0.500   worker w7" in lines
     assert "of a lost history" not in out
-    assert lines[-1].startswith("4 groups shown; 6 have left the window. Of each step 2 groups are recorded")
+    assert lines[-1].startswith("4 groups shown; 6 have left the window. Some groups of each step are recorded")
 
 
 def test_a_models_text_cannot_move_the_cursor(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_groups_are_chosen_by_reward_by_chance_by_text_and_by_number(
 def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = asyncrl("samples", folder, "--group", 5, capsys=capsys)
     assert code == 0
-    assert out.startswith("group 5   trained at step 2: its text is not here. Of each step 2 groups are recorded")
+    assert out.startswith("group 5   trained at step 2: its text is not here. Some groups of each step are recorded")
     assert "keeps the log in the run's own process" in out
 
 

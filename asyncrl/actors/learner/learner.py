@@ -158,6 +158,11 @@ class Learner(Actor):
         }
 
     @property
+    def newest_metrics(self) -> Mapping[str, float]:
+        """Of the last step that was reported, by names of the schema."""
+        return self._metrics.newest.numbers
+
+    @property
     def counts(self) -> str:
         """What became of the groups, for a person."""
         return self.table.describe()

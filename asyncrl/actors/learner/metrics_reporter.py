@@ -8,10 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
-from asyncrl.metrics.sinks import Sink
+from asyncrl.metrics.sinks import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
@@ -28,12 +29,21 @@ class MetricsReporter:
     """Writes to every sink. A sink that fails ends the run: a run whose numbers are lost is not worth its GPUs."""
 
     def __init__(
-        self, bus: Bus, sinks: Sequence[Sink], *, alarms: Sequence[Alarm] = (), has_behavior: bool = True
+        self,
+        bus: Bus,
+        sinks: Sequence[Sink],
+        *,
+        alarms: Sequence[Alarm] = (),
+        has_behavior: bool = True,
+        samples: SampleRecorder | None = None,
     ) -> None:
-        """``has_behavior``: False where nothing sampled the answers."""
+        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
+        self._samples = samples
+        self.newest = StepMetrics(step=0)
+        """Of the last step that was reported."""
         self._left_out = () if has_behavior else _OF_BEHAVIOR
         self._workers: list[Heartbeat] = []
         self._looked = -math.inf
@@ -44,13 +54,28 @@ class MetricsReporter:
         """``cursor``: the last log sequence read; ``disk``: waits for room where a sink has none."""
         workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
+        rung = []
         for alarm in self._alarms:
+            was_on = alarm.is_on
             row |= alarm.look(row)
+            rung += [alarm] if alarm.is_on and not was_on else []
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, row), what="metrics")
-        await self._bus.put(METRICS, step_metrics(step, row))
+        self._tell(step, rung)
+        self.newest = step_metrics(step, row)
+        await self._bus.put(METRICS, self.newest)
+
+    def _tell(self, step: int, rung: Sequence[Alarm]) -> None:
+        """Sinks that want more than numbers. ``rung``: alarms that went on."""
+        samples = self._samples.take() if self._samples is not None else ()
+        for sink in self._sinks:
+            if samples and isinstance(sink, ShowsSamples):
+                sink.write_samples(step, samples)
+            if isinstance(sink, TakesAlarms):
+                for alarm in rung:
+                    sink.alarm(step, alarm.name, alarm.text)
 
     def alarms(self) -> dict[str, float]:
         """alarm/NAME: 1 for those that are on, for a heartbeat."""
@@ -77,6 +102,8 @@ class MetricsReporter:
         }
 
     def close(self) -> None:
+        """The last samples go out, and the sinks are closed."""
+        self._tell(self.newest.step, ())
         for sink in self._sinks:
             sink.close()
 

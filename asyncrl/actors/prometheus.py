@@ -1,0 +1,146 @@
+"""Serves the numbers of a process's actors to Prometheus: GET /metrics, in its text format.
+
+The learner's endpoint has every metric of its newest step; every process has what its actors say in their heartbeats,
+and how long each waits for what. The learner has the port of metrics.prometheus; the other processes of its machine
+take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which Prometheus reads as
+file_sd_configs, and removes that when it ends.
+
+Tests: tests/actors/test_prometheus.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from asyncrl.actors.base import Actor
+from asyncrl.config.addresses import host_and_port
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Heartbeat
+from asyncrl.metrics import schema
+from asyncrl.protocols import Bus
+
+MOST_PROCESSES: Final = 1000
+"""Ports behind the learner's that are tried."""
+FOLDER: Final = "prometheus"
+
+_TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class PrometheusEndpoint(Actor):
+    """actors: of this process.  address: HOST:PORT.  step_numbers: metrics of the newest step, in the learner"""
+
+    def __init__(
+        self,
+        bus: Bus,
+        *actors: Actor,
+        run: str,
+        address: str,
+        directory: Path,
+        step_numbers: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        super().__init__(f"{actors[0].name}.prometheus", bus)
+        self._actors = actors
+        self._run = run
+        self._host, self._port = host_and_port(address)
+        self._target = directory / FOLDER / f"{actors[0].name}.json"
+        self._step_numbers = step_numbers
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Raises ConfigError when the port is taken."""
+        app = web.Application()
+        app.router.add_get("/metrics", self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        self.port = await self._listen(self._runner)
+        await asyncio.to_thread(self._announce)
+
+    async def run(self) -> None:
+        """waits for: its cancellation    answers: whoever asks"""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        with contextlib.suppress(OSError):
+            self._target.unlink(missing_ok=True)
+
+    async def _listen(self, runner: web.AppRunner) -> int:
+        is_learners = self._step_numbers is not None
+        ports = [self._port] if is_learners or not self._port else range(self._port + 1, self._port + MOST_PROCESSES)
+        for port in ports:
+            try:
+                site = web.TCPSite(runner, self._host, port, reuse_address=True)
+                await site.start()
+            except OSError as error:
+                problem = error.strerror or str(error)
+            else:
+                return int(runner.addresses[0][1])
+        tried = f"port {self._port}" if is_learners else f"the {MOST_PROCESSES} ports behind {self._port}"
+        raise ConfigError(
+            f"metrics.prometheus: {tried} of {self._host} cannot be had ({problem}); name another HOST:PORT"
+        )
+
+    def _announce(self) -> None:
+        host = self._host if self._host not in ("0.0.0.0", "::", "") else self.bus.own_address
+        labels = {"run": self._run, "actor": self._actors[0].name}
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        written = self._target.with_suffix(".new")
+        written.write_text(json.dumps([{"targets": [f"{host}:{self.port}"], "labels": labels}]))
+        os.replace(written, self._target)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        beats = [actor.heartbeat() for actor in self._actors]
+        numbers = {} if self._step_numbers is None else self._step_numbers()
+        return web.Response(body=exposition(self._run, beats, numbers).encode(), headers={"Content-Type": _TEXT})
+
+
+def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float]) -> str:
+    """The text format, each metric's samples together. ``numbers``: of the newest step, by names of the schema."""
+    found: dict[str, list[str]] = {}
+    helps: dict[str, str] = {}
+
+    def add(name: str, value: float, **labels: str) -> None:
+        found.setdefault(_name(name), []).append(f"{_name(name)}{_labels(run=run, **labels)} {value!r}")
+        helps[_name(name)] = schema.SCHEMA.get(name, "")
+
+    for name, value in numbers.items():
+        if name.count("/") < 2:  # what one worker says is at its own endpoint
+            add(name, float(value), actor="learner")
+    for beat in beats:
+        add("policy_version", float(beat.policy_version), actor=beat.actor)
+        for name, value in beat.numbers.items():
+            if name not in numbers:
+                add(name, float(value), actor=beat.actor)
+        for wait in beat.waits:
+            add("waiting_seconds", float(wait.seconds), actor=beat.actor, what=wait.what)
+    return "\n".join((*_families(found, helps), ""))
+
+
+def _families(found: Mapping[str, Iterable[str]], helps: Mapping[str, str]) -> Iterator[str]:
+    for name, samples in found.items():
+        if helps[name]:
+            yield f"# HELP {name} {helps[name]}"
+        yield f"# TYPE {name} gauge"
+        yield from samples
+
+
+def _name(name: str) -> str:
+    return "asyncrl_" + re.sub("[^a-zA-Z0-9_]", "_", name)
+
+
+def _labels(**labels: str) -> str:
+    escaped = {
+        key: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for key, value in labels.items()
+    }
+    return "{" + ",".join(f'{key}="{value}"' for key, value in escaped.items()) + "}"

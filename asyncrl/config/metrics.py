@@ -1,0 +1,51 @@
+"""[metrics]: where numbers and samples of what the model writes go, and what is warned of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.addresses import host_and_port
+from asyncrl.config.checks import require
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSection:
+    wandb: bool = False
+    """Log to Weights & Biases."""
+    wandb_project: str = "asyncrl"
+    """Project in W&B."""
+    console: bool = True
+    """Print one line per step."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files to tensorboard/ of the run's folder. Needs that package, or tensorboardX."""
+    prometheus: str = ""
+    """HOST:PORT at which the learner answers Prometheus; other processes of its machine take the ports behind it. Each
+    writes where it is to prometheus/NAME.json of the run's folder, for file_sd_configs. Empty: none answers."""
+    sinks: tuple[str, ...] = ()
+    """Sinks of your own, "package.module:Class": they get every number of every step."""
+    samples_per_step: int = 2
+    """Groups of each step whose answers are written to samples.jsonl as text, and as many of those dropped, failed or
+    filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
+    samples_max_bytes: int = 64 * 2**20
+    """Most bytes of samples.jsonl and samples.1.jsonl together; the oldest groups go first."""
+    mismatch_alarm: float = 0.05
+    """Warn when the mean |trainer - behavior logprob| of fresh samples is larger than this, in nats per token; 0 is
+    off. Rounding to bfloat16 in engine and trainer makes 0.005 to 0.02."""
+    drop_alarm: float = 0.05
+    """Warn when more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
+    mostly long ones."""
+
+    def __post_init__(self) -> None:
+        require(self.samples_per_step >= 0, f"samples_per_step must be >= 0 (0 is off), got {self.samples_per_step}")
+        if self.prometheus:
+            try:
+                host_and_port(self.prometheus)
+            except ConfigError as error:
+                raise ConfigError(f"prometheus {error}") from None
+        least = 2**16
+        require(
+            self.samples_max_bytes >= least, f"samples_max_bytes must be >= {least:,}, got {self.samples_max_bytes:,}"
+        )
+        require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
+        require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")

@@ -1,0 +1,42 @@
+"""Recorded groups as rows of a table and as Markdown, for sinks that show text."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from asyncrl.policies.groups.sample import GroupSample
+
+COLUMNS: Final = (
+    *("step", "group", "fate", "reason", "worker", "prompt", "answer"),
+    *("reward", "advantage", "staleness", "tokens", "finish_reason", "oldest_version", "newest_version"),
+)
+"""Of a row for each answer; a group without answers is one row."""
+
+
+def rows(sample: GroupSample) -> list[list[Any]]:
+    """In the order of COLUMNS."""
+    head = [sample.step, sample.group_id, sample.fate, sample.reason, sample.worker, sample.prompt]
+    if not sample.answers:
+        return [[*head, *([None] * (len(COLUMNS) - len(head)))]]
+    made = []
+    for answer in sample.answers:
+        versions = [version for _, _, version in answer.versions] or [0]
+        numbers = [answer.reward, answer.advantage, answer.staleness, len(answer.tokens), answer.finish_reason]
+        made.append([*head, answer.text, *numbers, min(versions), max(versions)])
+    return made
+
+
+def markdown(sample: GroupSample) -> str:
+    """Text as code blocks, which no viewer reads as its own markup."""
+    lines = [f"**group {sample.group_id}** {sample.fate} at step {sample.step}, {sample.worker} {sample.reason}", ""]
+    lines += _block(sample.prompt or "")
+    for answer in sample.answers:
+        advantage = "" if answer.advantage is None else f", advantage {answer.advantage:+.3f}"
+        lines += [f"reward {answer.reward}{advantage}, {len(answer.tokens)} tokens, {answer.finish_reason}", ""]
+        lines += _block(answer.text)
+    return "\n".join(lines)
+
+
+def _block(text: str) -> list[str]:
+    """Indented: a fence could be closed by the text."""
+    return [*(f"    {line}" for line in text.split("\n")), ""]

@@ -1,0 +1,108 @@
+"""Each process answers Prometheus with its actors' numbers, the learner with those of the newest step."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.prometheus import PrometheusEndpoint, exposition
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config.metrics import MetricsSection
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Heartbeat, Wait
+from tests.conftest import BUS_SIZES
+
+
+class Worker(Actor):
+    async def run(self) -> None: ...
+
+    def numbers(self) -> dict[str, float]:
+        return {"rollout/running": 3.0, "alarm/drop": 1.0}
+
+
+@pytest.fixture
+def bus() -> MemoryBus:
+    return MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20}))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        found = listening.getsockname()[1]
+    yield found
+
+
+@asynccontextmanager
+async def endpoint(bus: MemoryBus, port: int, directory: Path, name: str, **options: Any) -> AsyncIterator[Any]:
+    made = PrometheusEndpoint(
+        bus, Worker(name, bus), run="r", address=f"127.0.0.1:{port}", directory=directory, **options
+    )
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.stop()
+
+
+async def test_learner_and_workers_of_a_machine_answer_side_by_side(bus: MemoryBus, port: int, tmp_path: Path) -> None:
+    numbers = {"reward/mean": 0.5, "weights/w0/version": 3.0}
+    async with (
+        endpoint(bus, port, tmp_path, "learner", step_numbers=lambda: numbers) as learner,
+        endpoint(bus, port, tmp_path, "w0") as first,
+        endpoint(bus, port, tmp_path, "w1") as second,
+        aiohttp.ClientSession() as session,
+    ):
+        assert learner.port == port < first.port < second.port
+        targets = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "prometheus").glob("*.json")}
+        assert targets["w1"] == [{"targets": [f"127.0.0.1:{second.port}"], "labels": {"run": "r", "actor": "w1"}}]
+        texts = {}
+        for one in (learner, first):
+            async with session.get(f"http://127.0.0.1:{one.port}/metrics") as answer:
+                assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                texts[one] = await answer.text()
+        assert 'asyncrl_reward_mean{run="r",actor="learner"} 0.5\n' in texts[learner]
+        assert "asyncrl_weights_w0_version" not in texts[learner]
+        assert 'asyncrl_rollout_running{run="r",actor="w0"} 3.0\n' in texts[first]
+        assert "asyncrl_reward_mean" not in texts[first]
+    assert list((tmp_path / "prometheus").glob("*")) == []
+
+
+async def test_a_port_that_is_taken_costs_the_learner_one_line(bus: MemoryBus, port: int, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ConfigError, match=f"metrics.prometheus: port {port} of 127.0.0.1 cannot be had"):
+            async with endpoint(bus, port, tmp_path, "learner", step_numbers=dict):
+                pass
+
+
+def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
+    beats = [
+        Heartbeat(actor=name, role="rollout-worker", numbers={"rollout/running": 1.0}, waits=(Wait(what='a "b"\nc'),))
+        for name in ("w0", "w1")
+    ]
+    lines = exposition("r", beats, {"loss": 0.25}).splitlines()
+    assert lines[0].startswith("# HELP asyncrl_loss the batch's loss, ")
+    assert lines[1:3] == [
+        "# TYPE asyncrl_loss gauge",
+        'asyncrl_loss{run="r",actor="learner"} 0.25',
+    ]
+    at = lines.index("# TYPE asyncrl_rollout_running gauge")
+    assert [line.split("{")[0] for line in lines[at + 1 : at + 3]] == ["asyncrl_rollout_running"] * 2
+    assert 'asyncrl_waiting_seconds{run="r",actor="w1",what="a \\"b\\"\\nc"} 0.0' in lines
+
+
+@pytest.mark.parametrize("address", ["9400", ":9400", "host", "host:0", "host:70000", "http://host:1"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="prometheus must be HOST:PORT"):
+        MetricsSection(prometheus=address)
+    assert MetricsSection(prometheus="[::1]:9400").prometheus

@@ -1,0 +1,191 @@
+"""Sinks beside metrics.jsonl and the console: TensorBoard read back, W&B's tables and alerts, one of the user's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from asyncrl import config
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError, HopelessError
+from asyncrl.metrics import tensorboard as tensorboard_sink
+from asyncrl.metrics.samples_text import COLUMNS, markdown, rows
+from asyncrl.metrics.sinks import OwnSink, ShowsSamples, TakesAlarms, check_sinks, open_sinks
+from asyncrl.metrics.wandb import WandB
+from asyncrl.policies.batching.batch import Histogram, Metric
+from asyncrl.policies.groups.sample import Answer, GroupSample
+
+ROW: dict[str, Metric] = {
+    "reward/mean": 0.75,
+    "loss": math.nan,
+    "staleness/histogram": Histogram(edges=(0.0, 1.0, 2.0, 3.0), counts=(0, 3, 4)),
+    "length/dropped": Histogram(edges=(0.0, 1.0), counts=(0,)),
+}
+ANSWERS = (
+    Answer(
+        reward=1.0, advantage=0.5, staleness=1, tokens=(1, 2), turns=(("policy", "```\n# 12"),), finish_reason="stop"
+    ),
+    Answer(reward=0.0, tokens=(3,), turns=(("policy", "13"),), versions=((0, 0, 4), (1, 0, 6)), finish_reason="length"),
+)
+SAMPLE = GroupSample(group_id=7, fate="trained", step=3, worker="w0", prompt="7+5=", answers=ANSWERS)
+
+
+def test_tensorboard_has_every_number_histogram_sample_and_alarm(tmp_path: Path) -> None:
+    sink = tensorboard_sink.TensorBoard(tmp_path)
+    for step in (1, 2):
+        sink.write(step, ROW | {"reward/mean": 0.5 * step})
+    sink.write_samples(2, [SAMPLE])
+    sink.alarm(2, "mismatch", "trainer and engine disagree")
+    sink.close()
+    read = _read(tmp_path)
+    assert [(event.step, event.value) for event in read.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0)]
+    assert "loss" not in read.Tags()["scalars"]
+    histogram = read.Histograms("staleness/histogram")[-1].histogram_value
+    assert (list(histogram.bucket), list(histogram.bucket_limit)) == ([0.0, 3.0, 4.0], [1.0, 2.0, 3.0])
+    assert (histogram.min, histogram.max, histogram.num) == (1.0, 3.0, 7.0)
+    texts = {tag: read.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in read.Tags()["tensors"]}
+    assert "trainer and engine disagree" in texts["alarms/mismatch/text_summary"]
+    assert "    # 12" in texts["samples/trained/text_summary"]
+
+
+def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path: Path) -> None:
+    for steps, reward in (((1, 2, 3), 0.1), ((2, 3), 0.9)):
+        sink = tensorboard_sink.TensorBoard(tmp_path)
+        for step in steps:
+            sink.write(step, {"reward/mean": reward})
+        sink.close()
+    values = [(event.step, round(event.value, 3)) for event in _read(tmp_path).Scalars("reward/mean")]
+    assert values == [(1, 0.1), (2, 0.9), (3, 0.9)]
+
+
+def _read(directory: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_that_is_not_installed_costs_one_line(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorboard_sink, "_WRITERS", ("no_such_writer",))
+    with pytest.raises(ConfigError, match="metrics.tensorboard: tensorboard is not installed; pip install tensorboard"):
+        check_sinks(_with(run, tensorboard=True))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    return config.only_overrides([f'run.directory="{tmp_path}"', "run.name=r"])
+
+
+def _with(run: RunConfig, **metrics: Any) -> RunConfig:
+    import dataclasses
+
+    return dataclasses.replace(run, metrics=dataclasses.replace(run.metrics, console=False, **metrics))
+
+
+class Own:
+    """A sink of the user's own."""
+
+    made: list[Own] = []
+
+    def __init__(self, run: RunConfig) -> None:
+        self.name = run.run.name
+        self.said: list[Any] = []
+        self.made.append(self)
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if step == 13:
+            raise ValueError("no thirteenth step")
+        self.said.append(step)
+
+    def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
+        self.said.append([sample.group_id for sample in samples])
+
+    def close(self) -> None:
+        self.said.append("closed")
+
+
+class Deaf:
+    def __init__(self, run: RunConfig) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_sink_of_the_users_own_gets_numbers_and_samples(run: RunConfig) -> None:
+    Own.made.clear()
+    sinks = open_sinks(_with(run, sinks=(f"{__name__}:Own",)), resume=False)
+    own = sinks[-1]
+    own.write(1, ROW)
+    assert isinstance(own, ShowsSamples) and isinstance(own, TakesAlarms)
+    own.write_samples(1, [SAMPLE])
+    own.alarm(1, "drop", "it has no method for it")
+    with pytest.raises(HopelessError, match=r"metrics.sinks: .*:Own.write raised ValueError: no thirteenth step"):
+        own.write(13, ROW)
+    for sink in sinks:
+        sink.close()
+    assert Own.made[0].name == "r"
+    assert Own.made[0].said == [1, [7], "closed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere:Sink", "metrics.sinks: cannot import 'nowhere'"),
+        (f"{__name__}:Deaf", "has no write()"),
+        (f"{__name__}:_read", "is a function, not a type"),
+        ("prometheus", "write package.module:object"),
+    ],
+)
+def test_what_is_no_sink_is_refused_before_the_run(name: str, problem: str, run: RunConfig) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_sinks(_with(run, sinks=(name,)))
+    assert problem in str(refused.value) and str(refused.value).startswith("metrics.sinks: ")
+    assert isinstance(OwnSink, type)
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+        self.alerts: list[dict[str, Any]] = []
+        self.id = "id"
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.logged.append(row)
+
+    def alert(self, **fields: Any) -> None:
+        self.alerts.append(fields)
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def test_wandb_gets_tables_of_samples_and_alarms_as_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: fake)
+    sink = WandB(project="p", name="n", directory=tmp_path, config={}, resume=False)
+    for step in range(40):
+        sink.write_samples(step, [SAMPLE])
+    sink.alarm(5, "mismatch", "trainer and engine disagree")
+    assert [row["step"] for row in fake.logged] == [31]
+    sink.close()
+    assert [row["step"] for row in fake.logged] == [31, 3]  # of the last group
+    table = fake.logged[0]["samples"]
+    assert table.columns == list(COLUMNS) and len(table.data) == 64
+    assert fake.alerts == [{"title": "mismatch at step 5", "text": "trainer and engine disagree", "level": "WARN"}]
+
+
+def test_a_row_has_a_value_for_each_column() -> None:
+    first, second = rows(SAMPLE)
+    assert len(first) == len(second) == len(COLUMNS)
+    assert dict(zip(COLUMNS, second, strict=True))["newest_version"] == 6
+    (failed,) = rows(GroupSample(group_id=1, fate="failed", reason="no reward"))
+    assert len(failed) == len(COLUMNS) and failed[3] == "no reward"
+    assert json.dumps(rows(SAMPLE))
+    assert all(line.startswith("    ") for line in markdown(SAMPLE).splitlines() if "12" in line)
