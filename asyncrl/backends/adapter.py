@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from asyncrl.backends import frozen
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import ConfigError
@@ -32,6 +33,9 @@ class BackendAdapter(Adapter):
             raise ConfigError(
                 f'learner.ranks: backend = "{run.learner.backend}" runs in one process; use "megatron" or ranks = 1'
             )
+        if run.learner.megatron:
+            raise ConfigError(f'learner.megatron: is for backend = "megatron", and this is "{run.learner.backend}"')
+        frozen.check(run, are_fused=False)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -72,4 +76,6 @@ def optimizer_settings(run: RunConfig) -> OptimizerSettings:
         betas=(learner.betas[0], learner.betas[1]),
         eps=learner.eps,
         max_grad_norm=learner.max_grad_norm,
+        freeze=learner.freeze,
+        train_only=learner.train_only,
     )

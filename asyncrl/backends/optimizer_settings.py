@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW, arXiv:1711.05101. No weight decay on one-dimensional parameters: norms and biases."""
+    """AdamW, arXiv:1711.05101. No weight decay on one-dimensional parameters: norms and biases.
+
+    freeze, train_only  which parameters it updates (frozen.py)
+    """
 
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
 
 
 def is_trainable(loss: float, grad_norm: float) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.config.checks import positive, require
+from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,14 @@ class LearnerSection:
     """Epsilon of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm."""
+    freeze: tuple[str, ...] = ()
+    """Regular expressions: parameters of the policy with one of them in their Hugging Face name are not trained, such
+    as "embed_tokens" or "layers\\.[0-9]\\."."""
+    train_only: tuple[str, ...] = ()
+    """Only parameters with one of these in their name are trained, less those of freeze; empty: all."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig by name, for learner.backend = "megatron"; those that asyncrl sets itself
+    are refused."""
     max_skipped_steps: int = 10
     """The run ends after this many consecutive steps with a non-finite loss or gradient; 0 never ends it."""
     quarantine_mismatch: float = 0.5
@@ -69,6 +79,13 @@ class LearnerSection:
             f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
         )
         positive(self, "steps_per_batch")
+        for key in ("freeze", "train_only"):
+            for pattern in getattr(self, key):
+                require(bool(pattern), f"{key} holds an empty pattern, which is in every name")
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(f"{key}: {pattern!r} is no regular expression: {error}") from None
         require(
             self.groups_per_batch % self.steps_per_batch == 0,
             f"groups_per_batch must be a multiple of steps_per_batch ({self.steps_per_batch}), got "

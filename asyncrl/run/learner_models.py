@@ -5,6 +5,7 @@ Tests: tests/unit/run/test_learner_models.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +80,7 @@ def check_folders(run: RunConfig, algorithm: Algorithm) -> None:
 
 
 def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings) -> dict[str, AuxiliaryModel]:
-    """What the backend gets besides the policy; empty for most algorithms."""
+    """What the backend gets besides the policy; empty for most algorithms. A critic is trained whole."""
     from asyncrl.backends.models import AuxiliaryModel
     from asyncrl.policies.algorithms.critic import Critic as Objective
 
@@ -91,7 +92,8 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
             objective = Objective(
                 kind=section.loss, clip=section.clip, scale=section.scale, huber_delta=section.huber_delta
             )
-            made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=optimizer)
+            whole = dataclasses.replace(optimizer, freeze=(), train_only=())
+            made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
     return made
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, huggingface, models
+from asyncrl.backends import flops, frozen, huggingface, models
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
@@ -78,6 +78,7 @@ class MegatronBackend(BackendAdapter):
             **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
             ranks=run.learner.ranks,
             tensor_parallel=run.learner.tensor_parallel,
+            transformer=run.learner.megatron,
         )
 
     @classmethod
@@ -88,12 +89,29 @@ class MegatronBackend(BackendAdapter):
                 'learner.backend: "megatron" needs megatron-core, which is not installed; '
                 'pip install asyncrl[megatron], or use "reference"'
             )
+        if run.learner.megatron:
+            from asyncrl.backends.megatron.model import refuse_options  # takes seconds
+
+            job = Job(
+                models={},
+                temperature=run.rollout.temperature,
+                device="cpu",
+                dtype=run.model.dtype,
+                threads=0,
+                tensor_parallel=run.learner.tensor_parallel,
+                is_distributed_optimizer=False,
+                recompute=cls.options(run).recompute,
+                is_offloading=False,
+                transformer=run.learner.megatron,
+            )
+            refuse_options(job, huggingface.read_shape(Path(run.model.path)))
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         for key, folder in run.model_paths.items():
             require_trainable(folder, where=key, tensor_parallel=run.learner.tensor_parallel)
+        frozen.check(run, are_fused=True)
 
     def __init__(
         self,
@@ -108,8 +126,10 @@ class MegatronBackend(BackendAdapter):
         options: Options,
         ranks: int = 1,
         tensor_parallel: int = 1,
+        transformer: Mapping[str, Any] | None = None,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
+        """``transformer``: fields of Megatron's TransformerConfig besides ours."""
         if ranks % tensor_parallel:
             raise BackendError(f"{ranks} ranks cannot be split into groups of tensor_parallel = {tensor_parallel}")
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
@@ -123,6 +143,7 @@ class MegatronBackend(BackendAdapter):
             is_distributed_optimizer=options.distributed_optimizer and ranks > tensor_parallel,
             recompute=options.recompute,
             is_offloading=options.offload_optimizer,
+            transformer=dict(transformer or {}),
         )
         self._timeout_seconds = options.timeout_seconds
         self._ranks = ranks

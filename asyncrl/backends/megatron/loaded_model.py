@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from asyncrl.backends import huggingface, micro_batches, models
+from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron import model as megatron_model
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.packed_attention import uses_varlen
@@ -41,6 +42,10 @@ class LoadedModel:
         self._network = megatron_model.build_model(job, self._shape, device, head=self._model.head)
         self._network.requires_grad_(self._model.is_trained)
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._network.named_parameters())
+        if (settings := self._model.optimizer) is not None:
+            for entry in self._maps:  # of several tensors in one parameter all are trained, or none
+                is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
+                self._parameters[entry.megatron].requires_grad_(is_free)
         self._load_weights()
 
     @torch.no_grad()

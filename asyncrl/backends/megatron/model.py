@@ -6,10 +6,13 @@ products come from fused.py, attention from packed_attention.py, the output laye
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,7 @@ from asyncrl.backends.megatron.rank_commands import Job, Place
 from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import Head
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.errors import ConfigError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
@@ -196,6 +200,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """The last hidden state of every token, [N, H]."""
         hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # frozen embeddings: recomputed layers get no gradients without one at their input
         rotary = fused.rotary(row.positions, self._frequencies)
         hidden = self.decoder(
             hidden_states=hidden,
@@ -263,7 +269,11 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def _transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
+    return TransformerConfig(**_own_fields(job, shape, dtype), **job.transformer)
+
+
+def _own_fields(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.feed_forward_size,
@@ -294,6 +304,39 @@ def _transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dt
         bias_activation_fusion=False,
         **_RECOMPUTE[job.recompute],
     )
+
+
+_NOT_OURS: Final = re.compile(
+    "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
+    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous"
+)
+"""Fields for what our model does not have, or for what is an option of ours: ranks, learner.options."""
+
+
+def refuse_options(job: Job, shape: huggingface.ModelShape) -> None:
+    """Raises ConfigError unless ``job.transformer`` are fields of TransformerConfig that are not ours, of values that
+    Megatron takes."""
+    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    own = _own_fields(job, shape, job.torch_dtype)
+    for name, value in job.transformer.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"learner.megatron: {name} is no field of Megatron's TransformerConfig{hint}")
+        if name in own:
+            raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
+        if _NOT_OURS.match(name):
+            raise ConfigError(f"learner.megatron: {name} is for what asyncrl's model does not do; remove it")
+        default = known[name]
+        if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
+            expected = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
+    try:
+        with quiet():
+            _transformer_config(job, shape, job.torch_dtype)
+    except (TypeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"learner.megatron: Megatron refuses {dict(job.transformer)}: {reason}") from error
 
 
 def build_optimizer(job: Job, settings: OptimizerSettings, model: DistributedDataParallel, device: torch.device) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class Job:
     is_distributed_optimizer: bool
     recompute: str
     is_offloading: bool
+    transformer: Mapping[str, Any]
 
     @property
     def torch_dtype(self) -> torch.dtype:

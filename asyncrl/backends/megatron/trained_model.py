@@ -171,11 +171,14 @@ class TrainedModel(LoadedModel):
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint written by any number of ranks. Raises CheckpointError."""
         with optimizer_state.open_state(folder, tensor_parallel=self._tensor_parallel.size()) as saved:
-            sizes = {}
+            sizes, frozen = {}, set()
             for name, parameter in self._shards():
                 sizes[name] = parameter.numel()
+                frozen |= set() if parameter.requires_grad else {name}
                 parameter.copy_(saved.value(name, parameter.numel()).view(parameter.shape))
             for piece in self._pieces():
+                if piece.name in frozen:
+                    continue  # its value is there, and it has no moments
                 size = sizes[piece.name]
                 own = slice(piece.start, piece.start + piece.value.numel())
                 piece.value.copy_(saved.value(piece.name, size)[own].view(piece.value.shape))
@@ -189,9 +192,13 @@ class TrainedModel(LoadedModel):
         return ((name + suffix, parameter) for name, parameter in self._parameters.items())
 
     def _pieces(self) -> Iterator[optimizer_state.Piece]:
-        """What this rank's optimizer updates. main_param is Megatron's float32 copy of a 16-bit parameter."""
+        """What this rank's optimizer updates, and on one rank what is frozen, so that a checkpoint has every weight.
+        main_param is Megatron's float32 copy of a 16-bit parameter."""
         for name, parameter in self._shards():
-            if not self._is_distributed:
+            if not parameter.requires_grad:
+                if self._data_parallel.rank() == 0:
+                    yield optimizer_state.Piece(name=name, start=0, value=parameter)
+            elif not self._is_distributed:
                 value: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
                 yield optimizer_state.Piece(name=name, start=0, value=value)
             elif parameter in self._optimizer.model_param_group_index_map:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends import micro_batches, models, optimizer_state
+from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
@@ -109,9 +110,13 @@ class TrainedModel(LoadedModel):
         self._name = name
         self._objective: Objective = model.objective
         self._settings: OptimizerSettings = model.optimizer
+        for name, parameter in self.parameters.items():
+            settings = self._settings
+            parameter.requires_grad_(is_trained(name, freeze=settings.freeze, train_only=settings.train_only))
+        self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         # AdamW updates these. For a float32 model they are its parameters; bfloat16 would round small updates away.
         self._weights: dict[str, torch.Tensor] = {
-            name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
+            name: p if p.dtype == torch.float32 else p.detach().float() for name, p in self._trained.items()
         }
         decayed = [w for w in self._weights.values() if w.ndim > 1]
         spared = [w for w in self._weights.values() if w.ndim <= 1]
@@ -157,7 +162,7 @@ class TrainedModel(LoadedModel):
         if not len(rows):
             return self._objective.zero(self._device)
         loss, sums = self._objective.objective(self._inputs(self._row(micro_batch, rows)))
-        gradients = torch.autograd.grad(loss, list(self.parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
         for weight, gradient in zip(self._weights.values(), gradients, strict=True):
             if gradient is not None and weight.grad is not None:
                 weight.grad += gradient
@@ -171,7 +176,7 @@ class TrainedModel(LoadedModel):
 
     @torch.no_grad()
     def _round_weights(self) -> None:
-        for name, parameter in self.parameters.items():
+        for name, parameter in self._trained.items():
             if parameter is not self._weights[name]:
                 parameter.copy_(self._weights[name])
 
@@ -185,10 +190,13 @@ class TrainedModel(LoadedModel):
             for piece in self._pieces():
                 shape, size = piece.value.shape, piece.value.numel()
                 piece.value.copy_(saved.value(piece.name, size).view(shape))
-                moments = saved.moments(piece.name, size, slice(0, size))
-                self._optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
+                if piece.name in self._trained:
+                    moments = saved.moments(piece.name, size, slice(0, size))
+                    self._optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
             saved.restore_random_states(0)
         self._round_weights()
 
     def _pieces(self) -> list[optimizer_state.Piece]:
-        return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in self._weights.items()]
+        """All weights, so that what is frozen later, or no longer, is what it was."""
+        weights = self.parameters | self._weights
+        return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in weights.items()]

@@ -64,6 +64,36 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["learner.freeze=['embd_tokens']"],
+            "'embd_tokens' is in the name of no parameter of the model, such as model",
+        ),
+        (["learner.freeze=['(']"], r"freeze: '\(' is no regular expression"),
+        (["learner.freeze=['.']"], "leave no parameter to train"),
+        (["learner.train_only=['q_proj']"], "are one parameter in the megatron backend"),
+        (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
+        (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
+        (["learner.megatron={pipeline_model_parallel_size=2}"], "is for what asyncrl's model does not do"),
+        (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
+        (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
+    ],
+)
+def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
+    check(config.load(run_file, ["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"]))
+    check(config.load(run_file, ["learner.train_only=['q_proj']", "learner.backend=reference"]))
+
+
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
     check(
         config.load(run_file, ["rollout.stop=['12', '\\n']", "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"])

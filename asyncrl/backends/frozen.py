@@ -1,0 +1,51 @@
+"""Which parameters of the policy are trained: learner.freeze and learner.train_only, by their Hugging Face names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from asyncrl.backends import huggingface
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.adapter import RunConfig
+
+
+def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -> bool:
+    """Patterns are regular expressions, found anywhere in the name."""
+    is_chosen = not train_only or any(re.search(pattern, name) for pattern in train_only)
+    return is_chosen and not any(re.search(pattern, name) for pattern in freeze)
+
+
+def check(run: RunConfig, *, are_fused: bool) -> None:
+    """Refuse patterns that match nothing or leave nothing. Raises ConfigError.
+
+    are_fused  several tensors of the folder are one parameter of the backend, so all of them train or none
+    """
+    learner = run.learner
+    if not (learner.freeze or learner.train_only):
+        return
+    maps = huggingface.weight_map(huggingface.read_shape(Path(run.model.path)))
+    names = [name for entry in maps for name in entry.huggingface]
+    for key, patterns in (("freeze", learner.freeze), ("train_only", learner.train_only)):
+        for pattern in patterns:
+            if not any(re.search(pattern, name) for name in names):
+                near = difflib.get_close_matches(pattern, names, 1, cutoff=0.3) or names[:1]
+                raise ConfigError(
+                    f"learner.{key}: {pattern!r} is in the name of no parameter of the model, such as {near[0]}"
+                )
+    trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
+    if not trained:
+        raise ConfigError("learner.freeze and learner.train_only leave no parameter to train")
+    if are_fused:
+        _check_fused((entry.huggingface for entry in maps), trained)
+
+
+def _check_fused(together: Iterable[Sequence[str]], trained: set[str]) -> None:
+    for names in together:
+        if 0 < len(trained.intersection(names)) < len(names):
+            raise ConfigError(
+                f"learner.freeze, train_only: {', '.join(names)} are one parameter in the megatron backend; freeze all "
+                'of them or none, or use learner.backend = "reference"'
+            )

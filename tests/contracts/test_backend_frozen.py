@@ -1,0 +1,82 @@
+"""Parts of the policy that are not trained, in every backend; and Megatron's own options."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.backends import LEARNING_RATE, SETTINGS, distance, documents, shares, started, tiny_model, weights
+
+FREEZE = {
+    "embeddings": {"freeze": ("embed_tokens", "lm_head")},
+    "a layer and norms": {"freeze": (r"layers\.0\.", "norm")},
+    "all but the head": {"train_only": ("lm_head",)},
+    "attention of one layer": {"train_only": (r"layers\.1\.self_attn\.",), "freeze": ("_norm",)},
+}
+
+
+def is_frozen(name: str, patterns: dict[str, tuple[str, ...]]) -> bool:
+    only, freeze = patterns.get("train_only", ()), patterns.get("freeze", ())
+    chosen = not only or any(re.search(pattern, name) for pattern in only)
+    return not chosen or any(re.search(pattern, name) for pattern in freeze)
+
+
+@pytest.fixture(params=["reference", "megatron-1", pytest.param("megatron-2", marks=pytest.mark.slow)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("which", FREEZE)
+def test_what_is_frozen_stays_to_the_last_bit_and_the_rest_is_trained(kind: str, folder: Path, which: str) -> None:
+    settings = dataclasses.replace(SETTINGS, **FREEZE[which])
+    with started(kind, folder, optimizer=settings) as backend:
+        before = weights(backend)
+        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        after = weights(backend)
+    moved = {name for name in before if not bool((before[name] == after[name]).all())}
+    assert moved == {name for name in before if not is_frozen(name, FREEZE[which])}
+    if kind != "reference":
+        with started("reference", folder, optimizer=settings) as backend:
+            backend.step(shares("reference", documents()), learning_rate=LEARNING_RATE)
+            assert distance(after, weights(backend)) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_has_every_weight_whatever_is_frozen_later(
+    kind: str, folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    """All are trained, then the embeddings are frozen, then all are trained again."""
+    frozen = dataclasses.replace(SETTINGS, freeze=("embed_tokens",))
+    held = None
+    for number, settings in enumerate((SETTINGS, frozen, SETTINGS)):
+        with started(kind, folder, optimizer=settings, dtype=dtype) as backend:
+            if number:
+                backend.restore(tmp_path / str(number - 1))
+                assert held is not None and distance(weights(backend), held) == 0.0
+            backend.step(shares(kind, documents(number)), learning_rate=LEARNING_RATE)
+            backend.save(tmp_path / str(number))
+            held = weights(backend)
+
+
+def test_frozen_embeddings_go_with_full_recomputation(folder: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, freeze=("embed_tokens",))
+    results = []
+    for recompute in ("none", "full"):
+        with started("megatron-1", folder, optimizer=settings, options={"recompute": recompute}) as backend:
+            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            results.append(weights(backend))
+    assert distance(*results) < 1e-6
+
+
+def test_options_of_megatron_reach_its_configuration(folder: Path) -> None:
+    with started("megatron-1", folder, transformer={"init_method_std": 0.5}) as backend:
+        network = backend._started()._loaded["policy"]._network  # type: ignore[attr-defined]
+        assert network.config.init_method_std == 0.5
