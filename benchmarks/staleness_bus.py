@@ -54,6 +54,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.run import build, registry
+from asyncrl.run.build_worker import build_worker
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
 from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error
@@ -168,7 +169,7 @@ async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
     learner, helpers = await build.build_learner(run_config, bus=buses[0], resume=False)
     lives = [[learner, *helpers, HeartbeatSender(learner)]]
     for number, bus in enumerate(buses[1:]):
-        worker, follower = await build.build_worker(run_config, bus=bus, name=f"worker-{number}")
+        worker, follower = await build_worker(run_config, bus=bus, name=f"worker-{number}")
         lives.append([worker, follower, HeartbeatSender(worker)])
     try:
         await live(lives)

@@ -38,6 +38,8 @@ def main() -> int:
         f'model.path="{folder / "model"}"',
         f'data.path="{folder / "prompts.jsonl"}"',
         f'engine.kind="{options.engine}"',
+        "evaluation.every_steps=15",
+        f'evaluation.datasets=[{{name = "held_out", path = "{folder / "held_out.jsonl"}", samples = 4}}]',
         *(_of_servers() if options.engine != "inprocess" else []),
         *options.overrides,
     ]
@@ -59,11 +61,17 @@ def _of_servers() -> list[str]:
 
 def report(metrics: Path, *, seconds: float) -> int:
     """Say what happened to the reward; the exit code says whether it is what a demo promises."""
-    rewards = [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    held_out = [row["evaluation/held_out/mean@4"] for row in rows if "evaluation/held_out/mean@4" in row]
     last = sum(rewards[-5:]) / len(rewards[-5:])
-    print(f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s; every number of every step is in {metrics}")
+    print(f"every number of every step is in {metrics}")
     print(f"what the model writes: asyncrl samples {metrics.parent}")
     print(f"its curves, lanes and answers on a web page: asyncrl board {metrics.parent}")
+    print(
+        f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s; on held-out prompts, evaluated {len(held_out)} "
+        f"times meanwhile: {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    )
     if rewards[0] < LOW and last > HIGH:
         return 0
     print(f"bin/demo: the reward should rise from below {LOW} to above {HIGH}", file=sys.stderr)

@@ -35,6 +35,8 @@ VERBS: Final = {
     "tap": "Print what flows on a topic of a run that is up, as it flows.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
+    "evaluate": "Evaluate saved models on data sets, with no run up.",
+    "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
     "import-model": "Convert a GGUF file to a Hugging Face model folder.",
 }
 """Name and summary of each verb; its file has the name, with "_" for "-"."""
@@ -52,6 +54,8 @@ EXAMPLES: Final = """examples:
   asyncrl tap runs/demo trajectories                   what flows on a topic now
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
+  asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
+  asyncrl import-eval eval.yaml >> my.toml             data sets as slime names them
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
 
 `asyncrl VERB --help` explains one verb.

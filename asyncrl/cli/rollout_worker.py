@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what its name begins with; 16 digits of a key that it makes follow (default: host and process id)",
     )
     parser.add_argument(
+        "--evaluate", action="store_true", help="do nothing but answer evaluations (evaluation.place = dedicated)"
+    )
+    parser.add_argument(
         "--join", default="", metavar="nats://HOST:PORT", help="the run's bus, to join without a run file; needs --run"
     )
     parser.add_argument("--run", default="", metavar="NAME", help="with --join: the run's name; its settings are there")
@@ -57,8 +60,14 @@ def run(options: argparse.Namespace) -> int:
     if identity.has_own_key:
         log.info("joins run %s as %s", run_config.run.name, identity.name)
     check_worker(run_config)
+    if options.evaluate and not run_config.num_evaluation_workers:
+        raise ConfigError(
+            'rollout-worker --evaluate: the run file has no evaluation.place = "dedicated" with data sets'
+        )
     token = arguments.bus_token(run_config)
-    return in_event_loop(_sample(run_config, identity, token=token, has_joined=bool(options.join)))
+    return in_event_loop(
+        _sample(run_config, identity, token=token, has_joined=bool(options.join), is_dedicated=bool(options.evaluate))
+    )
 
 
 def _settings(options: argparse.Namespace) -> RunConfig:
@@ -74,12 +83,16 @@ def _settings(options: argparse.Namespace) -> RunConfig:
     )
 
 
-async def _sample(run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool) -> int:
+async def _sample(
+    run_config: RunConfig, identity: Identity, *, token: str, has_joined: bool, is_dedicated: bool
+) -> int:
     """Sample until the worker is drained or the run is finished. Raises NameTaken while another has its name.
 
-    ``has_joined``: without a run file, by the bus
+    has_joined    without a run file, by the bus
+    is_dedicated  evaluate and do nothing else
     """
-    from asyncrl.run.build import build_worker, prometheus  # imports torch: not before a mistake has been told
+    from asyncrl.run.build import prometheus  # imports torch: not before a mistake has been told
+    from asyncrl.run.build_worker import build_worker
 
     run, name = run_config.run.name, identity.name
     signatures = signing_keys.signatures(run_config, role="rollout-worker", own=identity.key, has_joined=has_joined)
@@ -88,7 +101,7 @@ async def _sample(run_config: RunConfig, identity: Identity, *, token: str, has_
     try:
         async with alone:
             await same_version.await_learner(bus, run=run)
-            worker, follower = await build_worker(run_config, bus=bus, name=name)
+            worker, follower = await build_worker(run_config, bus=bus, name=name, is_dedicated=is_dedicated)
             gc.freeze()  # a collection over everything imported would stop every answer for a tenth of a second
             endpoint = prometheus(run_config, bus, worker)
             await supervised(worker, follower, HeartbeatSender(worker), *endpoint)

@@ -1,8 +1,10 @@
 """The run file: what every key means, its default, and what is refused. One section of models or rules a file."""
 
 from asyncrl.config.bus import BusSection
+from asyncrl.config.evaluation import EvaluationDataset, EvaluationSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
+from asyncrl.config.reward import RewardSection
 from asyncrl.config.run import (
     AlgorithmSection,
     CheckpointSection,
@@ -10,7 +12,6 @@ from asyncrl.config.run import (
     EngineSection,
     Mode,
     ModelSection,
-    RewardSection,
     RolloutSection,
     RunConfig,
     RunSection,
@@ -24,6 +25,8 @@ __all__ = [
     "CheckpointSection",
     "DataSection",
     "EngineSection",
+    "EvaluationDataset",
+    "EvaluationSection",
     "LearnerSection",
     "MetricsSection",
     "Mode",

@@ -19,7 +19,7 @@ from asyncrl.config.secret_values import hidden
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
-    *("staleness", "checkpoint", "bus"),
+    *("staleness", "checkpoint", "evaluation", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
@@ -37,6 +37,7 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     for name in _WITH_PATH:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
+    table["evaluation"]["datasets"] = [_dataset(one) for one in table["evaluation"]["datasets"]]
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
     for key in _BUS_PATHS:
         if table["bus"][key]:
@@ -44,6 +45,12 @@ def as_table(run: RunConfig) -> dict[str, Any]:
     table["bus"]["url"] = without_secrets(table["bus"]["url"])
     table["rollout"].pop("options")
     return table
+
+
+def _dataset(table: dict[str, Any]) -> dict[str, Any]:
+    reward = {"reward": hidden(table["reward"])} if table["reward"] is not None else {}
+    kept = {key: value for key, value in table.items() if key != "reward"}
+    return kept | reward | {"path": str(Path(table["path"]).absolute())}
 
 
 def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -56,6 +63,7 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
     }
     table["run"].pop("directory")
+    table.pop("evaluation")  # who joins only trains
     for key in _BUS_PATHS:  # who joins has its own
         table["bus"].pop(key)
     if run.weights.directory:

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import positive, require
+from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.launcher import LauncherSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
+from asyncrl.config.reward import RewardSection
 from asyncrl.config.staleness import StalenessSection
 
 Mode = Literal["sync", "one_step_off", "async"]
@@ -163,23 +165,6 @@ class EngineSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSection:
-    kind: str = "math"
-    """math, exact, regex, remote, none (the reward that the rollout function set), or "package.module:function"."""
-    timeout_seconds: float = 30.0
-    """Limit for one group. A group whose reward takes longer fails."""
-    largest: float = 1e6
-    """Largest magnitude of a reward, and of each of its parts. A group with a larger one fails: advantages, and the
-    squares of them that metrics sum up, must stay far from the end of float32."""
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
-    """Options of the reward."""
-
-    def __post_init__(self) -> None:
-        positive(self, "timeout_seconds", "largest")
-        require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
     name: str = "grpo"
     """A row of policies/algorithms/table.py, or "package.module:SPEC"."""
@@ -258,6 +243,9 @@ class CheckpointSection:
     """Checkpoints kept; with 1 there is none to go on from when that one is damaged."""
     keep_log: bool = False
     """Keep trained trajectories in the log, for `asyncrl replay`; else a checkpoint trims what the one before has."""
+    best: str = ""
+    """DATASET/METRIC of an evaluation, such as "aime/mean@8": the model that was best by it so far is kept in best/ of
+    the run's folder. Empty keeps none."""
 
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, f"every_steps must be >= 0, got {self.every_steps}")
@@ -283,11 +271,13 @@ class RunConfig:
     staleness: StalenessSection = field(default_factory=StalenessSection)
     weights: WeightsSection = field(default_factory=WeightsSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     launcher: LauncherSection = field(default_factory=LauncherSection)
 
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
+        self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
         overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
         require(
             overlong <= longest,
@@ -319,6 +309,12 @@ class RunConfig:
         paths |= {"reference.path": self.reference.path} if self.reference and self.reference.kl_coef else {}
         paths |= {"teacher.path": self.teacher.path} if self.teacher else {}
         return {key: Path(path) for key, path in paths.items() if path}
+
+    @property
+    def num_evaluation_workers(self) -> int:
+        """Workers that `asyncrl run` starts for evaluations alone."""
+        dedicated = self.evaluation.is_on and self.evaluation.place == "dedicated"
+        return self.evaluation.workers if dedicated else 0
 
     @property
     def max_staleness(self) -> int:

@@ -69,11 +69,17 @@ def address_hidden(text: str) -> str:
 def _own_shown(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return hidden(value)
+    if isinstance(value, list):  # of tables, each with keys of asyncrl's own
+        return [_table_shown(one) if isinstance(one, Mapping) else _own_shown(key, one) for one in value]
     if key in _OWN and value:
         return HIDDEN
     if key in _SERVERS:
         return without_secrets(value)
     return address_hidden(value) if isinstance(value, str) else value
+
+
+def _table_shown(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _own_shown(key, value) for key, value in table.items() if value is not None}
 
 
 def _words(key: str) -> set[str]:

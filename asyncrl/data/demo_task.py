@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.protocols import Reward, Sample
@@ -42,8 +43,17 @@ def following(digit: str) -> str:
 
 def prompts() -> list[dict[str, str]]:
     """Every start of a count of up to LONGEST_PROMPT digits, and how it goes on."""
+    return _counts(range(1, LONGEST_PROMPT + 1))
+
+
+def held_out_prompts() -> list[dict[str, str]]:
+    """Every start that is one digit longer than those that are trained."""
+    return _counts([LONGEST_PROMPT + 1])
+
+
+def _counts(lengths: Iterable[int]) -> list[dict[str, str]]:
     rows = []
-    for length in range(1, LONGEST_PROMPT + 1):
+    for length in lengths:
         for first in range(len(DIGITS)):
             count = "".join(DIGITS[(first + i) % len(DIGITS)] for i in range(length + ANSWER_LENGTH))
             rows.append({"prompt": count[:length], "label": count[length:]})
@@ -51,12 +61,12 @@ def prompts() -> list[dict[str, str]]:
 
 
 def write(folder: Path, *, seed: int = 0) -> None:
-    """``folder``/model, a tiny Qwen3 with random weights, and ``folder``/prompts.jsonl."""
+    """``folder``/model, a tiny Qwen3 with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl."""
     from asyncrl.data.tiny_model import make_tiny_model  # torch: workers import this file for ``reward`` alone
 
     make_tiny_model(folder / "model", seed=seed, characters=DIGITS, max_positions=64, initializer_range=0.05)
-    lines = [json.dumps(row) + "\n" for row in prompts()]
-    (folder / "prompts.jsonl").write_text("".join(lines))
+    for name, rows in (("prompts", prompts()), ("held_out", held_out_prompts())):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,18 @@ class PromptRow:
 class PromptDataset:
     """Prompts by position. One caller at a time: one actor owns it."""
 
-    def __init__(self, rows: Rows, data: config.DataSection, *, tokenizer: Any, seed: int, limits: RowLimits) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        data: config.DataSection,
+        *,
+        tokenizer: Any,
+        seed: int,
+        limits: RowLimits,
+        system_prompt: str = "",
+    ) -> None:
         self._rows = rows
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._most_tokens = min(data.max_prompt_tokens, limits.prompt_tokens)
         self._data = data
         self._tokenizer = tokenizer
@@ -74,9 +84,18 @@ class PromptDataset:
 
     @classmethod
     def open(
-        cls, data: config.DataSection, *, tokenizer: Any, seed: int, limits: RowLimits | None = None
+        cls,
+        data: config.DataSection,
+        *,
+        tokenizer: Any,
+        seed: int,
+        limits: RowLimits | None = None,
+        system_prompt: str = "",
     ) -> PromptDataset:
-        """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt."""
+        """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
+
+        system_prompt: a message in front of every prompt, for a chat template
+        """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("data.chat_template is true but the model's tokenizer has no chat template; set it false")
@@ -86,7 +105,7 @@ class PromptDataset:
                 "in its tokenizer_config.json"
             )
         rows = open_rows(Path(data.path), check=_RowCheck(data, limits))
-        return cls(rows, data, tokenizer=tokenizer, seed=seed, limits=limits)
+        return cls(rows, data, tokenizer=tokenizer, seed=seed, limits=limits, system_prompt=system_prompt)
 
     @property
     def num_rows(self) -> int:
@@ -183,7 +202,8 @@ class PromptDataset:
             return prompt, False
         import jinja2  # comes with transformers, which rendering needs anyway
 
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*self._system, *asked]
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError) as error:

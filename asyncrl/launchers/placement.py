@@ -17,15 +17,18 @@ Gpus = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """learner: the GPU of each rank.  workers: the GPUs of each worker."""
+    """learner: the GPU of each rank.  workers, evaluation_workers: the GPUs of each of them."""
 
     learner: Gpus
     workers: tuple[Gpus, ...]
+    evaluation_workers: tuple[Gpus, ...] = ()
 
     @property
     def processes(self) -> dict[str, Gpus]:
-        """By the names that `asyncrl run` gives them: learner, w0, w1, …"""
-        return {"learner": self.learner} | {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
+        """By the names that `asyncrl run` gives them: learner, w0, w1, …, e0, e1, …"""
+        workers = {f"w{number}": gpus for number, gpus in enumerate(self.workers)}
+        evaluating = {f"e{number}": gpus for number, gpus in enumerate(self.evaluation_workers)}
+        return {"learner": self.learner} | workers | evaluating
 
     def __str__(self) -> str:
         shown = [f"{name} {numbers(gpus)}" for name, gpus in self.processes.items() if gpus]
@@ -40,21 +43,31 @@ def place(
     gpus_per_worker: int,
     learner_gpus: Sequence[int] = (),
     rollout_gpus: Sequence[int] = (),
+    evaluation_workers: int = 0,
+    evaluation_gpus: Sequence[int] = (),
 ) -> Placement:
     """Deal the GPUs. ``ranks`` or ``gpus_per_worker`` 0: the learner or the workers compute on the CPU.
+
+    Workers that evaluate come after the others, with as many GPUs each.
 
     Raises ConfigError for a GPU that does not exist and for ranks that would share one.
     """
     _check_exist(learner_gpus, num_gpus, "learner.gpus")
     _check_exist(rollout_gpus, num_gpus, "rollout.gpus")
+    _check_exist(evaluation_gpus, num_gpus, "evaluation.gpus")
     if num_gpus == 0:
-        return Placement(learner=(), workers=((),) * workers)
+        return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluation_workers)
     learner = _learner(num_gpus, ranks, learner_gpus)
-    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus) if workers and gpus_per_worker else ()
-    return Placement(
-        learner=learner,
-        workers=tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(workers)),
-    )
+    total = workers + evaluation_workers
+    pool = _pool(num_gpus, learner, gpus_per_worker, rollout_gpus) if total and gpus_per_worker else ()
+    dealt = tuple(_deal(pool, worker * gpus_per_worker, gpus_per_worker) for worker in range(total))
+    evaluating = dealt[workers:]
+    if evaluation_gpus and gpus_per_worker:
+        own = _pool(num_gpus, learner, gpus_per_worker, evaluation_gpus, where="evaluation.gpus")
+        evaluating = tuple(
+            _deal(own, worker * gpus_per_worker, gpus_per_worker) for worker in range(evaluation_workers)
+        )
+    return Placement(learner=learner, workers=dealt[:workers], evaluation_workers=evaluating)
 
 
 def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
@@ -72,13 +85,13 @@ def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:
     return tuple(given[:ranks])
 
 
-def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int]) -> Gpus:
+def _pool(num_gpus: int, learner: Gpus, needed: int, given: Sequence[int], *, where: str = "rollout.gpus") -> Gpus:
     """The GPUs that workers share: at least enough for one of them."""
     if given:
         if len(set(given)) < len(given):
-            raise ConfigError(f"rollout.gpus: names a GPU twice: {list(given)}; workers share by themselves")
+            raise ConfigError(f"{where}: names a GPU twice: {list(given)}; workers share by themselves")
         if len(given) < needed:
-            raise ConfigError(f"rollout.gpus: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
+            raise ConfigError(f"{where}: a worker needs {needed} GPUs, {list(given)} are {len(given)}")
         return tuple(given)
     if num_gpus < needed:
         raise ConfigError(f"engine.options.tensor_parallel: a worker needs {needed} GPUs, this machine has {num_gpus}")

@@ -2,6 +2,7 @@
 
 rollout          prompts, trajectories, partial rollouts
 control          weight versions, progress, heartbeats, events, metrics, quarantine
+evaluation       which version is evaluated, and what is answered
 weight_transfer  how weights go from the learner's memory to an engine's
 fleet            how many workers there are, and the settings that a joining worker needs
 topics           what flows where, and who may publish and read it

@@ -121,6 +121,7 @@ class PromptGroup:
     response_tokens     i32[R], an answer to imitate, <eos> included; empty if the data has none
     policy_version      of the learner at publication: the age of a given answer counts from it
     epoch               pass over the data
+    dataset             name of the data set that an evaluation asks of; empty in training
     """
 
     group_id: int
@@ -135,6 +136,7 @@ class PromptGroup:
     response_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     policy_version: int = 0
     incarnation: int = 0
+    dataset: str = ""
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
+from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
 from asyncrl.messages.rollout import GroupSegment, PromptGroup, TrajectoryGroup
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
@@ -40,6 +41,7 @@ class Topic(Generic[M]):
                          and use keys with several parts ("a/b/c").
     seconds_to_live      states and log entries older than this are gone; 0 keeps them
     speaker              field of the message that names who says it: nobody else may if the name has a key (signing.py)
+    most_messages        of a work topic, that it holds at once; 0: as many groups as the run's window has
     """
 
     name: str
@@ -49,6 +51,7 @@ class Topic(Generic[M]):
     readers: tuple[Role, ...] = ()
     seconds_to_live: float = 0.0
     speaker: str = ""
+    most_messages: int = 0
 
     @property
     def is_learners(self) -> bool:
@@ -88,6 +91,20 @@ SEGMENTS = Topic(
     seconds_to_live=6 * 3600.0,
 )
 
+EVALUATION = Topic("evaluation", "state", Evaluation, publishers=("learner",), readers=("rollout-worker",))
+EVALUATION_PROMPTS = Topic(
+    *("evaluation_prompts", "work", PromptGroup),
+    publishers=("learner",),
+    readers=("rollout-worker",),
+    most_messages=4096,
+)
+EVALUATION_ANSWERS = Topic(
+    *("evaluation_answers", "log", EvaluationAnswers),
+    publishers=("rollout-worker",),
+    readers=("learner",),
+    speaker="worker",
+)
+
 WEIGHTS = Topic("weights", "state", WeightVersion, publishers=("learner",), readers=("rollout-worker",))
 SENT = "sent"
 """Key in ``weights`` of the version that the learner sends from memory; the empty key is the version in a folder."""
@@ -105,6 +122,8 @@ EVENTS = Topic(
 )
 QUARANTINE = Topic("quarantine", "state", Quarantine, publishers=("learner",), readers=("rollout-worker",))
 METRICS = Topic("metrics", "state", StepMetrics, publishers=("learner",), readers=("observer",))
+EVALUATION_METRICS = "evaluation"
+"""Key in ``metrics`` of the newest evaluation; the empty key is the newest step."""
 
 FLEET = Topic("fleet", "state", FleetSize, publishers=("operator",), readers=("learner",))
 FLEET_STATUS = Topic("fleet_status", "state", FleetStatus, publishers=("learner",), readers=("operator",))

@@ -139,6 +139,10 @@ class Console:
         self._out = out or sys.stdout
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if "evaluation/complete" in metrics:
+            self._say(_evaluated(step, metrics))
+            return
+
         def number(name: str) -> float:
             value = metrics.get(name, 0.0)
             return value if isinstance(value, float | int) else 0.0
@@ -154,6 +158,9 @@ class Console:
             f"  dropped {number('staleness/dropped_groups'):.0f}"
             + (f"  MISMATCH {number('mismatch/fresh_mean'):.3f}" if number("mismatch/alarm") else "")
         )
+        self._say(text)
+
+    def _say(self, text: str) -> None:
         try:
             print(text, file=self._out, flush=True)
         except OSError as error:  # the file that it goes to is full; metrics.jsonl has the row
@@ -162,6 +169,23 @@ class Console:
 
     def close(self) -> None:
         pass
+
+
+def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
+    """A line on the evaluation of the version that ``step`` made: of each data set the mean, and pass@k of the most."""
+    parts = []
+    for name, value in metrics.items():
+        dataset, _, metric = name.removeprefix("evaluation/").partition("/")
+        if "/" in metric or "[" in dataset or not metric.startswith(("mean@", "pass@", "majority@")):
+            continue
+        if metric == "pass@1" or isinstance(value, Histogram):
+            continue
+        low, high = (metrics.get(f"{name}/{bound}") for bound in ("low", "high"))
+        spread = f" ({low:.3f} to {high:.3f})" if isinstance(low, float) and isinstance(high, float) else ""
+        parts.append(f"{dataset} {metric} {value:.3f}{spread if metric.startswith('mean@') else ''}")
+    seconds, lag = metrics.get("evaluation/seconds", 0.0), metrics.get("evaluation/lag_steps", 0.0)
+    whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
+    return f"evaluation of step {step}: {', '.join(parts) or 'no answers'}  {seconds:.1f} s, {lag:.0f} steps ago{whole}"
 
 
 def check_sinks(run: RunConfig) -> None:

@@ -21,6 +21,7 @@ class Sample:
 
     prompt      as tokenised, chat template included
     completion  all the trajectory's tokens decoded, without special tokens; includes what an environment wrote
+    dataset     name of the evaluation's data set; empty in training
     trajectory  its reward and reward_parts are those set by the rollout function; NaN and empty if it set none
     """
 
@@ -30,6 +31,7 @@ class Sample:
     metadata: Mapping[str, Any]
     trajectory: Trajectory
     prompt_tokens: NDArray[np.int32]
+    dataset: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,17 @@ class WeightChannel(Protocol):
         """The folder of a version with its checksum verified, fetched if need be. Raises WeightsError."""
         ...
 
+    def retain(self, weights: WeightVersion) -> None:
+        """Keep what ``verify`` needs of a version that is stored, however old it gets, until ``release``.
+
+        The learner's end, between two calls of ``publish``.
+        """
+        ...
+
+    def release(self, weights: WeightVersion) -> None:
+        """The version may be removed by the next ``publish``; nothing happens if it was not retained."""
+        ...
+
     @property
     def progress(self) -> int:
         """A counter that rises while a publish or verify makes progress. May be read from any thread."""

@@ -37,13 +37,18 @@ class ExactReward:
     def __call__(self, sample: Sample) -> float:
         if sample.label is None:
             raise ValueError("the prompt has no label to compare to")
-        answer = sample.completion
-        if self._extract is not None:
-            matches = list(self._extract.finditer(answer))
-            if not matches:
-                return 0.0
-            answer = matches[-1].group(1 if self._extract.groups else 0) or ""
-        return float(self._normal(answer) == self._normal(str(sample.label)))
+        answer = self._answer(sample.completion)
+        return float(answer is not None and answer == self._normal(str(sample.label)))
+
+    def vote(self, completion: str) -> str:
+        """What is compared with the label, for majorities; "" if there is nothing."""
+        return self._answer(completion) or ""
+
+    def _answer(self, completion: str) -> str | None:
+        if self._extract is None:
+            return self._normal(completion)
+        matches = list(self._extract.finditer(completion))
+        return self._normal(matches[-1].group(1 if self._extract.groups else 0) or "") if matches else None
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self._options.strip else text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Sample
 
 _MAX_LINE_BYTES: Final = 2**20
+_BOXED: Final = "\\boxed{"
+_NUMBER: Final = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,14 @@ class MathReward:
             self._idle.append(judge)
         return rewards
 
+    def vote(self, completion: str) -> str:
+        """The text in the last \\boxed{}, else the last number: for majorities, which ask only what is the same."""
+        begin = completion.rfind(_BOXED)
+        if begin >= 0:
+            return "".join(_inside(completion[begin + len(_BOXED) :]).split())
+        numbers = _NUMBER.findall(completion)
+        return numbers[-1].replace(",", "") if numbers else ""
+
     async def close(self) -> None:
         while self._idle:
             await _end(self._idle.pop())
@@ -73,6 +84,16 @@ class MathReward:
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
         )
+
+
+def _inside(text: str) -> str:
+    """Up to the brace that closes what was opened before ``text``; all of it if none does."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if not depth:
+            return text[:place]
+    return text
 
 
 async def _ask(judge: asyncio.subprocess.Process, pairs: list[list[str]]) -> list[float]:

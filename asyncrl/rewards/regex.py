@@ -37,5 +37,12 @@ class RegexReward:
             return float(bool(matches))
         if sample.label is None:
             raise ValueError('the prompt has no label; use compare = "match"')
-        found = matches[-1].group(1 if self._pattern.groups else 0) or ""
-        return float(found.strip() == str(sample.label).strip())
+        return float(self._captured(matches[-1]) == str(sample.label).strip())
+
+    def vote(self, completion: str) -> str:
+        """What is compared with the label, for majorities; "" if there is nothing."""
+        matches = list(self._pattern.finditer(completion))
+        return self._captured(matches[-1]) if matches else ""
+
+    def _captured(self, match: re.Match[str]) -> str:
+        return (match.group(1 if self._pattern.groups else 0) or "").strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any, Final
 
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
@@ -26,11 +29,6 @@ from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
 from asyncrl.actors.learner.weight_sender import WeightSender
-from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
-from asyncrl.actors.rollout.stragglers import Stragglers
-from asyncrl.actors.rollout.training import training_worker
-from asyncrl.actors.rollout.weight_follower import WeightFollower
-from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.config.record import as_table
@@ -43,6 +41,7 @@ from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.sample import Decode
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
@@ -51,7 +50,6 @@ from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
-from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import learner_models, registry, resume_checks
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
@@ -66,6 +64,7 @@ class LearnerPorts:
     """What a learner is made of besides its run file: adapters, data, and where its numbers go.
 
     admission                   the run file's, if None
+    evaluation_sets             the data sets of [evaluation]; empty evaluates nothing
     most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
     """
 
@@ -79,6 +78,7 @@ class LearnerPorts:
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     samples: SampleRecorder | None = None
     admission: Admission | None = None
+    evaluation_sets: Sequence[EvaluationSet] = ()
     most_failed: int = 32
     most_filtered: int = 1000
 
@@ -91,6 +91,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     )
     rows = await asyncio.to_thread(registry.open_rows, run)
     samples = _samples(run, algorithm=registry.algorithm(run))
+    sets = await asyncio.to_thread(registry.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     ports = LearnerPorts(
         algorithm=algorithm,
@@ -112,6 +113,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         validator=_validator(run, bus=bus),
         filters=registry.filters(run),
         samples=samples,
+        evaluation_sets=sets,
         most_failed=max(32, 2 * run.window),
         most_filtered=max(1000, 20 * run.window),
     )
@@ -142,11 +144,18 @@ def assemble_learner(
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
     )
+    evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     trainer = Trainer(
         run,
         backend=ports.backend,
         training=ports.training,
-        weights=WeightPublisher(bus, ports.channel, waits=waits, fork=state.policy_version),
+        weights=WeightPublisher(
+            bus,
+            ports.channel,
+            waits=waits,
+            fork=state.policy_version,
+            on_stored=evaluator.stored if evaluator is not None else None,
+        ),
         waits=waits,
         restore_from=restore_from,
     )
@@ -164,6 +173,7 @@ def assemble_learner(
         disk=disk,
         in_progress=in_progress,
         samples=ports.samples,
+        evaluator=evaluator,
     )
     prompts = PromptSource(
         "prompts",
@@ -194,6 +204,26 @@ def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
         per_step=run.metrics.samples_per_step,
         seed=run.run.seed,
         has_advantages=not algorithm.advantage_scores,
+    )
+
+
+def _evaluator(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, table: GroupTable, waits: WaitTracker, disk: Disk
+) -> Evaluator | None:
+    if not ports.evaluation_sets:
+        return None
+    best = run.checkpoint.best
+    return Evaluator(
+        bus,
+        section=run.evaluation,
+        sets=ports.evaluation_sets,
+        seed=run.run.seed,
+        last_step=run.run.steps,
+        channel=ports.channel,
+        report=functools.partial(ports.metrics.evaluated, disk=disk),
+        version=lambda: table.policy_version,
+        waits=waits,
+        best=BestModel(run.run_directory / "best", metric=best) if best else None,
     )
 
 
@@ -299,53 +329,3 @@ def prometheus(
             step_numbers=step_numbers,
         )
     ]
-
-
-# -- rollout worker ----------------------------------------------------------------------------------------------------
-
-
-async def build_worker(run: RunConfig, *, bus: Bus, name: str) -> tuple[RolloutWorker, WeightFollower]:
-    """The worker and what keeps its engine's weights new, ready to be supervised."""
-    engine = registry.engine(run, name=name)
-    weights = registry.channel(run, bus=bus)
-    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
-    follower = WeightFollower(
-        f"{name}.weights",
-        bus,
-        engine=engine,
-        verify=weights.verify,
-        load=run.load,
-        progress=lambda: weights.progress,
-        receiver_of=lambda intake: weights.receiver(intake, engine=name),
-        max_staleness=run.max_staleness,
-    )
-    worker = training_worker(
-        name,
-        bus,
-        engine=engine,
-        follower=follower,
-        rollout=rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)(tokenizer),
-        reward=registry.load_reward(run),
-        tokenizer=tokenizer,
-        seed=run.run.seed,
-        max_running=run.rollout.max_running,
-        max_attempts=run.rollout.max_attempts,
-        keep_seconds=run.bus.ack_seconds / 3,
-        context_tokens=(await asyncio.to_thread(check_model, Path(run.model.path))).context_tokens,
-        sample_seconds=run.rollout.timeout_seconds,
-        stragglers=Stragglers(
-            max_staleness=run.max_staleness,
-            min_group=run.staleness.min_group,
-            are_waited_for=run.staleness.eviction == "wait",
-        )
-        if run.staleness.stragglers == "partial"
-        else None,
-        partial_rollouts=PartialRollouts(
-            bus,
-            worker=name,
-            seconds=run.rollout.partial_save_seconds,
-            max_attempts=run.rollout.max_attempts,
-            max_staleness=run.max_staleness,
-        ),
-    )
-    return worker, follower

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config import RunConfig, plugins
 from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.errors import ConfigError
+from asyncrl.policies.evaluation.results import metric_names
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import learner_models, registry
 
@@ -52,6 +53,7 @@ def _check_settings(run: RunConfig) -> None:
     if not Path(run.data.path).is_file():
         problem = "is a folder; name one file in it" if Path(run.data.path).is_dir() else "does not exist"
         raise ConfigError(f"data.path: {run.data.path} {problem}; it must be a .jsonl or .parquet file")
+    _check_evaluation_paths(run)
     _check_directory(run.run_directory)
     _check_before_torch(run)
     launcher = registry.launcher_class(run)
@@ -105,6 +107,8 @@ def _check_before_torch(run: RunConfig) -> None:
     _check_sampling(run, model)
     _check_context(run, model)
     registry.load_reward(run)
+    registry.load_evaluation_rewards(run)
+    _check_evaluation(run)
     rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
 
 
@@ -137,6 +141,44 @@ def _check_filters(run: RunConfig) -> None:
             ) from error
         except Exception as error:  # the learner will say so, if a real group raises it too
             log.warning("algorithm.filters: %s raised %s on a made-up group", name, plugins.raised(error))
+
+
+def check_evaluation(run: RunConfig) -> None:
+    """What ``check`` refuses, for who evaluates saved models only."""
+    _check_evaluation_paths(run)
+    check_model_at("model.path", Path(run.model.path))
+    registry.load_evaluation_rewards(run)
+    rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
+    _check_evaluation(run)
+    _check_engine_and_channel(run)
+    registry.engine_class(run).check_machine(run)
+
+
+def _check_evaluation(run: RunConfig) -> None:
+    """The data sets' files are the learner's: only what each process can see is looked at here."""
+    section, best = run.evaluation, run.checkpoint.best
+    if section.is_on and run.rollout.function == "given":
+        raise ConfigError(
+            'evaluation.place: rollout.function = "given" has no engine that could answer; use place = "folder" and '
+            "`asyncrl evaluate`"
+        )
+    if not best:
+        return
+    name, _, metric = best.partition("/")
+    dataset = section.named(name)
+    assert dataset is not None, "EvaluationSection.check saw to it"
+    known = metric_names(dataset.samples, k=dataset.k, has_labels=True)
+    if metric not in known:
+        raise ConfigError(f"checkpoint.best: {name} has no metric {metric!r}; it has {', '.join(known)}")
+
+
+def _check_evaluation_paths(run: RunConfig) -> None:
+    for dataset in run.evaluation.datasets:
+        if not Path(dataset.path).is_file():
+            raise ConfigError(
+                f"evaluation.datasets: {dataset.name}: path {dataset.path} does not exist; it must be a .jsonl or "
+                ".parquet file"
+            )
 
 
 def _check_bus(run: RunConfig) -> None:

@@ -19,6 +19,8 @@ def placement(run: RunConfig) -> Placement:
         gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
         rollout_gpus=run.rollout.gpus,
+        evaluation_workers=run.num_evaluation_workers,
+        evaluation_gpus=run.evaluation.gpus,
     )
 
 

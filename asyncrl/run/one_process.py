@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
 from asyncrl.protocols import Bus
 from asyncrl.run import registry, single_learner
-from asyncrl.run.build import build_worker
+from asyncrl.run.build_worker import build_worker
 from asyncrl.run.process_manager import Outcome
 from asyncrl.run.training import train
 
@@ -42,7 +42,11 @@ async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool
         try:
             with single_learner.in_folder(run.run_directory):
                 workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
-                beside = [actor for actors in workers for actor in actors]
+                evaluating = [
+                    await _worker(run, bus, name=f"e{number}", is_dedicated=True)
+                    for number in range(run.num_evaluation_workers)
+                ]
+                beside = [actor for actors in (*workers, *evaluating) for actor in actors]
                 code = await _trained(run, bus, beside=beside, owns_process=owns_process)
             return Outcome(exit_code=code, reason="interrupted" if code else "done")
         except ConfigError:
@@ -84,6 +88,6 @@ def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
             yield
 
 
-async def _worker(run: RunConfig, bus: Bus, *, name: str) -> tuple[Actor, ...]:
-    worker, follower = await build_worker(run, bus=bus, name=name)
+async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:
+    worker, follower = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
     return worker, follower, HeartbeatSender(worker)

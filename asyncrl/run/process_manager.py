@@ -86,13 +86,14 @@ class ProcessManager:
     ) -> None:
         """
         settings    section [run] of the run file
-        children    the learner, then its rollout workers
+        children    the learner, then its rollout workers and those that evaluate
         new_worker  makes one more worker when the run is scaled up
         server      the server of the run's own bus, restarted when it ends; None if the run uses another one
         """
         self.changed = asyncio.Event()
         self._new_worker = new_worker
-        self._size, self._request, self._problem = len(children) - 1, "", ""
+        self._size = sum(child.spec.role == WORKER for child in children)
+        self._request = self._problem = ""
         self._settings = settings
         self._launcher = launcher
         self._server = server

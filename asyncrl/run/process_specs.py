@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.config import RunConfig
 from asyncrl.launchers.placement import Gpus, Placement, free, numbers
-from asyncrl.policies.health.faults import LEARNER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, WORKER
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
 from asyncrl.run import required_paths
 from asyncrl.run.child_process import ChildProcess, RestartPolicy
@@ -30,7 +30,7 @@ class ProcessSpecs:
         self._environment = dict(environment)
 
     def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
-        """The learner, then ``workers`` rollout workers, or as many as the run file says.
+        """The learner, then ``workers`` rollout workers, or as many as the run file says, and those that evaluate.
 
         Prints which process gets which GPUs, if there are any. Raises ConfigError when there are too few.
         """
@@ -42,12 +42,16 @@ class ProcessSpecs:
                 flush=True,
             )
             run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
-        gpus = Placement(learner=(), workers=((),) * run.rollout.workers) if self._places else placement(run)
+        evaluating = run.num_evaluation_workers
+        gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
         for name, its in gpus.processes.items():
             if its:
                 print(f"{name:10s}GPU {numbers(its)}", flush=True)
-        workers_gpus = [(name, its) for name, its in gpus.processes.items() if name != LEARNER]
-        return [self._learner(gpus.learner, resume=resume), *(self._worker(name, its) for name, its in workers_gpus)]
+        return [
+            self._learner(gpus.learner, resume=resume),
+            *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
+            *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
+        ]
 
     def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
         """One more rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
@@ -69,11 +73,12 @@ class ProcessSpecs:
         restarts = RestartPolicy(self._run.run.restarts)
         return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
 
-    def _worker(self, name: str, gpus: Gpus) -> ChildProcess:
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
+        """evaluates: it does nothing else"""
         spec = ProcessSpec(
             name=name,
-            role=WORKER,
-            arguments=("rollout-worker", *self._common, "--name", name),
+            role=EVALUATION_WORKER if evaluates else WORKER,
+            arguments=("rollout-worker", *self._common, *(["--evaluate"] if evaluates else []), "--name", name),
             num_gpus=gpus_per_worker(self._run),
             gpus=gpus,
             environment=self._environment,
@@ -81,3 +86,8 @@ class ProcessSpecs:
             shared=required_paths.worker_folders(self._run),
         )
         return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+
+def _nowhere(workers: int, evaluating: int) -> Placement:
+    """The launcher finds the GPUs itself."""
+    return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluating)

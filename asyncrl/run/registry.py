@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asyncrl.launchers.adapter import LauncherAdapter
     from asyncrl.policies.algorithms.algorithm import Algorithm
     from asyncrl.policies.batching.filters import GroupFilter
+    from asyncrl.policies.evaluation.questions import EvaluationSet
     from asyncrl.protocols.launcher import Launcher
     from asyncrl.weights.adapter import ChannelAdapter
 
@@ -159,6 +160,39 @@ def load_reward(run: RunConfig) -> Any:
     return load_reward(run.reward)
 
 
+def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
+    """Of each data set of [evaluation], by name: its own, or the run's."""
+    from asyncrl.rewards.load import load_reward
+
+    of_run = load_reward(run.reward)
+    return {one.name: of_run if one.reward is None else load_reward(one.reward) for one in run.evaluation.datasets}
+
+
+def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
+    """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
+    from asyncrl.data.model_folder import check_model_at
+    from asyncrl.data.tokenizer import load_tokenizer
+    from asyncrl.rewards.load import needs_label
+    from asyncrl.run.evaluation_sets import open_set
+
+    context = check_model_at("model.path", Path(run.model.path)).context_tokens
+    tokenizer = load_tokenizer(Path(run.model.path))
+    sets = []
+    for dataset in run.evaluation.datasets:
+        reward = dataset.reward or run.reward
+        sets.append(
+            open_set(
+                dataset,
+                tokenizer=tokenizer,
+                max_new_tokens=run.rollout.max_new_tokens,
+                context_tokens=context,
+                row_bytes=run.bus.max_message_bytes // 2,
+                labelled_for=reward.kind if needs_label(reward) else "",
+            )
+        )
+    return sets
+
+
 def open_rows(run: RunConfig) -> PromptDataset:
     """The prompts. Raises ConfigError for the first row that cannot be one."""
     from asyncrl.data.model_folder import check_model_at
@@ -178,7 +212,8 @@ def open_rows(run: RunConfig) -> PromptDataset:
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:
     made = channel_class(run).build(run, bus=bus)
-    if every := run.weights.models_every:
+    kept_for_others = run.evaluation.every_steps if run.evaluation.place == "folder" else 0
+    if every := run.weights.models_every or kept_for_others:
         from asyncrl.weights.kept_models import WithModels
 
         return WithModels(made, run.run_directory / "models", every=every, model_path=Path(run.model.path))

@@ -184,7 +184,8 @@ class RecordedRun:
         for number, line in enumerate(whole, 1):
             try:
                 row = upgrade.metrics(json.loads(line))
-                rows[int(row.get("learner/incarnation", 0)), int(row["step"])] = row
+                key = (int(row.get("learner/incarnation", 0)), int(row["step"]))
+                rows[key] = rows.get(key, {}) | row  # an evaluation has a row of its own
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
                 damaged.append(number)
         if damaged:

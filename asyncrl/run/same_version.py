@@ -11,7 +11,7 @@ from asyncrl.actors.health_monitor import number_of, process_state
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SCHEMA, Heartbeat
 from asyncrl.messages.topics import ACTORS, WEIGHTS
-from asyncrl.policies.health.faults import LEARNER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, WORKER
 from asyncrl.protocols import Bus
 
 SECOND_BEAT_SECONDS = 5.0
@@ -25,7 +25,7 @@ log = logging.getLogger("asyncrl.run.same_version")
 async def refuse_others(bus: Bus, *, run: str) -> None:
     """For a learner before it publishes anything. Raises ConfigError while a process of another schema is up."""
     beats = (await bus.states(ACTORS)).values()
-    others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in (LEARNER, WORKER)]
+    others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in (LEARNER, WORKER, EVALUATION_WORKER)]
     if (found := await still_beating(bus, others)) is not None:
         raise ConfigError(
             f"run.name: {found.role} {found.actor!r} of run {run!r} (process {found.pid} on {found.host}) is up with "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from asyncrl.messages import WeightVersion
 from asyncrl.protocols import Bus, Intake, Receiver, Sender, WeightChannel
 from asyncrl.protocols.adapter import Adapter, RunConfig
 
@@ -30,6 +31,12 @@ class ChannelAdapter(Adapter):
     def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
         """Environment variables to set in the learner's process unless already set."""
         return {}
+
+    def retain(self, weights: WeightVersion) -> None:
+        """See WeightChannel; a channel that removes no version within the time of an evaluation need do nothing."""
+
+    def release(self, weights: WeightVersion) -> None:
+        """See WeightChannel."""
 
     @property
     def sender(self) -> Sender | None:

@@ -2,7 +2,7 @@
 
 Invariants (tests/contracts/test_weights.py):
   C1 a version's folder appears atomically: it is written under another name, synced, and renamed.
-  C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay.
+  C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay, and those that are retained.
   C3 a reader gets exactly the bytes that were published, or WeightsError.
 """
 
@@ -54,6 +54,7 @@ class FilesChannel(ChannelAdapter):
         self._model_path = model_path
         self._links = links
         self._previous: Path | None = None
+        self._retained: set[tuple[int, int]] = set()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self.progress = 0
         self.published_bytes = 0
@@ -85,6 +86,12 @@ class FilesChannel(ChannelAdapter):
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version, with size and checksum verified. Raises WeightsError."""
         return verified(weights)
+
+    def retain(self, weights: WeightVersion) -> None:
+        self._retained.add(weights.order)
+
+    def release(self, weights: WeightVersion) -> None:
+        self._retained.discard(weights.order)
 
     def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
         """Write a whole model folder, synced to disk; returns the checksum of its weights."""
@@ -129,6 +136,8 @@ class FilesChannel(ChannelAdapter):
         older = [version for version in versions if version < newest]
         newer = [version for version in versions if version > newest]  # of an earlier run in this directory
         for incarnation, policy_version in newer + older[: max(0, len(older) - (self._keep - 1))]:
+            if (incarnation, policy_version) in self._retained:
+                continue
             self._discard(self._directory / f"{incarnation}-{policy_version}")
 
     def _discard(self, folder: Path) -> None:

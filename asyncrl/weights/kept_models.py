@@ -46,6 +46,12 @@ class WithModels:
     def verify(self, weights: WeightVersion) -> Path:
         return self._channel.verify(weights)
 
+    def retain(self, weights: WeightVersion) -> None:
+        self._channel.retain(weights)
+
+    def release(self, weights: WeightVersion) -> None:
+        self._channel.release(weights)
+
     @property
     def progress(self) -> int:
         return self._channel.progress + self._models.progress

@@ -48,6 +48,10 @@ def page() -> str:
         required = " (required)" if name in ("model", "data") else ""
         absent = " (absent: none)" if kind is not hint else ""
         parts.append(f"\n## [{name}]{required}{absent}\n\n" + _table(kind, name, comments.get(name, {})))
+        if name == "evaluation":
+            parts.append(
+                "\n### [[evaluation.datasets]]\n\n" + _table(config.EvaluationDataset, "evaluation.datasets", {})
+            )
         for adapter, address in OPTIONS.get(name, {}).items():
             if (options := _options(address)) is not None:
                 title = f"\n### [{name}.options] of `{adapter}`\n\n"

@@ -19,16 +19,23 @@ from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"
 
+DATASETS = "evaluation.datasets"
+
 NOT_FOR_USERS = {"bus": {"address"}}
 """`asyncrl run` tells its processes."""
 
 
 def shown() -> dict[str, dict[str, str]]:
-    """Section -> key -> its line. What is commented out counts; [SECTION.options] is the key ``options``."""
+    """Section -> key -> its line. What is commented out counts; [SECTION.options] is the key ``options``.
+
+    [[evaluation.datasets]] is the key ``datasets``, and a section of its own.
+    """
     sections: dict[str, dict[str, str]] = {}
     keys: dict[str, str] = {}
     for line in DEMO.read_text().splitlines():
-        if header := re.match(r"(?:# )?\[(\w+)(\.options)?\]", line):
+        if line.startswith("# [[evaluation.datasets]]"):
+            keys["datasets"], keys = line, sections.setdefault(DATASETS, {})
+        elif header := re.match(r"(?:# )?\[(\w+)(\.options)?\]", line):
             keys = sections.setdefault(header[1], {})
             if header[2]:
                 keys["options"], keys = line, {}
@@ -44,7 +51,8 @@ def section_class(hint: Any) -> Any:
 
 def test_it_has_every_section_and_every_key_and_no_others() -> None:
     hints = typing.get_type_hints(config.RunConfig)
-    known = {name: {field.name for field in dataclasses.fields(section_class(hint))} for name, hint in hints.items()}
+    kinds = {name: section_class(hint) for name, hint in hints.items()} | {DATASETS: config.EvaluationDataset}
+    known = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in kinds.items()}
     assert {name: set(keys) for name, keys in shown().items()} == {
         name: keys - NOT_FOR_USERS.get(name, set()) for name, keys in known.items()
     }

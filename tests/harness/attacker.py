@@ -21,7 +21,7 @@ from asyncrl.bus.jetstream.lease import Lease, lease_prefix
 from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.bus.nats_server.accounts import account_name
 from asyncrl.bus.nats_server.rights import LEASES, OBJECTS, table
-from asyncrl.messages.topics import ALL, ALL_SERVICES, PROMPTS, ROLES, Topic
+from asyncrl.messages.topics import ALL, ALL_SERVICES, ROLES, Topic
 from tests.harness.raw_nats import RawNats
 from tests.harness.roles import started
 
@@ -254,5 +254,6 @@ def through(ear: RawNats) -> set[str]:
 
     A prompt on its way to a worker has the subject under which it is stored, and where to ack it.
     """
-    own, lent = ("_R_.", "$JS.EVENT.", "$SYS."), f"$JS.ACK.{LAYOUT.stream(PROMPTS)}.{WORKERS}."
+    own = ("_R_.", "$JS.EVENT.", "$SYS.")
+    lent = tuple(f"$JS.ACK.{LAYOUT.stream(topic)}.{WORKERS}." for topic in ALL if topic.kind == "work")
     return {one.subject for one in ear.heard if not one.subject.startswith(own) and not one.reply.startswith(lent)}

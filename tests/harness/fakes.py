@@ -24,7 +24,7 @@ from asyncrl.actors.rollout.training import training_worker
 from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
-from asyncrl.config import RunConfig
+from asyncrl.config import EvaluationSection, RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import (
     CheckpointSection,
@@ -44,6 +44,7 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
 from asyncrl.rollouts.builtin import single_turn
@@ -167,6 +168,12 @@ class Channel:
             incarnation=incarnation, policy_version=policy_version, uri="nowhere", sha256=digest, num_bytes=0
         )
 
+    def retain(self, weights: WeightVersion) -> None:
+        pass
+
+    def release(self, weights: WeightVersion) -> None:
+        pass
+
     def verify(self, weights: WeightVersion) -> Path:
         return Path(weights.uri)
 
@@ -258,6 +265,9 @@ class Loop:
     validator: Validator | None = None
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    evaluation_sets: Sequence[EvaluationSet] = ()
+    best: str = ""
 
     def __post_init__(self) -> None:
         self.backend = Backend()
@@ -292,7 +302,8 @@ class Loop:
                 **self.staleness,
             ),
             weights=WeightsSection(every_steps=self.publish_every),
-            checkpoint=CheckpointSection(every_steps=self.checkpoint_every),
+            checkpoint=CheckpointSection(every_steps=self.checkpoint_every, best=self.best),
+            evaluation=self.evaluation,
         )
 
     def build(self, *, resume: bool = False) -> Learner:
@@ -307,6 +318,7 @@ class Loop:
             validator=self.validator or Validator(self.bus),
             filters=self.filters,
             samples=self.samples,
+            evaluation_sets=self.evaluation_sets,
             most_failed=self.max_failed_in_a_row,
             most_filtered=self.max_filtered_in_a_row,
         )

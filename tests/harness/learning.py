@@ -17,6 +17,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.protocols import Bus
 from asyncrl.run import build
+from asyncrl.run.build_worker import build_worker
 from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"
@@ -46,7 +47,7 @@ async def train(run: RunConfig, bus: Bus, *, workers: int = 1, resume: bool = Fa
     learner, helpers = await build.build_learner(run, bus=bus, resume=resume)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
-            worker, follower = await build.build_worker(run, bus=bus, name=f"w{number}")
+            worker, follower = await build_worker(run, bus=bus, name=f"w{number}")
             group.create_task(supervise(worker, follower, HeartbeatSender(worker)))
         await supervise(learner, *helpers, HeartbeatSender(learner))
     return [json.loads(line) for line in (run.run_directory / "metrics.jsonl").read_text().splitlines()]

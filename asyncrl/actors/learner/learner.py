@@ -21,6 +21,7 @@ from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.batcher import Batcher, Prepared
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
@@ -64,8 +65,13 @@ class Learner(Actor):
         disk: Disk | None = None,
         in_progress: InProgress | None = None,
         samples: SampleRecorder | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
-        """in_progress: where it notes what it trains; None notes it nowhere;  samples: ends with the learner"""
+        """
+        in_progress  where it notes what it trains; None notes it nowhere
+        samples      ends with the learner
+        evaluator    None evaluates nothing
+        """
         super().__init__(name, bus)
         self.waits = trainer.waits
         self._run = run
@@ -80,6 +86,7 @@ class Learner(Actor):
         self._in_progress = in_progress or InProgress()
         self._samples = samples
         self._sifter = Sifter(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
+        self._evaluator = evaluator
         self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
         self._trained_of: set[str] = set()  # workers
@@ -99,15 +106,26 @@ class Learner(Actor):
             prompts = group.create_task(self._reader.follow_prompts(), name=f"{self.name}.follow-prompts")
             reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
             watching = group.create_task(self._reader.watch_prompts(), name=f"{self.name}.watch-prompts")
-            if self.table.incarnation > 0 or self._trainer.must_publish_at_start:
+            evaluating = await self._start_evaluator(group)
+            if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
                 await self._publish_weights(group)
             await self._progress.progress()
             keeping = group.create_task(self._progress.keep_progress(), name=f"{self.name}.keep-progress")
             self._load_seconds = os_process.age_seconds()
             await self._train(group)
             await self._finish(group)
-            for task in (prompts, reading, watching, keeping):
+            for task in (prompts, reading, watching, keeping, *evaluating):
                 task.cancel()
+
+    async def _start_evaluator(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        if self._evaluator is None:
+            return []
+        await self._evaluator.start()
+        return [group.create_task(self._evaluator.run(), name=f"{self.name}.evaluate")]
+
+    @property
+    def _evaluates_first(self) -> bool:
+        return self._evaluator is not None and self.step == 0 and self._evaluator.needs_first_version
 
     async def stop(self) -> None:
         await self._trainer.stop()
@@ -328,7 +346,18 @@ class Learner(Actor):
             await self._reporting
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
         if not self.draining.is_set() or self.done:
+            await self._finish_evaluations(group)
             await self._progress.progress(is_finished=True)
+
+    async def _finish_evaluations(self, group: asyncio.TaskGroup) -> None:
+        """Until the last one is over, or the run is drained: then a later start takes it up."""
+        if self._evaluator is None:
+            return
+        finishing = group.create_task(self._evaluator.finish(), name=f"{self.name}.last-evaluation")
+        drained = group.create_task(self.draining.wait())
+        await asyncio.wait((finishing, drained), return_when=asyncio.FIRST_COMPLETED)
+        finishing.cancel()
+        drained.cancel()
 
     async def _report(
         self, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], group: asyncio.TaskGroup

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.messages import Heartbeat, StepMetrics
-from asyncrl.messages.topics import ACTORS, METRICS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.sinks import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
@@ -76,6 +76,12 @@ class MetricsReporter:
             if isinstance(sink, TakesAlarms):
                 for alarm in rung:
                     sink.alarm(step, alarm.name, alarm.text)
+
+    async def evaluated(self, step: int, metrics: Mapping[str, Metric], *, disk: Disk) -> None:
+        """The result of an evaluation of the version that ``step`` made, which may be some steps ago."""
+        for sink in self._sinks:
+            await disk.written(functools.partial(_write, sink, step, metrics), what="metrics")
+        await self._bus.put(METRICS, step_metrics(step, metrics), key=EVALUATION_METRICS)
 
     def alarms(self) -> dict[str, float]:
         """alarm/NAME: 1 for those that are on, for a heartbeat."""

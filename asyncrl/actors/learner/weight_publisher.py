@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -35,8 +36,21 @@ class WeightPublisher:
     Weights sent from memory are announced immediately, folders when they are written; both always in order.
     """
 
-    def __init__(self, bus: Bus, channel: WeightChannel, *, waits: WaitTracker | None = None, fork: int = 0) -> None:
-        """waits: the learner's; fork: the policy version that it started from"""
+    def __init__(
+        self,
+        bus: Bus,
+        channel: WeightChannel,
+        *,
+        waits: WaitTracker | None = None,
+        fork: int = 0,
+        on_stored: Callable[[WeightVersion], Awaitable[None]] | None = None,
+    ) -> None:
+        """
+        waits      the learner's
+        fork       the policy version that it started from
+        on_stored  called with each version that is stored, before its folder is announced
+        """
+        self._on_stored = on_stored
         self._fork = fork
         self._waits = waits or WaitTracker()
         self._disk = Disk(self._waits)
@@ -88,6 +102,8 @@ class WeightPublisher:
         while (first := self._next) is not None:
             self._next = None
             stored, version = await self._disk.written(functools.partial(self._store, first), what="weights")
+            if self._on_stored is not None:
+                await self._on_stored(version)
             await self._announce(version)
             self.num_bytes = self._channel.published_bytes
             self.seconds = time.monotonic() - stored.since

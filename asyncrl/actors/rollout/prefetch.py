@@ -76,8 +76,18 @@ class Prefetch:
         groups_ahead: Callable[[], int],
         keep_seconds: float,
         owner: asyncio.TaskGroup,
+        is_open: Callable[[], bool] = lambda: True,
+        what: str = "prompts",
+        on: str = PROMPT_SOURCE,
     ) -> None:
-        """groups_ahead: groups to hold beyond those that there are free slots for.  keep_seconds: between renewals"""
+        """
+        groups_ahead  groups to hold beyond those that there are free slots for
+        keep_seconds  between renewals
+        is_open       while it says no nothing is fetched or begun, and what has not begun is given back; call
+                      ``update`` when it changes its mind
+        what, on      what the worker waits for, and for whom
+        """
+        self._is_open, self._what, self._on = is_open, what, on
         self._deliveries, self._slots, self._groups_ahead = deliveries, slots, groups_ahead
         self._attempts, self._keep_seconds, self._owner = attempts, keep_seconds, owner
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -90,7 +100,7 @@ class Prefetch:
 
     def update(self) -> None:
         """The slots have changed."""
-        if self._is_over or self._slots.is_reserved:
+        if self._is_over or self._is_shut:
             self._closed.set()
         else:
             self._closed.clear()
@@ -107,15 +117,15 @@ class Prefetch:
     async def fetch(self, waits: WaitTracker) -> None:
         """consumes: prompts    waits for: a prompt, free slots    woken by: the prompt source, ``update``, ``end``
 
-        Gives back what has not begun when a group takes the worker for itself, and at the end.
+        Gives back what has not begun when a group takes the worker for itself, when it is shut, and at the end.
         """
         while not self._is_over:
             if self._num_wanted > 0:
-                with waits.waiting("prompts", on=PROMPT_SOURCE):
+                with waits.waiting(self._what, on=self._on):
                     await self._fetch_one()
                 continue
             await self._deliveries.stop()
-            if self._slots.is_reserved:
+            if self._is_shut:
                 await self._give_back_all()
             with waits.waiting("a free slot"):
                 await self._until(lambda: self._is_over or self._num_wanted > 0 or self._must_give_back)
@@ -149,8 +159,12 @@ class Prefetch:
         return -(-self._slots.num_free // self._group_size) + self._groups_ahead() - len(self._ready)
 
     @property
+    def _is_shut(self) -> bool:
+        return self._slots.is_reserved or not self._is_open()
+
+    @property
     def _must_give_back(self) -> bool:
-        return self._slots.is_reserved and bool(self._ready)
+        return self._is_shut and bool(self._ready)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -162,7 +176,7 @@ class Prefetch:
     async def next(self) -> Prefetched | None:
         """The oldest, once a slot is free; None after ``end``."""
         try:
-            await self._until(lambda: self._is_over or bool(self._ready and self._slots.has_free))
+            await self._until(lambda: self._is_over or bool(self._ready and self._slots.has_free and self._is_open()))
         except asyncio.CancelledError:
             self._is_abandoned = True  # fetch nothing for the slots that the cancelled groups leave
             raise

@@ -19,7 +19,7 @@ from asyncrl import messages
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
-from asyncrl.actors.rollout.slots import SlotLease
+from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
 from asyncrl.actors.rollout.stragglers import Stragglers
 from asyncrl.config import plugins
@@ -50,16 +50,19 @@ class Stage:
         sample_seconds: float = 0.0,
         stragglers: Stragglers | None = None,
         weights: Callable[[PromptGroup], AbstractAsyncContextManager[None]] | None = None,
+        slots: SampleSlots | None = None,
     ) -> None:
         """
         seed            of the run: with group, sample and call it is the seed of each generation
         sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
         weights         entered around each generation, once the engine may sample for this group; None: once its
                         weights are as new as the prompt asks for
+        slots           of its own; None shares those of the engine
         """
         self.name = name
         self._worker = worker
         self._engine = engine
+        self._slots = slots or engine.slots
         self._source, self._sink = source, sink
         self._rollout, self._reward, self._tokenizer = rollout, reward, tokenizer
         self._seed = seed
@@ -96,8 +99,8 @@ class Stage:
         count = 0 if item.prompt is None or item.problem else item.prompt.group_size
         try:
             if item.needs_worker_alone:
-                return await self._engine.slots.take_alone(count)
-            return await self._engine.slots.take(count)
+                return await self._slots.take_alone(count)
+            return await self._slots.take(count)
         except BaseException:
             item.close()
             raise
@@ -214,6 +217,7 @@ class Stage:
                 metadata=prompt.metadata,
                 trajectory=trajectory,
                 prompt_tokens=prompt.prompt_tokens,
+                dataset=prompt.dataset,
             )
             for trajectory in trajectories
         ]

@@ -40,7 +40,7 @@ class TrainingSource:
         groups_ahead  groups to hold beyond those that there are free slots for; None measures how many
         """
         self._bus, self._worker = bus, worker
-        self._slots, self._waits = engine.slots, engine.waits
+        self._slots, self._waits, self._follower = engine.slots, engine.waits, engine.follower
         self._partial_rollouts = partial_rollouts
         self._max_attempts = max_attempts
         self._keep_seconds = keep_seconds
@@ -61,8 +61,9 @@ class TrainingSource:
                 groups_ahead=self._groups_ahead,
                 keep_seconds=self._keep_seconds,
                 owner=group,
+                is_open=lambda: not self._follower.is_held_back,
             )
-            with self._slots.watched(prefetch.update):
+            with self._slots.watched(prefetch.update), self._follower.watched(prefetch.update):
                 group.create_task(prefetch.fetch(self._waits), name=f"{self._worker}.fetch")
                 group.create_task(self._end(prefetch), name=f"{self._worker}.end")
                 yield

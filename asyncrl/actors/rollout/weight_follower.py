@@ -7,13 +7,13 @@ import contextlib
 import math
 import secrets
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.errors import WeightsError
+from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer
@@ -46,6 +46,7 @@ class WeightFollower(Actor):
     sending fails, the folder is loaded as soon as it is there. A folder that cannot be loaded is tried again until a
     newer one comes; after ATTEMPTS the worker ends, or prompts that ask for the version would wait for ever.
     In flight, engines take turns by leases of the bus: at most LOADING_SHARE of them are paused at any instant.
+    Whoever needs one version for a while, an evaluation, holds it (``held``): nothing newer is loaded meanwhile.
     """
 
     role = "weight-follower"
@@ -61,8 +62,13 @@ class WeightFollower(Actor):
         progress: Progress = lambda: 0,
         receiver_of: ReceiverOf = lambda intake: None,
         max_staleness: int = 0,
+        follows: bool = True,
     ) -> None:
-        """verify, progress, receiver_of: the WeightChannel's.  max_staleness: the run's (admission.version_to_begin)"""
+        """
+        verify, progress, receiver_of  the WeightChannel's
+        max_staleness                  the run's (admission.version_to_begin)
+        follows                        False loads nothing but what is held
+        """
         super().__init__(name, bus)
         self._engine = engine
         self._verify = verify
@@ -71,6 +77,10 @@ class WeightFollower(Actor):
         self._receiver_of = receiver_of
         self._receiver: Receiver | None = None
         self._max_staleness = max_staleness
+        self._follows = follows
+        self._held: WeightVersion | None = None
+        self._held_problem = ""
+        self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
         self._running = 0
@@ -94,7 +104,8 @@ class WeightFollower(Actor):
     async def run(self) -> None:
         """consumes: weights    waits for: a newer version, and quiet unless in_flight    woken by: learner publishes"""
         async with asyncio.TaskGroup() as group:
-            for key in ("", SENT) if self._receiver else ("",):
+            keys = ("", SENT) if self._receiver else ("",)
+            for key in keys if self._follows else ():
                 group.create_task(self._watch(key), name=f"{self.name}.watch-{key or 'folders'}")
             while True:
                 async with self._changed:
@@ -135,6 +146,64 @@ class WeightFollower(Actor):
             if self._running == 0:  # only a load waits for the end of generations: hundreds may wait for weights
                 await asyncio.shield(self._notify())
 
+    @contextlib.asynccontextmanager
+    async def held(self, weights: WeightVersion) -> AsyncIterator[None]:
+        """Entered when the engine has exactly this version, newer or older than before; it keeps it inside.
+
+        One at a time. Raises WeightsError if it cannot be loaded.
+        """
+        async with self._changed:
+            self._held, self._held_problem = weights, ""
+            self._tell()
+            self._changed.notify_all()
+            try:
+                note = f"of version {weights.policy_version}"
+                with self.waiting("the weights of an evaluation", note=note):
+                    await self._changed.wait_for(lambda: self._held is None or self._engine.version == weights.order)
+            except BaseException:
+                self._held = None
+                self._tell()
+                raise
+            if self._held is None:
+                raise WeightsError(self._held_problem)
+        try:
+            yield
+        finally:
+            self._held = None
+            self._tell()
+            await asyncio.shield(self._notify())
+
+    @contextlib.asynccontextmanager
+    async def exactly(self, order: tuple[int, int]) -> AsyncIterator[None]:
+        """Inside, a generation runs that begins with this version. Raises EngineError if the engine has another."""
+        if self._engine.version != order:
+            raise EngineError(f"the engine has version {self._engine.version}, and {order} is evaluated")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                await asyncio.shield(self._notify())
+
+    @property
+    def is_held_back(self) -> bool:
+        """There are newer weights, and the engine may not load them now."""
+        return self._held is not None and self._newest_announced > self._held.order
+
+    @contextlib.contextmanager
+    def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``on_change`` is called whenever ``is_held_back`` may have changed."""
+        self._listeners.append(on_change)
+        try:
+            yield
+        finally:
+            self._listeners.remove(on_change)
+
+    def _tell(self) -> None:
+        for on_change in list(self._listeners):
+            on_change()
+
     async def _wait_for_change(self) -> None:
         """Call with ``_changed`` held. An idle engine whose version stays the same for too long is starved.
 
@@ -171,21 +240,32 @@ class WeightFollower(Actor):
                     self._forks[version.incarnation] = version.fork
                     if key != SENT or self._failures < ATTEMPTS:
                         self._newest[key] = version
+                    self._tell()
                     self._changed.notify_all()
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
     @property
     def _newest_order(self) -> tuple[int, int]:
+        """Of the version that the engine should have."""
+        return self._newest_announced if self._held is None else self._held.order
+
+    @property
+    def _newest_announced(self) -> tuple[int, int]:
         return max((weights.order for weights in self._newest.values()), default=(-1, -1))
 
     def _is_newer(self) -> bool:
+        """Or another one than the version that is held."""
+        if self._held is not None:
+            return self._engine.version != self._held.order
         return self._newest_order > self._engine.version
 
     def _wants_quiet(self) -> bool:
         """A load is due that must not happen while something runs."""
         if not self._is_newer() or self._load == "in_flight":
             return False
+        if self._held is not None:
+            return True
         is_new_history = self._newest_order[0] > self._engine.version[0]  # its numbers do not compare with ours
         return self._load == "drain" or is_new_history or self._demanded > self._engine.version[1]
 
@@ -204,13 +284,18 @@ class WeightFollower(Actor):
                 self.log.warning("version %d, attempt %d: %s", newest[1], attempt, error)
                 self.problem = str(error)
                 if attempt == ATTEMPTS:
-                    raise
+                    if self._held is None or self._held.order != newest:
+                        raise
+                    self._held, self._held_problem = None, str(error)
+                    self._tell()
+                    return
             if await self._superseded(newest):
                 return
 
     async def _take(self) -> None:
         """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
-        sent = self._newest.get(SENT)
+        held = self._held
+        sent = self._newest.get(SENT) if held is None else None
         is_newest = sent is not None and sent.order == self._newest_order
         if self._receiver is not None and sent is not None and is_newest and self._failures < ATTEMPTS:
             try:
@@ -224,8 +309,8 @@ class WeightFollower(Actor):
                     del self._newest[SENT]
                 if self._failures == ATTEMPTS:
                     self.log.warning("sending failed %d times in a row: folders from now on", ATTEMPTS)
-        stored = self._newest.get("")
-        if stored is None or stored.order <= self._engine.version:
+        stored = held or self._newest.get("")
+        if stored is None or (held is None and stored.order <= self._engine.version):
             return  # the folder is still being written
         note = f"of version {stored.policy_version}"
         with self.waiting("the weight folder", on="folder", note=note, progress=self._progress):
@@ -261,7 +346,7 @@ class WeightFollower(Actor):
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
         """A turn to load. Only engines that generate take turns: a pause of a quiet one holds up nothing."""
-        if self._load != "in_flight":
+        if self._load != "in_flight" or not self._follows:
             yield
             return
         num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)

@@ -39,7 +39,7 @@ from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
-from asyncrl.messages.topics import ALL, PROMPTS, Service, Topic
+from asyncrl.messages.topics import ALL, Service, Topic
 from asyncrl.protocols import Deliveries, LogMark, LogState, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
@@ -74,8 +74,11 @@ class JetStreamBus:
         self._signatures, self._kept = signatures, KeptStates(signatures)
         streams = Streams(connection, layout, role=access.role)
         self._stream, self._made = streams.of, streams.made
-        self._workers = SharedConsumer(connection, layout, stream=layout.stream(PROMPTS), role=access.role)
+        self._workers = {topic.name: self._shared_consumer(topic) for topic in ALL if topic.kind == "work"}
         self.rejections = Rejections()
+
+    def _shared_consumer(self, topic: Topic[Any]) -> SharedConsumer:
+        return SharedConsumer(self._connection, self._layout, stream=self._layout.stream(topic), role=self._role)
 
     @classmethod
     async def connect(
@@ -130,7 +133,7 @@ class JetStreamBus:
             topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
             await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # concurrently: one round trip
             if access.role in ("learner", "rollout-worker"):
-                await bus._workers.start()
+                await asyncio.gather(*(consumer.start() for consumer in bus._workers.values()))
         except BaseException:
             await connection.close()
             raise
@@ -160,7 +163,11 @@ class JetStreamBus:
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
         await self._stream(topic)
         deliveries = JetStreamDeliveries(
-            self._connection, topic, self._layout, consumer=self._workers, signatures=self._signatures
+            self._connection,
+            topic,
+            self._layout,
+            consumer=self._workers.get(topic.name) or self._shared_consumer(topic),
+            signatures=self._signatures,
         )
         try:
             await deliveries.start()
@@ -372,7 +379,8 @@ class JetStreamBus:
         return self._connection.max_payload - HEADER_BYTES
 
     async def close(self) -> None:
-        await self._workers.stop()
+        for consumer in self._workers.values():
+            await consumer.stop()
         await asyncio.to_thread(self._objects.close)
         await self._connection.close()
 

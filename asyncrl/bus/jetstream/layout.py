@@ -1,7 +1,7 @@
 """How topics map to JetStream: names, subjects, and the configuration of every stream and consumer. Pure.
 
 topic       stream                     subject                              kept
-work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; max_prompts of them
+work        asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until acked; so many: Topic.most_messages
 log         asyncrl-RUN-TOPIC          asyncrl.RUN.TOPIC.KEY                until trimmed or too old; max_log_bytes
 state       KV_asyncrl-RUN-state       $KV.asyncrl-RUN-state.TOPIC.KEY      the last of each key
 state, TTL  KV_asyncrl-RUN-TOPIC       $KV.asyncrl-RUN-TOPIC.TOPIC.KEY      the last of each key, seconds_to_live
@@ -112,7 +112,7 @@ class Layout:
             }
         config |= {"subjects": [self.prefix(topic) + "*"], "discard_new_per_subject": True, "allow_direct": True}
         if topic.kind == "work":
-            return config | {"retention": "workqueue", "max_msgs": self.max_prompts}
+            return config | {"retention": "workqueue", "max_msgs": topic.most_messages or self.max_prompts}
         return config | {"retention": "limits", "max_bytes": -1 if topic.seconds_to_live else self.max_log_bytes}
 
     @property

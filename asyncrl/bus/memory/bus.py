@@ -225,7 +225,9 @@ class MemoryBus:
 
     def _work(self, topic: Topic[Any]) -> Work:
         assert topic.kind == "work", topic
-        return self._works.setdefault(topic.name, Work(topic.name, self._max_prompts, self._ack_seconds))
+        return self._works.setdefault(
+            topic.name, Work(topic.name, topic.most_messages or self._max_prompts, self._ack_seconds)
+        )
 
     def _log(self, topic: Topic[Any]) -> Log:
         assert topic.kind == "log", topic

@@ -15,6 +15,7 @@ Prompts with tags give the same again under DATASET[TAG].
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class Measured:
 
     num_prompts   its prompts
     num_samples   answers to each
+    k             of pass@k and pass^k; empty: estimators.counts_of_k
     solved_at     an answer with at least this reward is solved
     has_labels    whether every prompt has one
     tags          of each tag, how many prompts have it
@@ -49,6 +51,7 @@ class Measured:
 
     num_prompts: int
     num_samples: int
+    k: tuple[int, ...] = ()
     solved_at: float = 1.0
     has_labels: bool = False
     tags: Mapping[str, int] = field(default_factory=dict)
@@ -60,19 +63,14 @@ def metrics(name: str, measured: Measured, answered: Iterable[Answered], *, seed
     found = {f"{name}/{key}": value for key, value in _metrics(measured, answered, seed=seed).items()}
     for tag, num_prompts in sorted(measured.tags.items()):
         ours = [one for one in answered if tag in one.tags]
-        part = Measured(
-            num_prompts=num_prompts,
-            num_samples=measured.num_samples,
-            solved_at=measured.solved_at,
-            has_labels=measured.has_labels,
-        )
+        part = dataclasses.replace(measured, num_prompts=num_prompts, tags={})
         found |= {f"{name}[{tag}]/{key}": value for key, value in _metrics(part, ours, seed=seed).items()}
     return found
 
 
-def metric_names(num_samples: int, *, has_labels: bool) -> list[str]:
+def metric_names(num_samples: int, *, k: Sequence[int] = (), has_labels: bool) -> list[str]:
     """The means that a data set with so many answers to each prompt is reported with."""
-    counts = counts_of_k(num_samples)
+    counts = k or counts_of_k(num_samples)
     names = [f"mean@{num_samples}", *(f"pass@{k}" for k in counts), *(f"pass^{k}" for k in counts)]
     return [*names, *([f"majority@{num_samples}"] if has_labels and num_samples > 1 else [])]
 
@@ -81,7 +79,7 @@ def _metrics(measured: Measured, answered: Sequence[Answered], *, seed: int) -> 
     found = {"prompts": float(measured.num_prompts), "missing": float(measured.num_prompts - len(answered))}
     if not answered:
         return found
-    names = metric_names(measured.num_samples, has_labels=measured.has_labels)
+    names = metric_names(measured.num_samples, k=measured.k, has_labels=measured.has_labels)
     values = np.array([_of_prompt(measured, one) for one in answered], dtype=np.float64)
     low, high = interval(values, seed=seed)
     for index, name in enumerate(names):
@@ -99,7 +97,7 @@ def _of_prompt(measured: Measured, one: Answered) -> list[float]:
     n, solved = measured.num_samples, [reward >= measured.solved_at for reward in one.rewards]
     if len(solved) != n:
         raise ValueError(f"a prompt has {len(solved)} answers, not {n}")
-    counts = counts_of_k(n)
+    counts = measured.k or counts_of_k(n)
     values = [sum(one.rewards) / n]
     values += [pass_at_k(n, sum(solved), k) for k in counts]
     values += [pass_all_k(n, sum(solved), k) for k in counts]

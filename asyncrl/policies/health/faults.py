@@ -27,6 +27,7 @@ CLOCK_SECONDS: Final = 5.0
 
 LEARNER: Final = "learner"
 WORKER: Final = "rollout-worker"
+EVALUATION_WORKER: Final = "evaluation-worker"
 PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"

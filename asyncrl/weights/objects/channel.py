@@ -8,6 +8,7 @@ Invariants (tests/contracts/test_weights.py, tests/unit/weights/objects/test_cha
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
 from asyncrl.weights.objects import chain, delta
 from asyncrl.weights.objects.chain import Chain, Link
 from asyncrl.weights.objects.fetched import FetchedVersions
+
+log = logging.getLogger(__name__)
 
 _LOCAL_VERSIONS: Final = 2
 """Versions on the learner's disk: the newest, and the previous one, from which its delta is made."""
@@ -88,6 +91,7 @@ class ObjectsChannel(ChannelAdapter):
         self._objects = objects
         self._keep, self._full_every, self._delta_share = keep, full_every, delta_share
         self._chain: Chain = ()
+        self._retained: dict[tuple[int, int], Chain] = {}
         self._stored_bytes = 0
         self.published_bytes = 0
 
@@ -109,6 +113,19 @@ class ObjectsChannel(ChannelAdapter):
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version, fetched if it is not on this machine yet. Raises WeightsError."""
         return self._fetched.folder(weights)
+
+    def retain(self, weights: WeightVersion) -> None:
+        """Everything of the chain that its description names. One that is gone already is not kept."""
+        try:
+            info = self._objects.info(weights.uri)
+            found = () if info is None else chain.from_text(info.metadata.get("chain", "[]"))
+        except (BusError, WeightsError) as error:
+            log.warning("weights %s: not kept for an evaluation: %s", weights.uri, error)
+            return
+        self._retained[weights.order] = found
+
+    def release(self, weights: WeightVersion) -> None:
+        self._retained.pop(weights.order, None)
 
     def _store(self, snapshot: Snapshot, version: WeightVersion) -> Chain:
         """Store this version; returns the chain that ends with it."""
@@ -133,7 +150,8 @@ class ObjectsChannel(ChannelAdapter):
             if link.delta:
                 changes.seek(0)
                 self._objects.put(link.delta_name, self._blocks(changes), metadata=metadata)
-        for name in self._objects.names() - chain.names(links):
+        retained = [link for older in tuple(self._retained.values()) for link in older]
+        for name in self._objects.names() - chain.names([*links, *retained]):
             self._objects.remove(name)
         return links
 

@@ -12,6 +12,7 @@ from asyncrl.config import RunConfig, tables
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.run import build, registry
+from asyncrl.run.build_worker import build_worker
 
 
 def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) -> RunConfig:
@@ -79,10 +80,10 @@ async def test_the_run_file_reaches_the_workers(tmp_path: Path) -> None:
     demo_task.write(tmp_path)
     bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
     partial = run_config(tmp_path, stragglers="partial", max_staleness=6, min_group=3)
-    worker, _ = await build.build_worker(partial, bus=bus, name="w0")
+    worker, _ = await build_worker(partial, bus=bus, name="w0")
     (training,) = worker._stages
     assert training._stragglers._max_staleness == 6
     assert training._stragglers._min_group == 3
-    whole, _ = await build.build_worker(run_config(tmp_path), bus=bus, name="w1")
+    whole, _ = await build_worker(run_config(tmp_path), bus=bus, name="w1")
     (training,) = whole._stages
     assert training._stragglers is None

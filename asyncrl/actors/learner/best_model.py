@@ -1,0 +1,61 @@
+"""Keeps the model that was best in an evaluation: checkpoint.best. Blocks; for a thread."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+RESULT_FILE: Final = "evaluation.json"
+
+log = logging.getLogger("asyncrl.evaluation")
+
+
+class BestModel:
+    """A Hugging Face folder, replaced as a whole when a better one is found; RESULT_FILE in it says how good it is."""
+
+    def __init__(self, folder: Path, *, metric: str) -> None:
+        """metric: DATASET/METRIC"""
+        self._folder, self._metric = folder, metric
+        self._best = _value(folder / RESULT_FILE, metric)
+
+    def look(self, model: Path, metrics: Mapping[str, float], *, step: int) -> bool:
+        """Keep ``model`` if it is better than the best so far. Raises OSError."""
+        value = metrics.get(f"evaluation/{self._metric}")
+        if value is None or (self._best is not None and value <= self._best):
+            return False
+        fresh, old = (self._folder.with_name(f".{self._folder.name}-{what}") for what in ("new", "old"))
+        for left in (fresh, old):
+            shutil.rmtree(left, ignore_errors=True)
+        shutil.copytree(model, fresh, copy_function=_link)
+        (fresh / RESULT_FILE).write_text(
+            json.dumps({"step": step, "metric": self._metric, "value": value, "metrics": dict(metrics)}, indent=1)
+        )
+        if self._folder.exists():
+            self._folder.rename(old)
+        fresh.rename(self._folder)
+        shutil.rmtree(old, ignore_errors=True)
+        log.info("the best model so far is of step %d: %s = %.4f", step, self._metric, value)
+        self._best = value
+        return True
+
+
+def _value(file: Path, metric: str) -> float | None:
+    """Of the best model that an earlier life kept; None if none, or by another metric."""
+    try:
+        found = json.loads(file.read_text())
+        return float(found["value"]) if found["metric"] == metric else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _link(source: str, target: str) -> None:
+    """Weights of a version never change, so its folder may go and the file stays."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

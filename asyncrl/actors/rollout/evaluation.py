@@ -1,0 +1,104 @@
+"""The evaluation stage of a worker, and a worker that has this stage alone: their parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
+from asyncrl.actors.rollout.evaluation_source import EvaluationSource
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.slots import SampleSlots
+from asyncrl.actors.rollout.stage import Stage
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.health.faults import EVALUATION_WORKER
+from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
+
+MOST_VOTE_CHARACTERS: Final = 1000
+"""Of what an answer comes down to."""
+
+
+class DatasetRewards:
+    """The RewardFn of an evaluation: each data set's own."""
+
+    def __init__(self, rewards: Mapping[str, RewardFn]) -> None:
+        self._rewards = rewards
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        return await self._rewards[samples[0].dataset](samples)
+
+    async def close(self) -> None:
+        for reward in {id(reward): reward for reward in self._rewards.values()}.values():
+            await reward.close()
+
+    def vote(self, dataset: str, completion: str) -> str:
+        """What an answer comes down to: what its reward looks at (``vote`` of a reward's object), or else all of it."""
+        vote: Callable[[str], str] | None = getattr(getattr(self._rewards[dataset], "function", None), "vote", None)
+        return completion.strip() if vote is None else str(vote(completion))
+
+
+def evaluation_stage(
+    bus: Bus,
+    *,
+    worker: str,
+    engine: SharedEngine,
+    rollout: RolloutFn,
+    rewards: Mapping[str, RewardFn],
+    tokenizer: Tokenizer,
+    seed: int,
+    max_running: int,
+    max_attempts: int,
+    keep_seconds: float,
+    sample_seconds: float = 0.0,
+    is_dedicated: bool = False,
+) -> Stage:
+    """Prompts of an evaluation in, answers of exactly the evaluated version out.
+
+    rewards      of each data set, by name
+    max_running  samples in progress, besides those of other stages: training may wait for weights that an evaluation
+                 holds back, so neither takes the other's slots
+    """
+    slots = SampleSlots(max_running)
+    source = EvaluationSource(
+        bus,
+        worker=worker,
+        engine=engine,
+        slots=slots,
+        max_attempts=max_attempts,
+        keep_seconds=keep_seconds,
+        is_dedicated=is_dedicated,
+    )
+    by_dataset = DatasetRewards(rewards)
+
+    def votes(dataset: str, group: TrajectoryGroup) -> tuple[str, ...]:
+        texts = (tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group.trajectories)
+        return tuple(by_dataset.vote(dataset, text)[:MOST_VOTE_CHARACTERS] for text in texts)
+
+    return Stage(
+        "evaluation",
+        worker=worker,
+        engine=engine,
+        source=source,
+        sink=EvaluationSink(
+            bus,
+            worker=worker,
+            current=lambda: source.current,
+            dataset_of=source.dataset_of,
+            vote=votes,
+            waits=engine.waits,
+        ),
+        rollout=rollout,
+        reward=by_dataset,
+        tokenizer=tokenizer,
+        seed=seed,
+        sample_seconds=sample_seconds,
+        weights=lambda prompt: engine.follower.exactly((prompt.incarnation, prompt.policy_version)),
+        slots=slots,
+    )
+
+
+class EvaluationWorker(RolloutWorker):
+    """A worker whose engine does nothing but evaluate. Its follower follows nothing: the stage holds versions."""
+
+    role = EVALUATION_WORKER

@@ -1,0 +1,129 @@
+"""`asyncrl evaluate RUN_DIR | MODEL_FOLDER --datasets FILE`: saved models on data sets, with no run up.
+
+FILE is a run file, or one with [evaluation] alone, or the evaluation YAML of slime or Miles. Of a run's folder every
+model in models/ and the newest weights are evaluated that were not yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.cli import arguments
+from asyncrl.config import RunConfig, record, slime_evaluation
+from asyncrl.config.run_file import from_table, override
+from asyncrl.errors import ConfigError, NoHistory
+from asyncrl.run import yaml_file
+from asyncrl.run.run_folder import RecordedRun
+
+_OF_RUN: Final = ("model", "rollout", "run")
+"""Sections of a run's own settings that hold where FILE says nothing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("where", metavar="RUN_DIR|MODEL_FOLDER", type=Path, help="a run's folder, or a model's")
+    parser.add_argument(
+        "--datasets", metavar="FILE", type=Path, required=True, help="TOML with [[evaluation.datasets]], or their YAML"
+    )
+    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="only this data set; repeatable")
+    parser.add_argument("--again", action="store_true", help="also models of the run that were evaluated before")
+    arguments.add_overrides(parser, "override one key of FILE, such as engine.kind=inprocess; repeatable")
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    recorded = RecordedRun(options.where)
+    is_run = recorded.is_run
+    if not is_run and not (options.where / "config.json").exists():
+        raise ConfigError(f"{options.where}: is neither a run's folder nor a model's (no config.json)")
+    run_config = _settings(options, recorded if is_run else None)
+
+    from asyncrl.run.evaluate import Results, SavedModel, evaluate, saved_models  # imports torch
+
+    models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]
+    if not models:
+        raise ConfigError(
+            f'{options.where}: has no saved model; set weights.models_every, or evaluation.place = "folder"'
+        )
+    results = Results(options.where)
+    rows, is_complete = [], True
+    for model in models:
+        if is_run and not options.again and results.has(model, run_config):
+            print(f"{model.folder}: evaluated already (--again does it once more)", file=sys.stderr)
+            continue
+        metrics = evaluate(run_config, model)
+        is_complete &= bool(metrics["evaluation/complete"])
+        if is_run:
+            results.add(model, run_config, metrics)
+        rows.append({"model": str(model.folder), "step": model.step, **metrics})
+        if not options.json:
+            print("\n".join(_lines(model.folder, metrics)), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+    return 0 if is_complete else 1
+
+
+def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:
+    table = _read(options.datasets)
+    if recorded is not None:
+        table = _of_run(recorded) | table
+        where = options.where.absolute()
+        table["run"] = dict(table.get("run", {})) | {"directory": str(where.parent), "name": where.name}
+    table["model"] = dict(table.get("model", {})) | {"path": str(options.where)}
+    table["data"] = {"path": ""}
+    table.pop("checkpoint", None)
+    for item in options.overrides:
+        override(table, item)
+    datasets = table.get("evaluation", {}).get("datasets", [])
+    if not datasets:
+        raise ConfigError(f"{options.datasets}: names no data set; write [[evaluation.datasets]]")
+    if options.only:
+        known = [str(one.get("name")) for one in datasets if isinstance(one, dict)]
+        for name in options.only:
+            if name not in known:
+                raise ConfigError(f"--only {name}: {options.datasets} has no such data set; it has {', '.join(known)}")
+        table["evaluation"]["datasets"] = [one for one in datasets if one.get("name") in options.only]
+    return from_table(table, where=str(options.datasets))
+
+
+def _of_run(recorded: RecordedRun) -> dict[str, Any]:
+    """What the run recorded of ``_OF_RUN``; nothing where its record is gone."""
+    try:
+        settings = record.as_table(recorded.newest_settings())
+    except NoHistory:
+        return {}
+    return {name: settings[name] for name in _OF_RUN}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml"):
+        text = slime_evaluation.toml(yaml_file.read(path), say=lambda line: print(f"{path}: {line}", file=sys.stderr))
+        return tomllib.loads(text)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--datasets {path}: {error}") from None
+
+
+def _lines(folder: Path, metrics: Mapping[str, float]) -> list[str]:
+    whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
+    lines = [f"{folder}  {metrics['evaluation/seconds']:.1f} s{whole}"]
+    for name, value in metrics.items():
+        dataset, _, metric = name.removeprefix("evaluation/").partition("/")
+        if (
+            not name.startswith("evaluation/")
+            or not metric
+            or "/" in metric
+            or metric == "prompts"
+            or (metric == "missing" and not value)
+        ):
+            continue
+        low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
+        spread = f"   {low:.4f} to {high:.4f}" if low is not None and high is not None else ""
+        lines.append(f"  {dataset:24s} {metric:20s} {value:10.4f}{spread}")
+    return lines

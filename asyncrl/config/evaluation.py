@@ -1,0 +1,175 @@
+"""[evaluation] of the run file: which data sets judge the model while it trains, how often, and on whose engines.
+
+[evaluation]
+every_steps = 20
+[[evaluation.datasets]]
+name = "aime"
+path = "aime.jsonl"
+samples = 8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config.checks import positive, require
+from asyncrl.config.reward import RewardSection
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationDataset:
+    """One of [[evaluation.datasets]]."""
+
+    name: str
+    """Name in metrics: letters, digits, - and _. Required."""
+    path: str
+    """JSONL or Parquet file with one prompt per row. Required."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    label_key: str = "label"
+    """Column with the value that the reward compares to; optional."""
+    metadata_key: str = "metadata"
+    """Column with a table for the reward; optional."""
+    tag_key: str = ""
+    """Column with a tag, or a list of them: every metric is also reported of the prompts of each tag."""
+    chat_template: bool = False
+    """Wrap a text prompt as one user message in the tokenizer's chat template."""
+    system_prompt: str = ""
+    """System message in front of every prompt; needs ``chat_template``."""
+    limit: int = 0
+    """Only the first prompts, as many as this; 0 takes all."""
+    max_prompt_tokens: int = 0
+    """A longer prompt is refused: an evaluation leaves out nothing. 0: what the model's context holds."""
+    samples: int = 1
+    """Answers to each prompt, n."""
+    k: tuple[int, ...] = ()
+    """k of pass@k and pass^k; empty: 1, 2, 4, ... and n."""
+    solved_at: float = 1.0
+    """An answer with at least this reward is solved: pass@k, pass^k, majority@n."""
+    max_new_tokens: int = 0
+    """Longest answer, in tokens; 0: rollout.max_new_tokens."""
+    temperature: float = 1.0
+    """Divides the logits. 0 takes the likeliest token, and then one answer is enough."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: int = 0
+    """Top-k sampling; 0 is off."""
+    min_new_tokens: int = 0
+    """An answer's first tokens, as many as this, are no end token and not of stop_token_ids."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, besides the model's end tokens."""
+    repetition_penalty: float = 1.0
+    """1 is off. Training refuses it; here nothing is trained."""
+    presence_penalty: float = 0.0
+    """0 is off."""
+    frequency_penalty: float = 0.0
+    """0 is off."""
+    reward: RewardSection | None = None
+    """Its own reward, a table like [reward]; absent: [reward] of the run."""
+
+    def __post_init__(self) -> None:
+        plain = self.name.replace("-", "").replace("_", "")
+        require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
+        try:
+            self._check()
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+
+    def _check(self) -> None:
+        positive(self, "samples")
+        for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
+            require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(all(self.stop), "stop holds an empty text, which every answer contains")
+        for k in self.k:
+            require(
+                1 <= k <= self.samples,
+                f"k = {k}: pass@k needs k answers to a prompt, and samples = {self.samples}; raise samples or lower k",
+            )
+        require(
+            not self.system_prompt or self.chat_template,
+            "system_prompt is a chat message, which only a chat template turns into text; set chat_template = true",
+        )
+        require(
+            self.temperature > 0 or self.samples == 1,
+            f"temperature = 0 gives the same answer every time: samples = {self.samples} would tell nothing more; "
+            "use samples = 1 or a temperature",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSection:
+    """Without ``datasets`` nothing is evaluated."""
+
+    every_steps: int = 0
+    """Steps between evaluations; 0: only those of ``at_start`` and ``at_end``."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step; the run ends when that is done."""
+    place: Literal["shared", "dedicated", "folder"] = "shared"
+    """Whose engines answer. shared: some of the rollout workers, at most ``share`` of them. dedicated: ``workers`` of
+    their own. folder: nobody of the run, which keeps the models for `asyncrl evaluate RUN_DIR`."""
+    share: float = 0.25
+    """shared: largest part of the rollout workers that may keep an older version for an evaluation, at least one."""
+    workers: int = 1
+    """dedicated: workers that `asyncrl run` starts for evaluations alone."""
+    gpus: tuple[int, ...] = ()
+    """dedicated: GPUs for these workers; empty takes those after the rollout workers'."""
+    timeout_seconds: float = 3600.0
+    """An evaluation that takes longer is reported as incomplete; 0 is no limit."""
+    datasets: tuple[EvaluationDataset, ...] = ()
+    """The data sets, a table [[evaluation.datasets]] for each."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, f"every_steps must be >= 0 (0 is off), got {self.every_steps}")
+        require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is off), got {self.timeout_seconds}")
+        names = [dataset.name for dataset in self.datasets]
+        for name in names:
+            require(names.count(name) == 1, f"datasets: two are called {name!r}; metrics need a name for each")
+
+    def check(self, *, best: str, workers: int) -> None:
+        """What it says together with other sections. ``best``: checkpoint.best.  workers: rollout.workers"""
+        dataset, _, metric = best.partition("/")
+        require(
+            not best or (bool(metric) and any(one.name == dataset for one in self.datasets)),
+            f"checkpoint: best = {best!r}: write DATASET/METRIC; evaluation.datasets are "
+            f"{', '.join(one.name for one in self.datasets) or 'none'}",
+        )
+        if not self.datasets:
+            require(not self.every_steps, "evaluation: every_steps without [[evaluation.datasets]]; name one")
+            return
+        require(
+            self.place != "shared" or 0 < self.share <= 1,
+            f"evaluation: share = {self.share:g} leaves no engine to evaluate on; use more than 0 and at most 1, or "
+            'place = "dedicated" or "folder"',
+        )
+        require(
+            self.place != "dedicated" or self.workers > 0,
+            f'evaluation: place = "dedicated" with workers = {self.workers} leaves no engine to evaluate on; use 1 or '
+            "more",
+        )
+        require(
+            not best or self.place != "folder",
+            'checkpoint: best needs results during the run, which place = "folder" leaves to others; use another place',
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run itself evaluates."""
+        return bool(self.datasets) and self.place != "folder"
+
+    def is_due(self, *, before: int, now: int) -> bool:
+        """Whether the version that is stored after ``before`` (-1: after none) is to be evaluated."""
+        if not self.datasets:
+            return False
+        if now == 0:
+            return self.at_start and before < 0
+        return bool(self.every_steps) and now // self.every_steps > max(before, 0) // self.every_steps
+
+    def named(self, name: str) -> EvaluationDataset | None:
+        return next((dataset for dataset in self.datasets if dataset.name == name), None)

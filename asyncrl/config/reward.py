@@ -1,0 +1,26 @@
+"""[reward] of the run file, and the reward of a data set that an evaluation asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.checks import positive, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSection:
+    kind: str = "math"
+    """math, exact, regex, remote, none (the reward that the rollout function set), or "package.module:function"."""
+    timeout_seconds: float = 30.0
+    """Limit for one group. A group whose reward takes longer fails."""
+    largest: float = 1e6
+    """Largest magnitude of a reward, and of each of its parts. A group with a larger one fails: advantages, and the
+    squares of them that metrics sum up, must stay far from the end of float32."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of the reward."""
+
+    def __post_init__(self) -> None:
+        positive(self, "timeout_seconds", "largest")
+        require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")

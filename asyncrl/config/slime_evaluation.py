@@ -1,0 +1,104 @@
+"""The evaluation YAML of slime and Miles as [evaluation] of a run file. Pure.
+
+A data set's own keys go before those under ``defaults``. What has no counterpart here is said, and left out:
+nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+
+_KEYS: Final[Mapping[str, str]] = {
+    "name": "name",
+    "path": "path",
+    "input_key": "prompt_key",
+    "label_key": "label_key",
+    "metadata_key": "metadata_key",
+    "n_samples_per_eval_prompt": "samples",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_response_len": "max_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+}
+"""Their key -> ours."""
+_REWARDS: Final[Mapping[str, str]] = {"math": "math", "deepscaler": "math", "dapo": "math", "remote_rm": "remote"}
+_SLICE: Final = re.compile(r"(.*)@\[(\d*):(\d*)\]")
+
+
+def toml(document: Any, *, say: Callable[[str], None]) -> str:
+    """The text of [evaluation]. ``say`` is called with each thing that is left out. Raises ConfigError."""
+    found = document.get("eval", document) if isinstance(document, Mapping) else None
+    if not isinstance(found, Mapping) or "datasets" not in found:
+        raise ConfigError("no evaluation file: it has no eval: datasets:")
+    defaults = _table(found.get("defaults") or {}, "defaults")
+    lines = ["[evaluation]"]
+    if every := found.get("eval_interval"):
+        lines.append(f"every_steps = {toml_text(every)}")
+    for name, table in _datasets(found["datasets"]):
+        lines += ["", *_dataset(name, {**defaults, **table}, say=lambda text, name=name: say(f"{name}: {text}"))]  # type: ignore[misc]
+    return "\n".join(lines) + "\n"
+
+
+def _datasets(found: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    if isinstance(found, Mapping):
+        named = [(str(name), _table(table, str(name))) for name, table in found.items()]
+        return [(name, {**table, "name": name}) for name, table in named]
+    if not isinstance(found, list):
+        raise ConfigError("datasets: must be a list or a table of data sets")
+    tables = [_table(table, "datasets") for table in found]
+    return [(str(table.get("name", "")), table) for table in tables]
+
+
+def _table(found: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where}: must be a table, got {found!r}")
+    return found
+
+
+def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None]) -> list[str]:
+    for key in ("name", "path"):
+        if not isinstance(table.get(key), str):
+            raise ConfigError(f"datasets: {name or 'one'} has no {key}")
+    made: dict[str, Any] = {}
+    for theirs, value in table.items():
+        if value is None or theirs == "rm_type":
+            continue
+        if theirs not in _KEYS:
+            say(f"{theirs} has no counterpart and is left out")
+            continue
+        made[_KEYS[theirs]] = value
+    made["name"] = re.sub("[^A-Za-z0-9_-]", "-", name)
+    _cut(made, say=say)
+    if made.get("top_k") == -1:
+        made["top_k"] = 0
+    for key in ("stop", "stop_token_ids"):
+        if key in made and not isinstance(made[key], list):
+            made[key] = [made[key]]
+    lines = ["[[evaluation.datasets]]", *(f"{key} = {toml_text(value)}" for key, value in made.items())]
+    kind = str(table.get("rm_type") or "")
+    if kind in _REWARDS:
+        lines.append(f"reward = {{kind = {toml_text(_REWARDS[kind])}}}")
+    elif kind:
+        say(f'rm_type {kind!r} has no counterpart: name a reward of your own, reward = {{kind = "package.module:f"}}')
+    return lines
+
+
+def _cut(made: dict[str, Any], *, say: Callable[[str], None]) -> None:
+    """path@[a:b]: the first b rows are ``limit``."""
+    if (match := _SLICE.fullmatch(made["path"])) is None:
+        return
+    path, begin, end = match.groups()
+    if begin not in ("", "0"):
+        say(f"path {made['path']!r} begins at row {begin}, and limit counts from the first; cut the file")
+        return
+    made["path"] = path
+    if end:
+        made["limit"] = int(end)

@@ -1,0 +1,101 @@
+"""A rollout worker, put together: its engine, what keeps its weights new, and the stages that use it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.actors.rollout.training import training_stage
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.config import RunConfig
+from asyncrl.data.model_folder import check_model
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.protocols import Bus
+from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run import registry
+
+
+async def build_worker(
+    run: RunConfig, *, bus: Bus, name: str, is_dedicated: bool = False
+) -> tuple[RolloutWorker, WeightFollower]:
+    """The worker and what keeps its engine's weights new, ready to be supervised.
+
+    is_dedicated: it evaluates and does nothing else
+    """
+    engine = registry.engine(run, name=name)
+    weights = registry.channel(run, bus=bus)
+    tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
+    follower = WeightFollower(
+        f"{name}.weights",
+        bus,
+        engine=engine,
+        verify=weights.verify,
+        load=run.load,
+        progress=lambda: weights.progress,
+        receiver_of=lambda intake: None if is_dedicated else weights.receiver(intake, engine=name),
+        max_staleness=run.max_staleness,
+        follows=not is_dedicated,
+    )
+    shared = SharedEngine(
+        engine,
+        follower=follower,
+        max_running=run.rollout.max_running,
+        context_tokens=(await asyncio.to_thread(check_model, Path(run.model.path))).context_tokens,
+    )
+    partial_rollouts = PartialRollouts(
+        bus,
+        worker=name,
+        seconds=0 if is_dedicated else run.rollout.partial_save_seconds,
+        max_attempts=run.rollout.max_attempts,
+        max_staleness=run.max_staleness,
+    )
+    answering: dict[str, Any] = {
+        "worker": name,
+        "engine": shared,
+        "rollout": rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)(tokenizer),
+        "tokenizer": tokenizer,
+        "seed": run.run.seed,
+        "max_attempts": run.rollout.max_attempts,
+        "keep_seconds": run.bus.ack_seconds / 3,
+        "sample_seconds": run.rollout.timeout_seconds,
+    }
+    stages = []
+    if not is_dedicated:
+        stages.append(
+            training_stage(
+                bus,
+                reward=registry.load_reward(run),
+                partial_rollouts=partial_rollouts,
+                stragglers=_stragglers(run),
+                **answering,
+            )
+        )
+    if is_dedicated or (run.evaluation.is_on and run.evaluation.place == "shared"):
+        stages.append(
+            evaluation_stage(
+                bus,
+                rewards=registry.load_evaluation_rewards(run),
+                max_running=run.rollout.max_running,
+                is_dedicated=is_dedicated,
+                **answering,
+            )
+        )
+    kind = EvaluationWorker if is_dedicated else RolloutWorker
+    return kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts), follower
+
+
+def _stragglers(run: RunConfig) -> Stragglers | None:
+    """None waits for every sample of a group."""
+    if run.staleness.stragglers != "partial":
+        return None
+    return Stragglers(
+        max_staleness=run.max_staleness,
+        min_group=run.staleness.min_group,
+        are_waited_for=run.staleness.eviction == "wait",
+    )

@@ -1,0 +1,143 @@
+"""Evaluates saved models, with no run up: one engine, one model after the other, all in this process.
+
+What asks, answers and counts is what evaluates during a run (actors/learner/evaluator.py), on a bus in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.supervisor import supervise
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages import WeightVersion
+from asyncrl.protocols import Bus
+from asyncrl.run import registry
+from asyncrl.run.build_worker import build_worker
+from asyncrl.run.check import check_evaluation
+from asyncrl.run.run_folder import newest_model
+
+RESULTS_FILE: Final = "evaluations.jsonl"
+"""In the folder of a run: a line for each saved model that was evaluated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModel:
+    """A Hugging Face folder.  step: that made it; None where nobody knows"""
+
+    folder: Path
+    step: int | None = None
+
+
+def saved_models(run: RunConfig) -> list[SavedModel]:
+    """Of a run's folder, oldest first: models/ and the newest weights."""
+    folders = [*(run.run_directory / "models").glob("*-*")]
+    newest = newest_model(run)
+    if newest is not None and newest.name not in {folder.name for folder in folders}:
+        folders.append(newest)
+    found = []
+    for folder in folders:
+        incarnation, _, version = folder.name.partition("-")
+        if incarnation.isdecimal() and version.isdecimal() and (folder / "config.json").exists():
+            found.append((int(incarnation), int(version), folder))
+    return [SavedModel(folder=folder, step=version) for _, version, folder in sorted(found)]
+
+
+def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float]:
+    """The metrics of one model. Raises ConfigError, EngineDied and what else the engine raises.
+
+    run: its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
+    """
+    run = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, path=str(model.folder)),
+        bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
+        evaluation=dataclasses.replace(run.evaluation, place="dedicated", at_start=True, at_end=False, every_steps=0),
+        checkpoint=dataclasses.replace(run.checkpoint, best=""),
+    )
+    check_evaluation(run)
+    return asyncio.run(_evaluate(run))
+
+
+async def _evaluate(run: RunConfig) -> dict[str, float]:
+    sets = await asyncio.to_thread(registry.open_evaluation_sets, run)
+    bus = await registry.own_bus(run)
+    results: list[Mapping[str, float]] = []
+
+    async def report(version: int, metrics: Mapping[str, float]) -> None:
+        results.append(metrics)
+
+    try:
+        worker, follower = await build_worker(run, bus=bus, name="evaluate", is_dedicated=True)
+        evaluator = Evaluator(
+            bus,
+            section=run.evaluation,
+            sets=sets,
+            seed=run.run.seed,
+            last_step=-1,
+            channel=registry.channel(run, bus=bus),
+            report=report,
+            version=lambda: 0,
+            waits=WaitTracker(),
+        )
+        await supervise(_Asking(bus, evaluator), worker, follower)
+    finally:
+        await bus.close()
+    if not results:
+        raise ConfigError("interrupted before every prompt was answered")
+    return dict(results[0])
+
+
+class _Asking(Actor):
+    """Evaluates the version that the engine starts with, and ends."""
+
+    def __init__(self, bus: Bus, evaluator: Evaluator) -> None:
+        super().__init__("evaluation", bus)
+        self._evaluator = evaluator
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(self._evaluator.run())
+            await self._evaluator.stored(WeightVersion(incarnation=0, policy_version=0))
+            finishing = group.create_task(self._evaluator.finish())
+            drained = group.create_task(self.draining.wait())
+            await asyncio.wait((finishing, drained), return_when=asyncio.FIRST_COMPLETED)
+            for task in (asking, finishing, drained):
+                task.cancel()
+
+
+class Results:
+    """What was found of a run's models, in RESULTS_FILE of its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / RESULTS_FILE
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Lines that a kill cut short are left out."""
+        found = []
+        for line in self._file.read_text().splitlines() if self._file.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def has(self, model: SavedModel, run: RunConfig) -> bool:
+        """Whether the model was evaluated on data sets of these names."""
+        names = sorted(one.name for one in run.evaluation.datasets)
+        return any(row.get("model") == model.folder.name and row.get("datasets") == names for row in self.rows())
+
+    def add(self, model: SavedModel, run: RunConfig, metrics: Mapping[str, float]) -> None:
+        names = sorted(one.name for one in run.evaluation.datasets)
+        row = {"model": model.folder.name, "step": model.step, "datasets": names, **metrics}
+        with self._file.open("a") as file:
+            file.write(json.dumps(row) + "\n")

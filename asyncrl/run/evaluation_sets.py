@@ -1,0 +1,118 @@
+"""The data sets of an evaluation: every prompt of them, tokenised once, in the order of the file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl import config
+from asyncrl.config import EvaluationDataset
+from asyncrl.data.prompts import PromptDataset, PromptRow, RowLimits
+from asyncrl.data.row_files import open_rows
+from asyncrl.errors import ConfigError
+from asyncrl.messages import SamplingParams
+from asyncrl.policies.evaluation.questions import EvaluationSet, Question
+from asyncrl.policies.evaluation.results import Measured
+
+
+def open_set(
+    dataset: EvaluationDataset,
+    *,
+    tokenizer: Any,
+    max_new_tokens: int,
+    context_tokens: int,
+    row_bytes: int,
+    labelled_for: str,
+) -> EvaluationSet:
+    """Read and tokenise it. Raises ConfigError for the first row that cannot be a prompt.
+
+    max_new_tokens  of an answer, where the data set says none
+    context_tokens  of the model, the answer included
+    row_bytes, labelled_for  see RowLimits
+    """
+    max_new_tokens = dataset.max_new_tokens or max_new_tokens
+    most = context_tokens - max_new_tokens
+    where = f"evaluation.datasets: {dataset.name}"
+    if most < 1:
+        raise ConfigError(
+            f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the model's context of "
+            f"{context_tokens:,}; use fewer"
+        )
+    data = config.DataSection(
+        path=dataset.path,
+        prompt_key=dataset.prompt_key,
+        label_key=dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        chat_template=dataset.chat_template,
+        shuffle=False,
+        epochs=1,
+        max_prompt_tokens=min(most, dataset.max_prompt_tokens or most),
+    )
+    limits = RowLimits(prompt_tokens=most, row_bytes=row_bytes, labelled_for=labelled_for)
+    try:
+        prompts = PromptDataset.open(
+            data, tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
+        )
+        count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
+        rows = [_whole(prompts.at(index), index, data.max_prompt_tokens) for index in range(count)]
+        tags = _tags(dataset, count)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return EvaluationSet(
+        name=dataset.name,
+        questions=[
+            Question(prompt=row.prompt, tokens=row.tokens, label=row.label, metadata=row.metadata, tags=its)
+            for row, its in zip(rows, tags, strict=True)
+        ],
+        sampling=_sampling(dataset, max_new_tokens=max_new_tokens),
+        measured=Measured(
+            num_prompts=count,
+            num_samples=dataset.samples,
+            k=dataset.k,
+            solved_at=dataset.solved_at,
+            has_labels=all(row.label is not None for row in rows),
+            tags=Counter(tag for one in tags for tag in one),
+        ),
+    )
+
+
+def _whole(row: PromptRow | None, index: int, most_tokens: int) -> PromptRow:
+    assert row is not None, "one epoch has every row"
+    if not len(row.tokens):
+        raise ConfigError(
+            f"prompt {index + 1} has more than {most_tokens:,} tokens, and an evaluation leaves none out; shorten it, "
+            "or allow fewer new tokens"
+        )
+    return row
+
+
+def _sampling(dataset: EvaluationDataset, *, max_new_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=dataset.temperature,
+        top_p=dataset.top_p,
+        top_k=dataset.top_k,
+        min_new_tokens=min(dataset.min_new_tokens, max_new_tokens),
+        stop=dataset.stop,
+        stop_token_ids=dataset.stop_token_ids,
+        repetition_penalty=dataset.repetition_penalty,
+        presence_penalty=dataset.presence_penalty,
+        frequency_penalty=dataset.frequency_penalty,
+        is_trained=False,
+    )
+
+
+def _tags(dataset: EvaluationDataset, count: int) -> tuple[tuple[str, ...], ...]:
+    if not dataset.tag_key:
+        return ((),) * count
+    rows = open_rows(Path(dataset.path), check=lambda row, where: None)
+    return tuple(_of_row(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+
+
+def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ...]:
+    tags: Sequence[Any] = [value] if isinstance(value, str) else value or []
+    if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) and tag for tag in tags):
+        raise ConfigError(f"{where}: {dataset.tag_key!r} must be a tag or a list of tags, got {value!r}")
+    return tuple(dict.fromkeys(tag.replace("/", "-") for tag in tags))

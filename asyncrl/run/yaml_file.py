@@ -1,0 +1,20 @@
+"""Reads YAML, which other frameworks' files are in. The only file that imports yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from asyncrl.errors import ConfigError
+
+
+def read(path: Path) -> Any:
+    """Raises ConfigError."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None

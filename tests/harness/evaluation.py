@@ -1,0 +1,90 @@
+"""Data sets, workers and rewards for evaluations of fake models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.training import training_stage
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.config import EvaluationDataset, EvaluationSection
+from asyncrl.messages import SamplingParams
+from asyncrl.policies.evaluation.questions import EvaluationSet, Question
+from asyncrl.policies.evaluation.results import Measured
+from asyncrl.protocols import Bus, Reward, Sample
+from asyncrl.rollouts.builtin import single_turn
+from tests.harness import fakes
+
+
+def section(**changes: Any) -> EvaluationSection:
+    """Of one data set, "sums"."""
+    return EvaluationSection(**{"datasets": (EvaluationDataset(name="sums", path="sums.jsonl", samples=2),)} | changes)
+
+
+def sums(count: int = 5, *, samples: int = 2) -> EvaluationSet:
+    """Prompts whose answers are rewarded with the version that sampled them (``version_rewards``)."""
+    return EvaluationSet(
+        name="sums",
+        questions=[
+            Question(
+                prompt=f"p{index}",
+                tokens=np.array([1, 4 + index], np.int32),
+                label="1",
+                tags=("even",) if index % 2 == 0 else (),
+            )
+            for index in range(count)
+        ],
+        sampling=SamplingParams(max_new_tokens=4),
+        measured=Measured(num_prompts=count, num_samples=samples, tags={"even": (count + 1) // 2}),
+    )
+
+
+def version_rewards(samples: Sequence[Sample]) -> Sequence[Reward]:
+    """The policy version of the first token: the mean over an evaluation says whose answers it counted."""
+    return [Reward(value=float(one.trajectory.version_spans[0].policy_version)) for one in samples]
+
+
+def evaluating_worker(
+    bus: Bus, engine: Any, *, name: str, is_dedicated: bool = False, load: str = "in_flight", verify: Any = None
+) -> tuple[RolloutWorker, WeightFollower]:
+    """A worker that evaluates, besides training or alone."""
+    follower = WeightFollower(
+        f"{name}.weights",
+        bus,
+        engine=engine,
+        verify=verify or (lambda weights: Path(weights.uri)),
+        load=load,
+        max_staleness=2,
+        follows=not is_dedicated,
+    )
+    shared = SharedEngine(engine, follower=follower, max_running=8)
+    partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=3, max_staleness=2)
+    answering: dict[str, Any] = {
+        "worker": name,
+        "engine": shared,
+        "rollout": single_turn,
+        "tokenizer": fakes.Tokenizer(),
+        "seed": 0,
+        "max_attempts": 3,
+        "keep_seconds": 10.0,
+    }
+    evaluation = evaluation_stage(
+        bus,
+        rewards={"sums": fakes.Judge(version_rewards)},
+        max_running=8,
+        is_dedicated=is_dedicated,
+        **answering,
+    )
+    if is_dedicated:
+        alone = EvaluationWorker(name, bus, engine=shared, stages=[evaluation], partial_rollouts=partial_rollouts)
+        return alone, follower
+    training = training_stage(bus, reward=fakes.Judge(fakes.token_sum), partial_rollouts=partial_rollouts, **answering)
+    worker = RolloutWorker(name, bus, engine=shared, stages=[training, evaluation], partial_rollouts=partial_rollouts)
+    return worker, follower

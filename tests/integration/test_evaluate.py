@@ -1,0 +1,100 @@
+"""`asyncrl evaluate`: saved models with no run up, in this process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from asyncrl.cli import main
+
+FILE = """
+[engine]
+kind = "inprocess"
+options = {threads = 1}
+[rollout]
+max_new_tokens = 8
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+"""
+DATASETS = """
+[[evaluation.datasets]]
+name = "counts"
+path = "PROMPTS"
+samples = 4
+limit = 6
+[[evaluation.datasets]]
+name = "greedy"
+path = "PROMPTS"
+temperature = 0.0
+stop = ["7"]
+"""
+
+
+@pytest.fixture
+def datasets(demo: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "datasets.toml"
+    file.write_text(FILE + DATASETS.replace("PROMPTS", str(demo / "prompts.jsonl")))
+    return file
+
+
+def evaluate(*arguments: object) -> int:
+    return main.main(["evaluate", *map(str, arguments)])
+
+
+def test_a_model_folder_is_evaluated(demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(demo / "model", "--datasets", datasets, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["evaluation/complete"] == 1.0
+    assert row["evaluation/counts/prompts"] == 6
+    assert row["evaluation/greedy/prompts"] == 32
+    assert 0 <= row["evaluation/counts/mean@4"] < 0.3
+    assert row["evaluation/counts/mean@4/low"] <= row["evaluation/counts/mean@4"]
+    assert {"evaluation/counts/majority@4", "evaluation/counts/pass@2", "evaluation/greedy/mean@1"} <= set(row)
+
+
+def test_saved_models_are_evaluated_with_no_run_up(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each once, the next time only what is new."""
+    run = tmp_path / "my-run"
+    for name in ("0-2", "0-10"):
+        shutil.copytree(demo / "model", run / "models" / name)
+    (run / "checkpoints").mkdir()
+    settings = ("--set", f"run.directory={tmp_path}", "--only", "counts")
+    assert evaluate(run, "--datasets", datasets, *settings) == 0
+    told = capsys.readouterr().out
+    assert told.index("models/0-2") < told.index("models/0-10")
+    shutil.copytree(demo / "model", run / "models" / "0-20")
+    assert evaluate(run, "--datasets", datasets, *settings) == 0
+    told = capsys.readouterr()
+    assert "0-20" in told.out and "0-10" not in told.out
+    assert "evaluated already" in told.err
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2, 10, 20]
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["--only", "aime"], "has no such data set; it has counts, greedy"),
+        (["--set", "engine.kind=nothing"], "engine.kind"),
+        (["--set", 'evaluation.datasets=[{name="a", path="gone.jsonl"}]'], "a: path gone.jsonl does not exist"),
+        (["--set", 'evaluation.datasets=[{name="a", path="gone.jsonl", k=[2]}]'], "k = 2: pass@k needs k answers"),
+        (["--set", "evaluation.datasets=[]"], "names no data set"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], problem: str, demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(demo / "model", "--datasets", datasets, *arguments) == 2
+    told = capsys.readouterr().err
+    assert problem in told
+    assert len(told.strip().splitlines()) == 1
+
+
+def test_what_is_no_model_is_refused(datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(tmp_path, "--datasets", datasets) == 2
+    assert "is neither a run's folder nor a model's" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""[evaluation]: what is refused, in one line, and when a version is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl import config
+from asyncrl.config import EvaluationDataset, EvaluationSection
+from asyncrl.config.run_file import from_table
+from asyncrl.errors import ConfigError
+
+AIME = {"name": "aime", "path": "aime.jsonl", "samples": 8}
+
+
+def run_of(evaluation: dict[str, Any], **sections: Any) -> config.RunConfig:
+    table = {"model": {"path": ""}, "data": {"path": ""}, "evaluation": {"datasets": [AIME]} | evaluation}
+    return from_table(table | sections, where="run.toml")
+
+
+def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\npath = "m"\n[data]\npath = "d"\n'
+        '[[evaluation.datasets]]\nname = "a"\npath = "a.jsonl"\n'
+        '[[evaluation.datasets]]\nname = "b"\npath = "b.jsonl"\nk = [1, 3]\nsamples = 3\nreward = {kind = "exact"}\n'
+    )
+    section = config.load(path).evaluation
+    assert [one.name for one in section.datasets] == ["a", "b"]
+    assert section.datasets[1].k == (1, 3)
+    assert section.datasets[1].reward is not None and section.datasets[1].reward.kind == "exact"
+    assert section.is_on
+    assert not EvaluationSection().is_on
+
+
+@pytest.mark.parametrize(
+    "evaluation, problem",
+    [
+        ({"datasets": [AIME | {"k": [1, 16]}]}, "aime: k = 16: pass@k needs k answers to a prompt, and samples = 8"),
+        ({"datasets": [AIME, AIME]}, "two are called 'aime'"),
+        ({"datasets": [AIME | {"name": "a/b"}]}, "name must be letters"),
+        ({"datasets": [AIME | {"sample": 1}]}, "unknown key 'sample'; did you mean 'samples'?"),
+        ({"datasets": [{"name": "aime"}]}, "missing path"),
+        ({"datasets": ["aime"]}, "must be a table"),
+        ({"datasets": [AIME | {"temperature": 0.0}]}, "temperature = 0 gives the same answer every time"),
+        ({"datasets": [AIME | {"system_prompt": "Be brief."}]}, "set chat_template = true"),
+        ({"share": 0.0}, "share = 0 leaves no engine to evaluate on"),
+        ({"share": 1.5}, "share = 1.5 leaves no engine"),
+        ({"place": "dedicated", "workers": 0}, "workers = 0 leaves no engine to evaluate on"),
+        ({"datasets": [], "every_steps": 5}, "every_steps without"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(evaluation: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_of(evaluation)
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("run.toml: ")
+
+
+@pytest.mark.parametrize(
+    "best, problem", [("gsm8k/mean@8", "evaluation.datasets are aime"), ("aime", "DATASET/METRIC")]
+)
+def test_the_best_model_is_one_of_a_known_data_set(best: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run_of({}, checkpoint={"best": best})
+    with pytest.raises(ConfigError, match='place = "folder"'):
+        run_of({"place": "folder"}, checkpoint={"best": "aime/mean@8"})
+
+
+def due(section: EvaluationSection, *versions: int) -> list[int]:
+    """Which of the versions that are stored one after the other are evaluated."""
+    found, before = [], -1
+    for version in versions:
+        if section.is_due(before=before, now=version):
+            found.append(version)
+        before = version
+    return found
+
+
+def test_the_first_version_stored_at_or_after_each_step_is_due() -> None:
+    section = EvaluationSection(every_steps=10, datasets=(EvaluationDataset(name="a", path="a"),))
+    assert due(section, 0, 1, 9, 10, 11, 19, 23, 29, 30) == [0, 10, 23, 30]
+    assert due(section, 12, 15) == [12]  # resumed, and nothing was evaluated before
+    only_ends = EvaluationSection(datasets=section.datasets)
+    assert due(only_ends, 0, 5, 100) == [0]
+    assert due(EvaluationSection(every_steps=2, at_start=False, datasets=section.datasets), 0, 1, 2) == [2]
+
+
+def test_secrets_of_a_data_sets_reward_are_in_no_record() -> None:
+    from asyncrl.config import record, secret_values
+
+    judge = {"kind": "remote", "options": {"url": "http://judge", "headers": {"x-api-key": "hush"}}}
+    run = run_of({"datasets": [AIME | {"reward": judge}]})
+    assert "hush" not in repr(record.as_table(run))
+    assert "hush" not in repr(secret_values.shown(run))
+    assert "hush" not in repr(record.worker_table(run))
+    again = record.from_table(record.as_table(run), where="history")
+    assert [one.name for one in again.evaluation.datasets] == ["aime"]
