@@ -14,6 +14,7 @@ from typing import Any, Final
 from asyncrl.board.lanes import Doing, doing
 from asyncrl.board.run_state import Change, RunState
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
+from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.looker import Looker, View, is_silent, look_seconds
 from asyncrl.run.watched_run import RowTail, WatchedRun, row_of
 
@@ -34,6 +35,8 @@ class RunFeed:
         self.state = RunState(run.name)
         self._tell = tell
         self._tail: RowTail | None = run.rows()
+        self._groups = run.groups()
+        self._refreshing = asyncio.Lock()
 
     async def begin(self) -> None:
         """Read what is recorded."""
@@ -45,6 +48,12 @@ class RunFeed:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_rows())
             group.create_task(self._follow_bus())
+
+    async def groups(self) -> GroupIndex:
+        """With what is new: nobody looks for it but who asks."""
+        async with self._refreshing:
+            await asyncio.to_thread(self._groups.refresh)
+        return self._groups
 
     async def _follow_rows(self) -> None:
         while self._tail is not None:
@@ -113,6 +122,7 @@ class RunFeed:
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                 async with contextlib.aclosing(self.watched.events(newest=NEWEST_EVENTS)) as events:
                     async for event in events:
+                        self._groups.note(event)
                         self._say(self.state.add_event(event))
             await asyncio.sleep(AWAY_SECONDS)
 

@@ -5,6 +5,8 @@
     GET /api/runs/N/curves      ?name=A&name=B: [steps, values] of each
     GET /api/runs/N/lanes       what each actor did
     GET /api/runs/N/actors/NAME the last heartbeat of one
+    GET /api/runs/N/groups      ?fate=&text=&order=&has_text=&limit=: rows of the newest groups
+    GET /api/runs/N/groups/ID   one of them, with the text of each token
     GET /api/stream             server-sent events: changes (run_state.py), with the number of their run
 
 It only answers GET, and changes nothing. Tests: tests/integration/board/test_server.py.
@@ -29,6 +31,7 @@ from asyncrl.board.hub import Hub, as_json
 from asyncrl.board.lanes import STATES
 from asyncrl.board.run_state import RunState
 from asyncrl.errors import ConfigError
+from asyncrl.run.group_index import rows_as_json
 from asyncrl.run.watched_run import WatchedRun
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -96,6 +99,8 @@ class Board:
                 web.get("/api/runs/{run}/curves", self._curves),
                 web.get("/api/runs/{run}/lanes", self._lanes),
                 web.get("/api/runs/{run}/actors/{name}", self._actor),
+                web.get("/api/runs/{run}/groups", self._groups),
+                web.get("/api/runs/{run}/groups/{group}", self._group),
                 web.get("/api/stream", self._stream),
                 web.static("/static", STATIC),
             ]
@@ -121,6 +126,30 @@ class Board:
         if beat is None:
             raise web.HTTPNotFound(text="no such actor is up\n")
         return _json(_finite(dataclasses.asdict(beat)))
+
+    async def _groups(self, request: web.Request) -> web.StreamResponse:
+        asked = request.query
+        groups = await self._feed(request).groups()
+        rows, total = await asyncio.to_thread(
+            groups.rows,
+            fate=asked.get("fate", ""),
+            text=asked.get("text", "")[:200],
+            order=asked.get("order", "newest"),
+            has_text=asked.get("has_text") == "1",
+            limit=int(limit) if (limit := asked.get("limit", "")).isdecimal() else 100,
+        )
+        return _json({"rows": _finite(list(rows_as_json(rows))), "total": total})
+
+    async def _group(self, request: web.Request) -> web.StreamResponse:
+        number = request.match_info["group"]
+        if not number.isdecimal() or len(number) > 16:
+            raise web.HTTPNotFound(text="no such group\n")
+        groups = await self._feed(request).groups()
+        try:
+            opened = await asyncio.to_thread(groups.open, int(number))
+        except ConfigError as error:
+            raise web.HTTPNotFound(text=f"{error}\n") from None
+        return _json(_finite(opened.sample.as_json() | {"texts": opened.texts, "problem": opened.problem}))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         browser = self.hub.join()
@@ -152,10 +181,13 @@ class Board:
             closing.cancel()
 
     def _state(self, request: web.Request) -> RunState:
+        return self._feed(request).state
+
+    def _feed(self, request: web.Request) -> RunFeed:
         number = request.match_info["run"]
         if not number.isdecimal() or int(number) >= len(self.feeds):
             raise web.HTTPNotFound(text="no such run\n")
-        return self.feeds[int(number)].state
+        return self.feeds[int(number)]
 
 
 async def _with_headers(request: web.Request, answer: web.StreamResponse) -> None:

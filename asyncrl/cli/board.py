@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if not is_loopback(options.host):
         token = token or secrets.token_urlsafe(24)
     bus_token = arguments.bus_token()
-    runs = [WatchedRun.at(where, options.overrides, token=bus_token, verb="board") for where in options.runs or [None]]
+    runs = [WatchedRun(where, options.overrides, token=bus_token, verb="board") for where in options.runs or [None]]
     board = Board(runs, host=options.host, port=options.port, token=token)
 
     async def serve() -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, MessageError
+from asyncrl.errors import ConfigError, MessageError, NoSuchRun
 from asyncrl.messages import Event, StepMetrics, upgrade
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry, run_folder
+from asyncrl.run.file_tail import FileTail
+from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.looker import Looker
 
 METRICS_FILE: Final = "metrics.jsonl"
-MOST_BYTES: Final = 4 * 2**20
-"""Of metrics.jsonl, read at a time."""
 
 Row = dict[str, Any]
 
@@ -30,18 +30,26 @@ Row = dict[str, Any]
 class WatchedRun:
     """directory: its folder; None where only its bus can be reached"""
 
-    def __init__(self, settings: RunConfig, directory: Path | None, *, token: str) -> None:
-        self._settings = settings
-        self._token = token
-        self.directory = directory
-        self.name = directory.absolute().name if directory is not None else settings.run.name
-
-    @classmethod
-    def at(cls, where: Path | None, overrides: list[str], *, token: str, verb: str) -> WatchedRun:
+    def __init__(self, where: Path | None, overrides: list[str], *, token: str, verb: str) -> None:
         """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError for no run."""
-        settings = run_folder.run_at(where, overrides, verb=verb)
-        directory = where if where is None or where.is_dir() else settings.run_directory
-        return cls(settings, directory, token=token or settings.bus.token)
+        self._where, self._overrides, self._verb = where, overrides, verb
+        settings = self._recorded()
+        self._token = token or settings.bus.token
+        self._has_server = bool(settings.bus.url)
+        self.directory = where if where is None or where.is_dir() else settings.run_directory
+        self.name = self.directory.absolute().name if self.directory is not None else settings.run.name
+
+    def _settings(self) -> RunConfig:
+        """With its bus. Raises NoSuchRun for a folder that was renamed, while its run is not up."""
+        return run_folder.run_at(self._where, self._overrides, verb=self._verb)
+
+    def _recorded(self) -> RunConfig:
+        """As they are recorded now."""
+        try:
+            return self._settings()
+        except NoSuchRun:
+            assert self._where is not None
+            return run_folder.RecordedRun(self._where).bus_settings(self._overrides)
 
     def steps(self) -> int:
         """The run is done after so many; 0 while nobody has written it down. Blocks."""
@@ -54,20 +62,18 @@ class WatchedRun:
 
     def looker(self) -> Looker:
         """Raises ConfigError while the run is not up."""
-        return Looker(self._settings, token=self._token)
+        return Looker(self._settings(), token=self._token)
 
     def is_up(self) -> bool:
-        """Whether its bus is not ours, or the `asyncrl run` that started it is up. Of another machine's: True."""
-        if self.directory is None or self._settings.bus.url:
-            return True
-        return run_folder.launcher_pid(self.directory) != 0
+        """Whether it may be: a server of its own has its bus, or its `asyncrl run` is up on this machine."""
+        return self.directory is None or self._has_server or run_folder.launcher_pid(self.directory) != 0
 
     async def events(self, *, newest: int) -> AsyncGenerator[Event, None]:
         """The last ``newest`` events, then those to come. Raises AsyncRLError.
 
         waits for: an event    woken by: the bus
         """
-        bus = await registry.observe(self._settings, token=self._token)
+        bus = await registry.observe(self._settings(), token=self._token)
         try:
             after = max(0, await bus.last_sequence(EVENTS) - newest)
             async with bus.read(EVENTS, after=after) as records:
@@ -77,37 +83,25 @@ class WatchedRun:
         finally:
             await bus.close()
 
+    def groups(self) -> GroupIndex:
+        """Its newest prompt groups; none before ``refresh``."""
+        return GroupIndex(self._recorded, self.directory, token=self._token)
+
     def rows(self) -> RowTail | None:
         """Of its metrics.jsonl; None without a folder."""
         return RowTail(self.directory / METRICS_FILE) if self.directory is not None else None
 
 
 class RowTail:
-    """Reads what a file of rows gets, at most MOST_BYTES at a time. A resumed learner may cut it: then what it lost is
-    written again, and read again."""
+    """Rows of metrics.jsonl. A resumed learner may cut it: then what it lost is written again, and read again."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._inode = 0
+        self._tail = FileTail(path)
 
     def read(self) -> tuple[list[Row], bool]:
         """(rows, whether there may be more at once). Lines that are no row are left out. Blocks."""
-        try:
-            with self._path.open("rb") as file:
-                there = self._path.stat()
-                if there.st_size < self._position or there.st_ino != self._inode:
-                    self._position, self._inode = 0, there.st_ino
-                file.seek(self._position)
-                found = file.read(MOST_BYTES)
-        except OSError:  # not there yet, or not for us
-            return [], False
-        whole, newline, _ = found.rpartition(b"\n")
-        self._position += len(whole) + len(newline)
-        if not newline and len(found) == MOST_BYTES:  # no row is so long
-            self._position += len(found)
-        rows = [row for line in whole.split(b"\n") if (row := _row(line)) is not None]
-        return rows, len(found) == MOST_BYTES
+        lines, has_more = self._tail.read()
+        return [row for _, line in lines if (row := _row(line)) is not None], has_more
 
 
 def row_of(metrics: StepMetrics) -> Row:

@@ -159,6 +159,14 @@ def read(path: Path) -> list[HistoryEntry]:
     return entries
 
 
+def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
+    """One whole line, for who follows a history while it grows. None for a damaged one."""
+    try:
+        return _entry(_opened(line), position=position)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
+        return None
+
+
 def settings_of_lives(path: Path) -> list[Mapping[str, Any]]:
     """The run file of each life of the learner so far, as far as the file tells; none without a file."""
     try:

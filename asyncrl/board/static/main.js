@@ -1,11 +1,13 @@
 // Begins with an overview of the runs, then follows the stream of what is new.
 import { Charts } from "./charts.js";
 import { byId, colour, el, fetched, number } from "./dom.js";
+import { Groups } from "./groups.js";
 import { Histograms } from "./histograms.js";
 import { Lanes } from "./lanes.js";
 
 const charts = new Charts();
 const histograms = new Histograms();
+const groups = new Groups();
 let lanes = null;
 let runs = [];
 let chosen = 0;
@@ -45,6 +47,7 @@ function show(index, isShown) {
 function choose(index) {
   chosen = index;
   lanes.select(index);
+  groups.select(index);
   drawRuns();
 }
 
@@ -101,4 +104,5 @@ byId("tabs").addEventListener("click", (event) => {
   charts.draw();
   histograms.draw();
   lanes?.draw();
+  groups.load();
 });

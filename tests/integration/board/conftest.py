@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl import config
 from asyncrl.board.server import Board
+from asyncrl.config import record as config_record
+from asyncrl.policies.groups.sample import Answer, GroupSample
 from asyncrl.run.watched_run import WatchedRun
+from asyncrl.state.history import HISTORY_FILE, History
+from asyncrl.state.samples import SampleFile
 
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
@@ -58,7 +63,7 @@ def open_board() -> OpenBoard:
 
     @contextlib.asynccontextmanager
     async def open_one(*folders: Path, host: str = "127.0.0.1", token: str = "") -> AsyncIterator[Board]:
-        runs = [WatchedRun.at(folder, [], token="", verb="board") for folder in folders]
+        runs = [WatchedRun(folder, [], token="", verb="board") for folder in folders]
         async with Board(runs, host=host, port=0, token=token).serving() as board:
             yield board
 
@@ -86,3 +91,42 @@ async def browse() -> AsyncIterator[Callable[[str], Any]]:
         yield browse
         await browser.close()
         assert errors == []
+
+
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+"""What a model may write."""
+
+
+@pytest.fixture
+def with_groups(recorded: Path, demo: Path) -> Path:
+    """A recorded run with a history, and with one group that has text: an answer with a tool's turn in it."""
+    settings = config_record.as_table(config.only_overrides([f"model.path={demo / 'model'}", "run.steps=30"]))
+    history = History(recorded / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=settings)
+    history.trained((0, 1), step=1, sequences=(1, 2), max_staleness=1)
+    history.lost("dropped", (2,), step=1)
+    history.close()
+    tokens = (4, 5, 6, 7, 8, 1)
+    answer = Answer(
+        reward=0.5,
+        advantage=-0.25,
+        advantages=(1.0, -1.0, 0.0, 0.0, -0.5, -0.5),
+        staleness=1,
+        finish_reason="stop",
+        turns=(("policy", "01"), ("environment", "23"), ("policy", f"4{HOSTILE}")),
+        tokens=tokens,
+        logprobs=(-0.1, -4.0, 0.0, 0.0, -1.0, -0.5),
+        environment=((2, 4),),
+        versions=((0, 0, 0), (4, 0, 1)),
+    )
+    sample = GroupSample(
+        group_id=1,
+        fate="trained",
+        step=1,
+        worker="w0",
+        prompt=f"What is {HOSTILE}?",
+        prompt_tokens=(4,),
+        answers=(answer,),
+    )
+    SampleFile(recorded, most_bytes=2**20).write(sample)
+    return recorded

@@ -15,14 +15,13 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS
 from asyncrl.run.watched_run import WatchedRun
-from tests.integration.board.conftest import OpenBoard, row, write_rows
+from tests.harness.histories import forge
+from tests.integration.board.conftest import HOSTILE, OpenBoard, row, write_rows
 
 expect = pytest.importorskip("playwright.async_api", reason="playwright is not installed (bin/install dev)").expect
 
 Browse = Callable[[str], Awaitable[Any]]
 Connect = Callable[..., Awaitable[JetStreamBus]]
-
-HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
 
 
 async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
@@ -63,7 +62,7 @@ async def test_a_live_run_has_lanes_and_nothing_that_it_says_becomes_html(
     wait = Wait(what=HOSTILE, on="load", seconds=1.0)
     beat = Heartbeat(actor=HOSTILE, role="rollout-worker", waits=(wait,), problem=HOSTILE, beat=1)
     await bus.put(ACTORS, beat, key=HOSTILE)
-    watched = WatchedRun.at(
+    watched = WatchedRun(
         None, [f"bus.url={nats_server.url}", f"run.name={name}"], token=nats_server.token, verb="board"
     )
     async with Board([watched], host="127.0.0.1", port=0).serving() as board:
@@ -75,4 +74,54 @@ async def test_a_live_run_has_lanes_and_nothing_that_it_says_becomes_html(
         await page.click("#lanes-canvas", position={"x": 400, "y": 30})
         await expect(page.locator("#actor")).to_contain_text("onerror")
         assert await page.title() == "asyncrl board"
+        assert await page.locator("img").count() == 0
+
+
+async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
+    with_groups: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    async with open_board(with_groups) as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=groups]")
+        rows = page.locator("#groups-rows tr")
+        await expect(rows).to_have_count(1)
+        await page.get_by_text("recorded ones").click()
+        await expect(rows).to_have_count(3)
+        await page.select_option('[aria-label="fate"]', "dropped")
+        await expect(rows).to_have_count(1)
+        await page.select_option('[aria-label="fate"]', "")
+        await page.fill('[aria-label="filter groups"]', "onerror")
+        await expect(rows).to_have_count(1)
+        await rows.first.click()
+        await expect(page.locator("[data-part=prompt]")).to_have_text(f"What is {HOSTILE}?")
+        tokens = page.locator("[data-answer='0'] .token")
+        await expect(tokens).to_have_count(4)
+        await expect(page.locator(".environment")).to_have_count(1)  # the tool's turn, apart
+        colours = "tokens => tokens.map(token => token.style.background)"
+        first, second, third, _ = await tokens.evaluate_all(colours)
+        assert first == second != third  # versions 0 and 1
+        await page.click("[data-mode=logprob]")
+        first, second, *_ = await tokens.evaluate_all(colours)
+        assert first != second
+        await page.click("[data-mode=advantage]")
+        first, second, *_ = await tokens.evaluate_all(colours)
+        assert "40, 150, 70" in first and "200, 60, 40" in second
+        await expect(page.locator("[data-mode=entropy]")).to_be_disabled()
+        await tokens.nth(1).hover()
+        await page.get_by_text("engine logprob -4").wait_for()
+        assert await page.locator("img").count() == 0
+        assert await page.title() == "asyncrl board"
+
+
+async def test_where_the_tokenizer_is_not_here_text_is_shown_as_text(
+    with_groups: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    history = with_groups / "history.jsonl"
+    forge(history, "/model", "/nowhere")
+    async with open_board(with_groups) as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=groups]")
+        await page.click("#groups-rows tr")
+        await page.get_by_text("no text for each token").wait_for()
+        await expect(page.locator("[data-answer='0'] .text")).to_have_text(f"01234{HOSTILE}")
         assert await page.locator("img").count() == 0

@@ -77,11 +77,31 @@ async def test_rows_that_are_written_now_are_told(recorded: Path, open_board: Op
 
 
 async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBoard) -> None:
-    paths = ["/api/runs/1/lanes", "/api/runs/x/lanes", "/api/runs/0/actors/w9", "/static/../server.py", "/static/none"]
+    paths = [
+        "/api/runs/1/lanes",
+        "/api/runs/x/lanes",
+        "/api/runs/0/actors/w9",
+        "/api/runs/0/groups/-1",
+        "/static/../server.py",
+        "/static/none",
+    ]
     async with open_board(recorded) as board:
         for path in paths:
             async with asked(board, path) as answer:
                 assert answer.status == 404, path
+
+
+async def test_groups_are_listed_and_opened(with_groups: Path, open_board: OpenBoard) -> None:
+    async with open_board(with_groups) as board:
+        listed = await table(board, "/api/runs/0/groups?order=newest&limit=2")
+        opened = await table(board, "/api/runs/0/groups/1")
+        async with asked(board, "/api/runs/0/groups/0") as answer:
+            assert answer.status == 404
+            assert "text of group 0 is not here" in await answer.text()
+    assert (listed["total"], len(listed["rows"])) == (3, 2)
+    assert opened["answers"][0]["environment"] == [[2, 4]]
+    assert len(opened["texts"][0]) == 6
+    assert opened["problem"] == ""
 
 
 # -- who gets an answer ------------------------------------------------------------------------------------------------
@@ -137,7 +157,7 @@ async def live(server: EmbeddedServer, connect: Connect) -> AsyncIterator[tuple[
     name = f"run-{uuid.uuid4().hex[:8]}"
     bus = await connect(server, run=name)
     overrides = [f"bus.url={server.url}", f"run.name={name}"]
-    watched = WatchedRun.at(None, overrides, token=server.token, verb="board")
+    watched = WatchedRun(None, overrides, token=server.token, verb="board")
     async with Board([watched], host="127.0.0.1", port=0).serving() as board:
         yield board, bus
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages import StepMetrics
-from asyncrl.run import watched_run
+from asyncrl.run import file_tail
 from asyncrl.run.watched_run import RowTail, WatchedRun, row_of
 
 
@@ -51,7 +51,7 @@ def test_lines_that_are_no_row_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_run, "MOST_BYTES", 40)
+    monkeypatch.setattr(file_tail, "MOST_BYTES", 40)
     path = tmp_path / "metrics.jsonl"
     write(path, *range(10, 20))
     path.write_text(path.read_text() + '{"step": 20, "long": "' + "x" * 100 + '"}\n{"step": 21}\n')
@@ -70,6 +70,6 @@ def test_what_the_bus_has_of_a_step_is_a_row() -> None:
 
 def test_a_folder_that_is_no_run_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history\.jsonl"):
-        WatchedRun.at(tmp_path, [], token="", verb="board")
+        WatchedRun(tmp_path, [], token="", verb="board")
     with pytest.raises(ConfigError, match="no such run folder"):
-        WatchedRun.at(tmp_path / "none", [], token="", verb="board")
+        WatchedRun(tmp_path / "none", [], token="", verb="board")

@@ -1,0 +1,129 @@
+// One prompt group: its answers as text, coloured per token. Whatever a model wrote stays text.
+import { el, number, showTip } from "./dom.js";
+
+const MODES = [
+  ["version", "policy version"],
+  ["logprob", "engine logprob"],
+  ["advantage", "advantage"],
+  ["trainer", "trainer − engine logprob", "not recorded: the trainer's logprobs leave the learner as metrics of the batch only"],
+  ["entropy", "entropy", "not recorded: only its mean over the batch is, as the metric entropy"],
+];
+let mode = "version";
+
+export function openGroup(place, group) {
+  const answers = el("div", {});
+  const draw = () => answers.replaceChildren(legend(group), ...group.answers.map((answer, index) => answerBox(group, answer, index)));
+  const modes = el("div", { class: "bar" }, "colour by ", ...MODES.map(([name, title, missing]) => {
+    const button = el("button", { "data-mode": name, title: missing ?? null, disabled: missing ? "" : false, "aria-pressed": String(name === mode) }, title + (missing ? " (not recorded)" : ""));
+    button.addEventListener("click", () => {
+      mode = name;
+      for (const other of modes.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other.dataset.mode === mode));
+      draw();
+    });
+    return button;
+  }));
+  place.replaceChildren(...[
+    el("h2", {}, heading(group)),
+    group.problem ? el("p", { class: "bad" }, `no text for each token: ${group.problem}`) : null,
+    el("div", { class: "text", "data-part": "prompt" }, group.prompt ?? `tokens ${group.prompt_tokens.join(" ")}`),
+    group.answers.length ? modes : el("p", { class: "bad" }, group.reason),
+    answers,
+  ].filter((part) => part !== null));
+  if (group.answers.length) draw();
+}
+
+function heading(group) {
+  const parts = [`group ${group.group_id}`, group.step || group.fate === "trained" ? `${group.fate} at step ${group.step}` : group.fate];
+  if (group.reason) parts.push(group.reason);
+  if (group.worker) parts.push(`worker ${group.worker}`);
+  if (group.seconds) parts.push(`${number(group.seconds)} s`);
+  return parts.join(" · ");
+}
+
+function answerBox(group, answer, index) {
+  const parts = Object.entries(answer.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  const title = [`answer ${index + 1}`, `reward ${number(answer.reward)}${parts ? ` (${parts})` : ""}`];
+  title.push(answer.advantage === null ? "advantage not known" : `advantage ${number(answer.advantage)}`);
+  if (answer.staleness !== null) title.push(`staleness ${answer.staleness}`);
+  title.push(`${answer.tokens.length} tokens`, answer.finish_reason);
+  const box = el("details", { class: "answer", "data-answer": index }, el("summary", {}, title.join(" · ")));
+  const fill = () => { if (box.open && box.children.length === 1) box.append(versions(answer), textOf(answer, group.texts[index])); };
+  box.addEventListener("toggle", fill);
+  box.open = index < 4;
+  fill();
+  return box;
+}
+
+function textOf(answer, texts) {
+  const box = el("div", { class: "text" });
+  if (!texts) {
+    for (const [by, text] of answer.turns) box.append(by === "policy" ? text : el("span", { class: "environment" }, text));
+    if (!answer.turns.length) box.append(answer.tokens.join(" "));
+    return box;
+  }
+  const paint = painter(answer);
+  let at = 0;
+  for (const [start, end] of [...answer.environment, [answer.tokens.length, answer.tokens.length]]) {
+    for (; at < start; at += 1) box.append(token(answer, texts, at, paint(at)));
+    if (end > start) box.append(el("span", { class: "environment", title: "written by a tool or an environment" }, texts.slice(start, end).join("")));
+    at = Math.max(at, end);
+  }
+  box.addEventListener("mousemove", (event) => showTip(event, tip(answer, texts, Number(event.target.dataset?.token ?? -1))));
+  box.addEventListener("mouseleave", (event) => showTip(event, ""));
+  return box;
+}
+
+function token(answer, texts, index, colour) {
+  const made = el("span", { class: "token", "data-token": index }, texts[index]);
+  if (colour) made.style.background = colour;
+  return made;
+}
+
+function spanAt(answer, index) {
+  return answer.versions.findLast(([start]) => start <= index) ?? answer.versions[0];
+}
+
+function advantageAt(answer, index) {
+  return answer.advantages.length ? answer.advantages[index] : answer.advantage;
+}
+
+function tip(answer, texts, index) {
+  if (index < 0) return "";
+  const [, incarnation, version] = spanAt(answer, index);
+  const advantage = advantageAt(answer, index);
+  return `token ${index}: ${JSON.stringify(texts[index])}, id ${answer.tokens[index]}\nversion ${version}${incarnation ? ` of incarnation ${incarnation}` : ""}\n` +
+    `engine logprob ${number(answer.logprobs[index])} (probability ${number(Math.exp(answer.logprobs[index]))})\nadvantage ${advantage === null ? "not known" : number(advantage)}`;
+}
+
+const VERSIONS = ["#4477aa55", "#ee667755", "#22883355", "#ccaa2255", "#66ccee55", "#aa337755", "#ee886655", "#77777755"];
+
+// The colour of a token by its index.
+function painter(answer) {
+  if (mode === "version") {
+    const found = [...new Set(answer.versions.map(([, , version]) => version))];
+    return (index) => VERSIONS[found.indexOf(spanAt(answer, index)[2]) % VERSIONS.length];
+  }
+  if (mode === "logprob") return (index) => `rgb(200 60 40 / ${Math.min(0.85, -answer.logprobs[index] / 6).toFixed(3)})`;
+  const largest = Math.max(1e-9, ...(answer.advantages.length ? answer.advantages.map(Math.abs) : [Math.abs(answer.advantage ?? 0)]), 2);
+  return (index) => {
+    const advantage = advantageAt(answer, index);
+    if (advantage === null) return "";
+    return `rgb(${advantage < 0 ? "200 60 40" : "40 150 70"} / ${Math.min(0.85, 0.1 + (0.75 * Math.abs(advantage)) / largest).toFixed(3)})`;
+  };
+}
+
+function versions(answer) {
+  if (mode !== "version") return "";
+  const found = [...new Set(answer.versions.map(([, , version]) => version))];
+  return el("div", { class: "legend" }, ...found.map((version, index) => el("span", {}, el("i", { colour: VERSIONS[index % VERSIONS.length] }), `version ${version}`)));
+}
+
+function legend(group) {
+  const isKnown = group.answers.some((answer) => answer.advantage !== null), isEach = group.answers.some((answer) => answer.advantages.length);
+  const texts = {
+    version: "a colour for each policy version that sampled a part of the answer",
+    logprob: "the redder, the less probable under the policy that sampled it (6 nats and more: full)",
+    advantage: !isKnown ? "advantages are known of recorded groups that were trained" : `${isEach ? "an advantage for each token" : "one advantage for all tokens of an answer"}: green above 0, red below`,
+  };
+  return el("p", { class: "legend" }, texts[mode]);
+}
