@@ -29,6 +29,9 @@ class MetricsSection:
     filtered between two steps; 0 writes none. `asyncrl samples` shows them."""
     samples_max_bytes: int = 64 * 2**20
     """Most bytes of samples.jsonl and samples.1.jsonl together; the oldest groups go first."""
+    timeline_max_bytes: int = 64 * 2**20
+    """Most bytes of timeline.jsonl and timeline.1.jsonl together, which say when each step, group, load and wait was,
+    for `asyncrl trace`; the oldest steps go first. 0 writes none."""
     mismatch_alarm: float = 0.05
     """Warn when the mean |trainer - behavior logprob| of fresh samples is larger than this, in nats per token; 0 is
     off. Rounding to bfloat16 in engine and trainer makes 0.005 to 0.02."""
@@ -44,6 +47,10 @@ class MetricsSection:
             except ConfigError as error:
                 raise ConfigError(f"prometheus {error}") from None
         least = 2**16
+        require(
+            self.timeline_max_bytes == 0 or self.timeline_max_bytes >= least,
+            f"timeline_max_bytes must be 0 (off) or >= {least:,}, got {self.timeline_max_bytes:,}",
+        )
         require(
             self.samples_max_bytes >= least, f"samples_max_bytes must be >= {least:,}, got {self.samples_max_bytes:,}"
         )

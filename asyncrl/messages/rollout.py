@@ -210,6 +210,8 @@ class TrajectoryGroup:
     error      why the group failed; it has no trajectories then, is counted, and frees its place in the window
     seconds    from the start of generation to the reward
     cancelled  answers that were cut off so that the others could be trained (actors/rollout/stragglers.py)
+    began, reward_seconds  Unix seconds of the worker's clock when generation began, 0 if unknown; the reward's part of
+               ``seconds``
     """
 
     group_id: int
@@ -220,6 +222,8 @@ class TrajectoryGroup:
     seconds: float = 0.0
     error: str = ""
     cancelled: int = 0
+    began: float = 0.0
+    reward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)

@@ -23,6 +23,7 @@ from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.actors.learner.prompt_source import PromptSource, Rows
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
@@ -51,10 +52,11 @@ from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
 from asyncrl.run import learner_models, registry, resume_checks
+from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
 from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
-from asyncrl.state.samples import SampleFile
+from asyncrl.state.samples import RotatedLines, SampleFile
 
 # -- learner -----------------------------------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
             ),
             has_behavior=_are_sampled(run),
             samples=samples,
+            timeline=_timeline(run),
         ),
         validator=_validator(run, bus=bus),
         filters=registry.filters(run),
@@ -225,6 +228,13 @@ def _evaluator(
         waits=waits,
         best=BestModel(run.run_directory / "best", metric=best) if best else None,
     )
+
+
+def _timeline(run: RunConfig) -> Timeline | None:
+    most_bytes, folder = run.metrics.timeline_max_bytes, run.run_directory
+    if not most_bytes:
+        return None
+    return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
 
 
 def _sampling(run: RunConfig) -> SamplingParams:

@@ -373,7 +373,7 @@ class Learner(Actor):
     async def _report_step(
         self, step: int, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], **of_now: int
     ) -> None:
-        await self._metrics.report(step, metrics, disk=self._disk, **of_now)
+        await self._metrics.report(step, metrics, disk=self._disk, groups=taken, **of_now)
         await self._progress.event("trained", step=step, group_ids=[one.group_id for one in taken])
 
     def _own_metrics(self) -> dict[str, Metric]:

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
 from asyncrl.metrics.sinks import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
+from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.protocols import Bus
@@ -36,12 +38,15 @@ class MetricsReporter:
         alarms: Sequence[Alarm] = (),
         has_behavior: bool = True,
         samples: SampleRecorder | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them"""
+        """has_behavior: False where nothing sampled the answers;  samples: whose groups go to sinks that show them;
+        timeline: None records none"""
         self._bus = bus
         self._sinks = sinks
         self._alarms = alarms
         self._samples = samples
+        self._timeline = timeline
         self.newest = StepMetrics(step=0)
         """Of the last step that was reported."""
         self._left_out = () if has_behavior else _OF_BEHAVIOR
@@ -49,9 +54,16 @@ class MetricsReporter:
         self._looked = -math.inf
 
     async def report(
-        self, step: int, metrics: Mapping[str, Metric], *, policy_version: int, cursor: int, disk: Disk
+        self,
+        step: int,
+        metrics: Mapping[str, Metric],
+        *,
+        policy_version: int,
+        cursor: int,
+        disk: Disk,
+        groups: Sequence[BufferedGroup] = (),
     ) -> None:
-        """``cursor``: the last log sequence read; ``disk``: waits for room where a sink has none."""
+        """cursor: the last log sequence read;  disk: waits for room where a sink has none;  groups: the step's"""
         workers = await self.workers()
         row = {name: value for name, value in metrics.items() if not name.startswith(self._left_out)}
         rung = []
@@ -63,6 +75,8 @@ class MetricsReporter:
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, row), what="metrics")
+        if self._timeline is not None:
+            await self._timeline.note(step, row, groups, workers)
         self._tell(step, rung)
         self.newest = step_metrics(step, row)
         await self._bus.put(METRICS, self.newest)

@@ -18,6 +18,7 @@ class Published:
 
     can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
     asked: what its prompt asks for; None for one that an earlier life may have published with other settings.
+    time: Unix seconds.
     """
 
     group_id: int
@@ -26,6 +27,7 @@ class Published:
     overlong: int
     can_be_answered: bool = True
     asked: Asked | None = None
+    time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ nobody_can_get): a learner that dies leaves no prompt that workers cannot begin.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -244,6 +245,7 @@ class PromptSource(Actor):
             overlong=numbered.overlong,
             can_be_answered=can_be_answered,
             asked=asked,
+            time=time.time(),
         )
         self._link.reports.put_nowait(report)
 

@@ -178,6 +178,7 @@ class TrajectoryReader:
                     oldest_start=report.oldest_start,
                     overlong=report.overlong,
                     asked=report.asked,
+                    time=report.time,
                 )
                 if not report.can_be_answered:
                     error = "its place in the trajectory log was taken before it was published"

@@ -126,10 +126,12 @@ class Stage:
         prompt = item.prompt
         if prompt is None or item.problem:
             return failed_group(item.group_id, worker=self._worker, error=item.problem, prompt=prompt)
-        started = time.monotonic()
+        started, began = time.monotonic(), time.time()
         progress = await item.begin()
         try:
-            trajectories = await self._rewarded(prompt, await self._generate(prompt, slots, progress))
+            sampled = await self._generate(prompt, slots, progress)
+            generated = time.monotonic()
+            trajectories = await self._rewarded(prompt, sampled)
         except (PromptError, RewardError, RolloutError) as error:
             self._log.warning("group %d failed: %s", prompt.group_id, error, extra={REASON: str(error)})
             self._explain(error)
@@ -147,6 +149,8 @@ class Stage:
             worker=self._worker,
             seconds=time.monotonic() - started,
             cancelled=prompt.group_size - len(trajectories),
+            began=began,
+            reward_seconds=time.monotonic() - generated,
         )
 
     async def _generate(

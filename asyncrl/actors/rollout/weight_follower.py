@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import secrets
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -90,6 +91,7 @@ class WeightFollower(Actor):
         self._changed = asyncio.Condition()
         self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
         self.loads = 0
+        self.loaded_at = 0.0
 
     async def start(self) -> None:
         """Meet the learner, if it is there, before anything runs: the first collective of a group takes longer."""
@@ -358,7 +360,7 @@ class WeightFollower(Actor):
             yield
 
     def _note(self, report: LoadReport) -> None:
-        self.last_load = report
+        self.last_load, self.loaded_at = report, time.time()
         self.loads += 1
         self.problem = ""
         self.log.info(

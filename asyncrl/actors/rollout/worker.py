@@ -176,5 +176,6 @@ class RolloutWorker(Actor):
             "weights/pause_seconds": follower.last_load.pause_seconds,
             "weights/load_seconds": follower.last_load.load_seconds,
             "weights/loads": follower.loads,
+            "weights/loaded_at": follower.loaded_at,
             "bus/rejected": self.bus.rejections.total,
         }

@@ -23,11 +23,13 @@ class PublishedPrompt:
     position      its row in the endless shuffled data
     oldest_start  oldest policy version that may sample it; None when only a lost history knows
     asked         what it asks for, if this life of the learner published it; None for an earlier life's
+    published     Unix seconds when this life of the learner published it; 0: an earlier one did
     """
 
     position: int
     oldest_start: int | None = None
     asked: Asked | None = None
+    published: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

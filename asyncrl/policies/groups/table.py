@@ -83,9 +83,10 @@ class GroupTable:
         oldest_start: int | None = None,
         overlong: int = 0,
         asked: Asked | None = None,
+        time: float = 0.0,
     ) -> None:
         """A prompt is about to be on the bus; once more, when the bus lost it. Raises ValueError for an id too high."""
-        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked)
+        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time)
         if group_id in self.outstanding:
             self.outstanding[group_id] = prompt
         elif group_id == self.next_group_id:

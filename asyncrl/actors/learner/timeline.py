@@ -1,0 +1,112 @@
+"""Writes down when things happened, a line a step, for `asyncrl trace` (metrics/trace.py makes a picture of it).
+
+    RUN_DIR/timeline.jsonl, and timeline.1.jsonl, which is older
+    {"step": 7, "incarnation": 0, "time": 1795424064.9, "seconds": {"wait": 0.1, "train": 0.4, ...},
+     "groups": [[12, "w0", published, began, seconds, reward_seconds, arrived], ...],
+     "loads": [["w0", 6, ended, load_seconds, pause_seconds], ...], "waits": [["w0", "prompts", "learner", since], ...]}
+
+Times are Unix seconds: the learner's but for what a worker says of itself, ``began`` and when a load ended. Bounded: so
+many groups, loads and waits of a step, and so many bytes (metrics.timeline_max_bytes). Written beside the next step.
+
+Tests: tests/actors/learner/test_timeline.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.messages import Heartbeat
+from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.groups.states import BufferedGroup
+from asyncrl.state.samples import RotatedLines
+
+MOST_GROUPS: Final = 512
+MOST_ACTORS: Final = 128
+LEAST_WAIT_SECONDS: Final = 0.5
+"""Shorter ones are every actor's daily business."""
+
+SECONDS: Final = {
+    "wait": "learner/wait_seconds",
+    "train": "learner/step_seconds",
+    "prepare": "learner/prepare_seconds",
+    "export": "learner/export_seconds",
+    "publish": "weights/publish_seconds",
+    "checkpoint": "learner/checkpoint_seconds",
+}
+"""What a line calls them, and their metrics."""
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class Timeline:
+    """One life's lines."""
+
+    def __init__(self, lines: RotatedLines) -> None:
+        self._lines = lines
+        self._loads: dict[str, tuple[str, float]] = {}
+        self._is_said = False
+
+    async def note(
+        self, step: int, metrics: Mapping[str, Metric], groups: Sequence[BufferedGroup], beats: Sequence[Heartbeat]
+    ) -> None:
+        """A step is done.  groups: those it trained;  beats: of the workers, up to some seconds old"""
+        line = self._line(step, metrics, groups, beats[:MOST_ACTORS])
+        try:
+            await asyncio.to_thread(self._lines.write, json.dumps(line, allow_nan=False))
+            self._is_said = False
+        except (OSError, ValueError) as error:  # an aid to people ends no run
+            if not self._is_said:
+                log.warning("timeline.jsonl: a step is left out: %s", error)
+            self._is_said = True
+
+    def _line(
+        self, step: int, metrics: Mapping[str, Metric], groups: Sequence[BufferedGroup], beats: Sequence[Heartbeat]
+    ) -> dict[str, Any]:
+        of_clock = time.time() - time.monotonic()  # from the clock of ``BufferedGroup.arrived``
+        seconds = {name: metrics[metric] for name, metric in SECONDS.items() if _is_number(metrics.get(metric))}
+        return {
+            "step": step,
+            "incarnation": int(_number(metrics.get("learner/incarnation"))),
+            "time": _number(metrics.get("time")) or time.time(),
+            "seconds": {name: round(_number(value), 6) for name, value in seconds.items()},
+            "groups": [_group(one, of_clock) for one in groups[:MOST_GROUPS]],
+            "loads": [load for beat in beats if (load := self._load(beat)) is not None],
+            "waits": [
+                [beat.actor, wait.what, wait.on, round(time.time() - wait.seconds, 3)]
+                for beat in beats
+                for wait in beat.waits
+                if wait.seconds >= LEAST_WAIT_SECONDS and math.isfinite(wait.seconds)
+            ],
+        }
+
+    def _load(self, beat: Heartbeat) -> list[Any] | None:
+        """The worker's last load, if it is another than at the last look."""
+        numbers = {
+            name: _number(beat.numbers.get(f"weights/{name}"))
+            for name in ("loads", "loaded_at", "load_seconds", "pause_seconds")
+        }
+        before, self._loads[beat.actor] = self._loads.get(beat.actor), (beat.life, numbers["loads"])
+        if not numbers["loads"] or not numbers["loaded_at"] or before == self._loads[beat.actor]:
+            return None
+        ended, load, pause = (round(numbers[name], 6) for name in ("loaded_at", "load_seconds", "pause_seconds"))
+        return [beat.actor, beat.policy_version, ended, load, pause]
+
+
+def _group(one: BufferedGroup, of_clock: float) -> list[Any]:
+    group = one.group
+    times = (one.prompt.published, group.began, group.seconds, group.reward_seconds, one.arrived + of_clock)
+    return [group.group_id, group.worker, *(round(_number(value), 3) for value in times)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else 0.0

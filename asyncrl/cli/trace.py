@@ -1,0 +1,83 @@
+"""`asyncrl trace RUN_DIR`: a timeline of a run for ui.perfetto.dev or chrome://tracing.
+
+Drawn from RUN_DIR/timeline.jsonl, which the learner writes (metrics.timeline_max_bytes): steps, waits, weights and
+checkpoints of the learner; groups, reward calls, loads and waits of each worker; and each group's way from its prompt
+to the step that trained it. Of a run without it, from metrics.jsonl: the learner alone. The run may be up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli import arguments
+from asyncrl.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_folder(parser)
+    parser.add_argument("--steps", default="", metavar="A:B", help="from step A to step B (default: the last 200)")
+    parser.add_argument("--out", type=Path, help="file to write (default: RUN_DIR/trace.json)")
+
+
+def run(options: argparse.Namespace) -> int:
+    first, last = _range(options.steps)
+    directory: Path = options.run_directory
+
+    from asyncrl.metrics.trace import trace  # imports numpy, which --help does without
+    from asyncrl.run.timeline import rows_of
+
+    rows, source = rows_of(directory)
+    if not rows:
+        raise ConfigError(f"{directory}: no step is recorded there")
+    chosen = [row for row in rows if first <= row["step"] <= last] if options.steps else rows[-200:]
+    if not chosen:
+        raise ConfigError(
+            f"--steps {options.steps}: {source} has steps {rows[0]['step']} to {rows[-1]['step']}; the oldest are "
+            "gone if it is over metrics.timeline_max_bytes"
+        )
+    out = options.out or directory / "trace.json"
+    made = trace(chosen)
+    try:
+        out.write_text(json.dumps(made))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    _say(options.json, out, made, chosen, source)
+    return 0
+
+
+def _say(as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, Any]], source: str) -> None:
+    found = {
+        "out": str(out),
+        "from": source,
+        "first_step": rows[0]["step"],
+        "last_step": rows[-1]["step"],
+        "events": len(made["traceEvents"]),
+        "groups": sum(len(row.get("groups", ())) for row in rows),
+    }
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(
+        f"{out}: steps {found['first_step']} to {found['last_step']}, {found['groups']:,} groups, "
+        f"{found['events']:,} events, from {source}; open it at ui.perfetto.dev or chrome://tracing"
+    )
+
+
+def _range(text: str) -> tuple[float, float]:
+    """Of "3:9", "3:", ":9" or "7"."""
+    if not text:
+        return 0, float("inf")
+    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
+    if found is None or text == ":":
+        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or one step")
+    first, colon, last = found.groups()
+    if not colon:
+        return int(first), int(first)
+    numbers = (int(first) if first else 0, int(last) if last else float("inf"))
+    if numbers[0] > numbers[1]:
+        raise ConfigError(f"--steps {text}: the first is behind the last")
+    return numbers

@@ -1,0 +1,97 @@
+"""A timeline as Perfetto and Chrome draw it: slices in lanes, and arrows along each group's way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from asyncrl.metrics.trace import from_metrics, trace
+
+SECONDS = {"wait": 1.0, "train": 2.0, "export": 0.25, "publish": 0.5, "checkpoint": 0.0}
+
+
+def row(step: int, *, time: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "incarnation": 0,
+        "time": time,
+        "seconds": SECONDS,
+        "groups": [],
+        "loads": [],
+        "waits": [],
+    } | fields
+
+
+def slices(made: dict[str, Any], name: str) -> list[tuple[str, float, float]]:
+    """(lane, begin, length in seconds) of each slice of this name."""
+    lanes = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in made["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    return [
+        (lanes[event["pid"], event["tid"]], event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in made["traceEvents"]
+        if event["ph"] == "X" and event["name"] == name
+    ]
+
+
+def test_a_step_stands_behind_its_wait_and_before_its_weights() -> None:
+    made = trace([row(7, time=103.0)])
+    assert slices(made, "wait for trajectories") == [("steps", 0.0, 1.0)]
+    assert slices(made, "step 7") == [("steps", 1.0, 2.0)]
+    assert slices(made, "export version 7") == [("weights", 3.0, 0.25)]
+    assert slices(made, "publish version 7") == [("weights", 3.25, 0.5)]
+
+
+def test_an_arrow_leads_a_group_from_its_prompt_to_the_step_that_trains_it() -> None:
+    group = [12, "w0", 100.0, 100.5, 1.0, 0.25, 101.5]
+    made = trace([row(7, time=105.0, groups=[group])])
+    assert slices(made, "group 12") == [
+        ("prompts published", 0.0, 0.0001),
+        ("groups 1", 0.5, 1.0),
+        ("groups arrived", 1.5, 0.0001),
+    ]
+    assert slices(made, "reward") == [("groups 1", 1.25, 0.25)]
+    arrow = [event for event in made["traceEvents"] if event["ph"] in "stf"]
+    assert [event["ph"] for event in arrow] == ["s", "t", "t", "f"]
+    assert [event["ts"] for event in arrow] == [0, 500_000, 1_500_000, 3_000_000]
+    assert {event["id"] for event in arrow} == {"0/12"}
+    assert arrow[0]["pid"] != arrow[1]["pid"]
+
+
+def test_groups_of_one_worker_that_overlap_have_lanes_of_their_own() -> None:
+    groups = [
+        [1, "w0", 0, 100.0, 2.0, 0, 102.0],
+        [2, "w0", 0, 101.0, 2.0, 0, 103.0],
+        [3, "w0", 0, 102.5, 1.0, 0, 104.0],
+    ]
+    made = trace([row(1, time=106.0, groups=groups)])
+    assert [slices(made, f"group {number}")[0][0] for number in (1, 2, 3)] == ["groups 1", "groups 2", "groups 1"]
+
+
+def test_a_clock_that_is_wrong_puts_a_group_where_it_arrived() -> None:
+    for began in (0.0, 5.0, 1e12):
+        made = trace([row(1, time=1e6 + 3, groups=[[1, "w0", 1e6 - 2, began, 1.0, 0.0, 1e6]])])
+        assert slices(made, "group 1")[1][1:] == (1.0, 1.0)
+
+
+def test_a_wait_that_several_steps_saw_is_one() -> None:
+    waits = [["w0", "prompts", "learner", since] for since in (100.0, 101.5, 110.0)]
+    rows = [row(step, time=104.0 + 3 * step, waits=[wait]) for step, wait in enumerate(waits, 1)]
+    found = slices(trace(rows), "prompts")
+    assert [(since, length) for _, since, length in found] == [(0.0, 6.0), (6.0, 3.0)]  # the trace begins at 104
+
+
+def test_a_load_ends_when_the_worker_says() -> None:
+    made = trace([row(1, time=110.0, loads=[["w0", 4, 108.0, 0.5, 0.1]])])
+    origin = 107.0
+    assert slices(made, "load version 4") == [("engine", round(107.5 - origin, 6), 0.5)]
+    assert slices(made, "paused") == [("engine", round(107.9 - origin, 6), 0.1)]
+
+
+def test_a_run_that_recorded_no_timeline_has_its_steps() -> None:
+    metrics = {"step": 3, "time": 50.0, "learner/step_seconds": 2.0, "learner/wait_seconds": None}
+    made = trace([from_metrics(metrics, {"train": "learner/step_seconds", "wait": "learner/wait_seconds"})])
+    assert slices(made, "step 3") == [("steps", 0.0, 2.0)]
+    assert json.dumps(made, allow_nan=False)
