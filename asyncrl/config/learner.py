@@ -25,6 +25,9 @@ class LearnerSection:
     """GPU of each rank, counted from 0, when `asyncrl run` starts them; empty takes the first ones."""
     threads: int = 0
     """CPU threads of each rank; 0 leaves it to PyTorch."""
+    profile_steps: tuple[int, ...] = ()
+    """Numbers of steps to profile on the learner's first rank, such as [10, 11]: traces, and on a GPU snapshots of its
+    memory, in profile/ of the run's folder."""
     groups_per_batch: int = 16
     """Prompt groups per step of the run. A step trains one batch and makes one policy version."""
     steps_per_batch: int = 1
@@ -79,6 +82,10 @@ class LearnerSection:
             f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
         )
         positive(self, "steps_per_batch")
+        require(
+            all(step >= 1 for step in self.profile_steps),
+            f"profile_steps must be numbers of steps, from 1, got {list(self.profile_steps)}",
+        )
         for key in ("freeze", "train_only"):
             for pattern in getattr(self, key):
                 require(bool(pattern), f"{key} holds an empty pattern, which is in every name")

@@ -161,6 +161,7 @@ def assemble_learner(
         ),
         waits=waits,
         restore_from=restore_from,
+        profile=registry.profiler(run),
     )
     learner = Learner(
         "learner",

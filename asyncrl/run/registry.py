@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
     from asyncrl.policies.batching.filters import GroupFilter
     from asyncrl.policies.evaluation.questions import EvaluationSet
+    from asyncrl.protocols import StepResult
     from asyncrl.protocols.launcher import Launcher
     from asyncrl.weights.adapter import ChannelAdapter
 
@@ -226,6 +227,15 @@ def backend(run: RunConfig) -> Backend:
     resolved = algorithm(run)
     auxiliary = learner_models.models(run, resolved, optimizer=optimizer_settings(run))
     return backend_class(run).build(run, algorithm=resolved, auxiliary=auxiliary)
+
+
+def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepResult] | None:
+    """Around each step of the learner; None when no step is profiled."""
+    if not run.learner.profile_steps:
+        return None
+    from asyncrl.backends.profiler import StepProfiler
+
+    return StepProfiler(run.learner.profile_steps, run.run_directory)
 
 
 def engine(run: RunConfig, *, name: str) -> Engine:

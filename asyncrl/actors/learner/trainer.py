@@ -22,6 +22,8 @@ from asyncrl.policies.learning_rate import Schedule
 from asyncrl.protocols import Backend, Rehearsing, StepResult
 
 T = TypeVar("T")
+Profile = Callable[[int, Callable[[], StepResult]], StepResult]
+"""Does a step, of which the number is given, and may profile it."""
 
 
 def is_of_data(error: Exception) -> bool:
@@ -42,7 +44,8 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 
 class Trainer:
-    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder."""
+    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder; profile: around each
+    step."""
 
     def __init__(
         self,
@@ -53,8 +56,10 @@ class Trainer:
         weights: WeightPublisher,
         waits: WaitTracker,
         restore_from: Path | None = None,
+        profile: Profile | None = None,
     ) -> None:
         self.waits = waits
+        self._profile = profile
         self._backend = backend
         self._training = training
         self._weights = weights
@@ -73,6 +78,8 @@ class Trainer:
         """Train on a batch. ``step``: how many steps were done before."""
         rate = self._training.learning_rate(step, schedule=self._schedule)
         train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
+        if self._profile is not None:
+            train = functools.partial(self._profile, step + 1, train)
         return await self.call(train, what="a training step", on="step")
 
     @property
