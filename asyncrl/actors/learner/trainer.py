@@ -44,8 +44,8 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 
 class Trainer:
-    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder; profile: around each
-    step."""
+    """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder;
+    profile: around each step."""
 
     def __init__(
         self,
