@@ -12,24 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from asyncrl.actors.base import Actor, HeartbeatSender
 from asyncrl.actors.learner.learner import Learner
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.prompt_source import PromptSource
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.validator import Validator
-from asyncrl.actors.rollout.training import training_worker
+from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
+from asyncrl.actors.rollout.shared_engine import SharedEngine
+from asyncrl.actors.rollout.training import training_stage
 from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.config import RunConfig
+from asyncrl.config import EvaluationDataset, EvaluationSection, RunConfig
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import CheckpointSection, DataSection, ModelSection, RolloutSection, RunSection
 from asyncrl.config.staleness import StalenessSection
+from asyncrl.messages import SamplingParams
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.evaluation.questions import EvaluationSet, Question
+from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.rollouts.builtin import single_turn
 from asyncrl.run.build import LearnerPorts, assemble_learner
@@ -46,6 +55,40 @@ from benchmarks.simulated import (
 )
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluating:
+    """An evaluation of ``num_prompts`` prompts, each answered once, begun whenever the one before is over.
+
+    engines  of its own; 0: it shares those of training, at most ``share`` of them
+    """
+
+    num_prompts: int
+    engines: int = 0
+    share: float = 0.25
+
+    @property
+    def section(self) -> EvaluationSection:
+        return EvaluationSection(
+            every_steps=1,
+            at_start=False,
+            at_end=False,
+            place="dedicated" if self.engines else "shared",
+            share=self.share,
+            datasets=(EvaluationDataset(name="simulated", path=""),),
+        )
+
+    @property
+    def sets(self) -> list[EvaluationSet]:
+        return [
+            EvaluationSet(
+                name="simulated",
+                questions=[Question(prompt="", tokens=np.ones(4, np.int32)) for _ in range(self.num_prompts)],
+                sampling=SamplingParams(max_new_tokens=2**20, is_trained=False),
+                measured=Measured(num_prompts=self.num_prompts, num_samples=1),
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +110,12 @@ class Window:
         self._plan, self._engines, self._server = plan, engines, server
         self.moments: list[Moment] = []
         self.steps: list[Mapping[str, Metric]] = []
+        self.evaluations: list[Mapping[str, Metric]] = []
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        if "evaluation/complete" in metrics:
+            self.evaluations.append(metrics)
+            return
         if step > self._plan.warmup:
             self.steps.append(metrics)
         if step in (self._plan.warmup, self._plan.steps):
@@ -108,24 +155,37 @@ def _starved_seconds() -> float:
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
-async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths) -> Row:
+async def run_arm(plan: Plan, *, timing: Timing, lengths: Lengths, evaluating: Evaluating | None = None) -> Row:
     """Run the loop once; what it reached. Ctrl-C cancels it."""
+    alone = evaluating.engines if evaluating is not None else 0
     with tempfile.TemporaryDirectory(prefix="asyncrl-pipeline-") as folder:
         server = EmbeddedServer(Path(folder) / "bus")
         await asyncio.to_thread(server.start)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 buses = []
-                for _ in range(plan.workers + 1):
+                for _ in range(plan.workers + alone + 1):
                     buses.append(await _connect(server, plan))
                     stack.push_async_callback(buses[-1].close)
                 engines = [SimulatedEngine(timing, lengths) for _ in range(plan.workers)]
-                window = Window(plan, engines, server)
+                window = Window(plan, tuple(engines), server)
                 backend = TimedBackend(timing, machines=plan.learner_machines)
-                learner, prompts = _learner(plan, buses[0], backend=backend, window=window, folder=Path(folder))
+                learner, prompts = _learner(
+                    plan, buses[0], backend=backend, window=window, folder=Path(folder), evaluating=evaluating
+                )
                 lives: list[list[Actor]] = [[learner, prompts, HeartbeatSender(learner)]]
+                engines += [SimulatedEngine(timing, lengths) for _ in range(alone)]
                 for number, (bus, engine) in enumerate(zip(buses[1:], engines, strict=True)):
-                    lives.append(_worker(plan, bus, engine=engine, name=f"worker-{number}"))
+                    lives.append(
+                        _worker(
+                            plan,
+                            bus,
+                            engine=engine,
+                            name=f"worker-{number}",
+                            trains=number < plan.workers,
+                            evaluates=number >= plan.workers or (evaluating is not None and not alone),
+                        )
+                    )
                 await live(lives)
         finally:
             await asyncio.to_thread(server.stop)
@@ -156,7 +216,13 @@ async def _connect(server: EmbeddedServer, plan: Plan) -> JetStreamBus:
 
 
 def _learner(
-    plan: Plan, bus: JetStreamBus, *, backend: TimedBackend, window: Window, folder: Path
+    plan: Plan,
+    bus: JetStreamBus,
+    *,
+    backend: TimedBackend,
+    window: Window,
+    folder: Path,
+    evaluating: Evaluating | None,
 ) -> tuple[Learner, PromptSource]:
     run = RunConfig(
         model=ModelSection(path=""),
@@ -166,6 +232,7 @@ def _learner(
         learner=LearnerSection(groups_per_batch=plan.groups_per_batch),
         staleness=StalenessSection(max_staleness=plan.bound),
         checkpoint=CheckpointSection(every_steps=0, keep_log=True),
+        evaluation=evaluating.section if evaluating is not None else EvaluationSection(),
     )
     algorithm = resolve(ALGORITHMS["grpo"])
     ports = LearnerPorts(
@@ -177,27 +244,39 @@ def _learner(
         metrics=MetricsReporter(bus, [window]),
         validator=Validator(bus),
         admission=plan.admission,
+        evaluation_sets=evaluating.sets if evaluating is not None else (),
         most_failed=1,
     )
     return assemble_learner(run, ports, bus=bus, state=LearnerState.fresh())
 
 
-def _worker(plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str) -> list[Actor]:
+def _worker(
+    plan: Plan, bus: JetStreamBus, *, engine: SimulatedEngine, name: str, trains: bool = True, evaluates: bool = False
+) -> list[Actor]:
     load = "in_flight" if plan.mode == "async" else "on_demand"
-    follower = WeightFollower(f"{name}.weights", bus, engine=engine, verify=NullChannel().verify, load=load)
-    worker = training_worker(
-        name,
-        bus,
-        engine=engine,
-        follower=follower,
-        rollout=single_turn,
-        reward=EvenLength(),
-        tokenizer=NoText(),
-        seed=plan.seed,
-        max_running=plan.slots * plan.group_size,
-        max_attempts=3,
-        keep_seconds=40.0,
+    follower = WeightFollower(
+        f"{name}.weights", bus, engine=engine, verify=NullChannel().verify, load=load, follows=trains
     )
+    slots = plan.slots * plan.group_size
+    shared = SharedEngine(engine, follower=follower, max_running=slots)
+    partial_rollouts = PartialRollouts(bus, worker=name, seconds=0, max_attempts=3, max_staleness=0)
+    answering: dict[str, Any] = {
+        "worker": name,
+        "engine": shared,
+        "rollout": single_turn,
+        "tokenizer": NoText(),
+        "seed": plan.seed,
+        "max_attempts": 3,
+        "keep_seconds": 40.0,
+    }
+    stages = []
+    if trains:
+        stages.append(training_stage(bus, reward=EvenLength(), partial_rollouts=partial_rollouts, **answering))
+    if evaluates:
+        rewards = {"simulated": EvenLength()}
+        stages.append(evaluation_stage(bus, rewards=rewards, max_running=slots, is_dedicated=not trains, **answering))
+    kind = RolloutWorker if trains else EvaluationWorker
+    worker = kind(name, bus, engine=shared, stages=stages, partial_rollouts=partial_rollouts)
     return [worker, follower, HeartbeatSender(worker)]
 
 
@@ -229,4 +308,12 @@ def _row(plan: Plan, *, window: Window, backend: TimedBackend) -> Row:
         "server_cpu_share": (last.server_cpu_seconds - first.server_cpu_seconds) / seconds,
         "starved_share": (last.starved_seconds - first.starved_seconds) / seconds,
         "seed": plan.seed,
+        "evaluations": len(window.evaluations),
+        "evaluations_complete": sum(row["evaluation/complete"] == 1 for row in window.evaluations),
+        "evaluation_mixed": sum(_number(row["evaluation/mixed"]) for row in window.evaluations),
+        "evaluation_tokens": sum(_number(row["evaluation/tokens"]) for row in window.evaluations),
+        "evaluation_seconds": sum(_number(row["evaluation/seconds"]) for row in window.evaluations),
+        "evaluation_engine_share": max(
+            (_number(row["evaluation/engine_share"]) for row in window.evaluations), default=0.0
+        ),
     }

@@ -327,6 +327,12 @@ class NullChannel:
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         return WeightVersion(incarnation=incarnation, policy_version=policy_version)
 
+    def retain(self, weights: WeightVersion) -> None:
+        pass
+
+    def release(self, weights: WeightVersion) -> None:
+        pass
+
     def verify(self, weights: WeightVersion) -> Path:
         return Path()
 

@@ -69,6 +69,13 @@ def table(made: Account, directory: Path) -> str:
         ("max_staleness", made.max_staleness, f"versions, of {made.bound} allowed"),
         ("staleness_violations", made.staleness_violations, ""),
         ("incarnations", made.incarnations, "starts of the learner"),
+        ("evaluations", made.evaluations, f"{made.evaluations_incomplete:,} of them incomplete"),
+        (
+            "evaluation_answers",
+            made.evaluation_answers,
+            f"of the newest; {made.evaluation_mixed:,} mixed, in no result",
+        ),
+        ("evaluation_problems", made.evaluation_problems, ""),
     ]
     lines = [f"{directory}: every prompt group and what became of it"]
     lines += [f"  {name:22s}{count:>9,}  {meaning}".rstrip() for name, count, meaning in rows]

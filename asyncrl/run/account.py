@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from asyncrl.errors import NoHistory
-from asyncrl.messages.topics import PROMPTS, TRAJECTORIES, group_id_of
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROMPTS, TRAJECTORIES, group_id_of
 from asyncrl.policies.audit.accounting import Account, BusFacts, Logged, SavedFacts, account, sampled_spans
+from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.protocols import Bus
 from asyncrl.run.run_folder import RecordedRun, connected, log_records
@@ -28,7 +29,8 @@ def account_of(directory: Path, *, token: str = "") -> Account:
         if address is None:
             said: list[str] = []
             saved = _saved(recorded, say=said.append)
-            return _account(recorded, saved=saved, bus=None, said=said, bus_not_asked=recorded.why_no_log(run))
+            made = _account(recorded, saved=saved, bus=None, said=said, bus_not_asked=recorded.why_no_log(run))
+            return made.with_evaluations(account_of_evaluations(recorded.metrics()))
 
         async def look() -> Account:
             async with connected(run, address) as bus:
@@ -41,7 +43,7 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
     """The account of a run whose bus is connected."""
     queued = {group_id for key in await bus.keys(PROMPTS) if (group_id := group_id_of(key)) is not None}
     log, first = [], 0
-    async with contextlib.aclosing(log_records(bus)) as records:
+    async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
         async for record in records:
             first = first or record.sequence
             if (group_id := group_id_of(record.key)) is not None:
@@ -54,7 +56,19 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
     facts = BusFacts(
         prompts=await bus.last_sequence(PROMPTS), queued=queued, log=log, first=first or last + 1, last=last
     )
-    return _account(recorded, saved=saved, bus=facts, said=said)
+    made = _account(recorded, saved=saved, bus=facts, said=said)
+    return made.with_evaluations(await _evaluations(recorded, bus, training_groups=[one.group_id for one in log]))
+
+
+async def _evaluations(recorded: RecordedRun, bus: Bus, *, training_groups: Collection[int]) -> EvaluationAccount:
+    async with contextlib.aclosing(log_records(bus, EVALUATION_ANSWERS)) as records:
+        answers = [record.message async for record in records if record.message is not None]
+    return account_of_evaluations(
+        recorded.metrics(),
+        newest=(await bus.states(EVALUATION)).get(""),
+        answers=answers,
+        training_groups=training_groups,
+    )
 
 
 def _account(

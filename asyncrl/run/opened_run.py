@@ -172,7 +172,7 @@ def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Recor
     async def read(address: run_folder.Address) -> None:
         async with (
             run_folder.connected(run, address) as bus,
-            contextlib.aclosing(run_folder.log_records(bus)) as records,
+            contextlib.aclosing(run_folder.log_records(bus, TRAJECTORIES)) as records,
         ):
             is_empty = True
             async for record in records:

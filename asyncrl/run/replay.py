@@ -20,7 +20,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
-from asyncrl.messages.topics import group_id_of
+from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.metrics.sinks import JsonLines
 from asyncrl.policies.audit.entries import HistoryEntry, damage, steps
 from asyncrl.policies.batching.batch import Metric
@@ -107,7 +107,7 @@ async def train_again(
         stack.callback(lambda: thread.submit(trainer.close).result())
         sink = JsonLines(out / "metrics.jsonl")
         stack.callback(sink.close)
-        async with contextlib.aclosing(log_records(bus)) as records:
+        async with contextlib.aclosing(log_records(bus, TRAJECTORIES)) as records:
             for planned in plan:
                 entry = planned.entry
                 while missing := [group_id for group_id in entry.groups if group_id not in held]:

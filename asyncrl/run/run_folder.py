@@ -17,7 +17,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from asyncrl import config
@@ -25,14 +25,16 @@ from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, MessageError, NoHistory
-from asyncrl.messages import TrajectoryGroup, upgrade
-from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.messages import upgrade
+from asyncrl.messages.topics import Topic
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus, Record
 from asyncrl.run import registry
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, read
+
+M = TypeVar("M")
 
 SILENT_SECONDS = 10.0
 """How long the log may take to give its next record."""
@@ -276,23 +278,22 @@ async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
         await bus.close()
 
 
-async def log_records(bus: Bus, *, after: int = 0) -> AsyncGenerator[Record[TrajectoryGroup], None]:
-    """Every record behind ``after`` that the trajectory log has now, in order. Close it (``contextlib.aclosing``) to
-    stop early."""
-    last = await bus.last_sequence(TRAJECTORIES)
-    if not await bus.depth(TRAJECTORIES):
+async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGenerator[Record[M], None]:
+    """Every record behind ``after`` that a log has now, in order. Close it (``contextlib.aclosing``) to stop early."""
+    last = await bus.last_sequence(topic)
+    if not await bus.depth(topic):
         return
-    async with bus.read(TRAJECTORIES, after=after) as records:
+    async with bus.read(topic, after=after) as records:
         sequence = after
         while sequence < last:
             try:
                 async with asyncio.timeout(SILENT_SECONDS):
                     record = await anext(records)
             except TimeoutError:
-                if not await bus.depth(TRAJECTORIES):  # a learner trimmed it all meanwhile
+                if not await bus.depth(topic):  # a learner trimmed it all meanwhile
                     return
                 raise BusError(
-                    f"the trajectory log gave nothing for {SILENT_SECONDS:.0f} s behind {sequence}"
+                    f"the log of {topic.name} gave nothing for {SILENT_SECONDS:.0f} s behind {sequence}"
                 ) from None
             sequence = record.sequence
             yield record

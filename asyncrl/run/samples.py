@@ -167,7 +167,7 @@ class RunSamples:
             self.why_no_log = "its log is empty: what was trained is trimmed unless checkpoint.keep_log = true"
             return
         after = max(0, last - newest) if newest else 0
-        async with contextlib.aclosing(log_records(bus, after=after)) as records:
+        async with contextlib.aclosing(log_records(bus, TRAJECTORIES, after=after)) as records:
             async for record in records:
                 if (sample := self._of_record(record)) is not None:
                     yield sample

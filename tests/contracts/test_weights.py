@@ -131,6 +131,28 @@ def test_a_version_of_a_resumed_run_is_read_though_its_number_is_lower(channel: 
     assert read["b"].tolist() == [2.0, 2.0, 2.0]
 
 
+def test_a_retained_version_stays_until_it_is_released(channel: WeightChannel) -> None:
+    kept = channel.publish(tensors(1.0), incarnation=0, policy_version=1)
+    channel.retain(kept)
+    for version in range(2, 9):
+        channel.publish(tensors(float(version)), incarnation=0, policy_version=version)
+    read = safetensors.torch.load_file(channel.verify(kept) / "model.safetensors")
+    assert read["b"].tolist() == [1.0, 1.0, 1.0]
+    channel.release(kept)
+    channel.release(kept)  # of what is not retained: nothing
+
+
+def test_a_released_version_goes_with_the_next_one(files_channel: FilesChannel) -> None:
+    kept = files_channel.publish(tensors(1.0), incarnation=0, policy_version=1)
+    files_channel.retain(kept)
+    for version in (2, 3, 4):
+        files_channel.publish(tensors(), incarnation=0, policy_version=version)
+    assert visible(files_channel) == {"0-1", "0-3", "0-4"}
+    files_channel.release(kept)
+    files_channel.publish(tensors(), incarnation=0, policy_version=5)
+    assert visible(files_channel) == {"0-4", "0-5"}
+
+
 def test_publishing_and_reading_are_seen_to_get_on(channel: WeightChannel) -> None:
     channel.publish(tensors(1.0), incarnation=0, policy_version=1)
     first = channel.progress

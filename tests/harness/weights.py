@@ -167,10 +167,11 @@ async def running(*actors: Any) -> AsyncIterator[None]:
             task.cancel()
 
 
-def follow(bus: MemoryBus, engine: Engine, *, name: str = "w0", load: str = "in_flight") -> WeightFollower:
-    def verify(weights: WeightVersion) -> Path:
-        return Path(weights.uri)
-
-    return WeightFollower(
-        f"{name}.weights", bus, engine=engine, verify=verify, load=load, receiver_of=lambda _: engine.receiver
-    )
+def follow(
+    bus: MemoryBus, engine: Engine, *, name: str = "w0", load: str = "in_flight", **changes: Any
+) -> WeightFollower:
+    settings: dict[str, Any] = {
+        "verify": lambda weights: Path(weights.uri),
+        "receiver_of": lambda _: engine.receiver,
+    }
+    return WeightFollower(f"{name}.weights", bus, engine=engine, load=load, **(settings | changes))

@@ -104,9 +104,10 @@ class Evaluator:
             return
         if is_due and self._current is not None:
             self._skipped += 1
-            log.warning(
+            log.log(
+                logging.WARNING if self._skipped == 1 else logging.INFO,
                 "version %d is not evaluated: the evaluation of version %d is in progress; raise evaluation.every_steps"
-                " or give it more engines",
+                " or give it more engines (the next are counted: evaluation/skipped)",
                 weights.policy_version,
                 self._current.weights.policy_version,
             )

@@ -30,7 +30,7 @@ from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.log_reader import log_state, opened_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
 from asyncrl.bus.jetstream.own_address import address_towards
-from asyncrl.bus.jetstream.shared_consumer import SharedConsumer
+from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
 from asyncrl.bus.jetstream.streams import Streams
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.kept_states import KeptStates
@@ -74,11 +74,8 @@ class JetStreamBus:
         self._signatures, self._kept = signatures, KeptStates(signatures)
         streams = Streams(connection, layout, role=access.role)
         self._stream, self._made = streams.of, streams.made
-        self._workers = {topic.name: self._shared_consumer(topic) for topic in ALL if topic.kind == "work"}
+        self._workers = SharedConsumers(connection, layout, role=access.role)
         self.rejections = Rejections()
-
-    def _shared_consumer(self, topic: Topic[Any]) -> SharedConsumer:
-        return SharedConsumer(self._connection, self._layout, stream=self._layout.stream(topic), role=self._role)
 
     @classmethod
     async def connect(
@@ -133,7 +130,7 @@ class JetStreamBus:
             topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
             await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # concurrently: one round trip
             if access.role in ("learner", "rollout-worker"):
-                await asyncio.gather(*(consumer.start() for consumer in bus._workers.values()))
+                await bus._workers.start()
         except BaseException:
             await connection.close()
             raise
@@ -166,7 +163,7 @@ class JetStreamBus:
             self._connection,
             topic,
             self._layout,
-            consumer=self._workers.get(topic.name) or self._shared_consumer(topic),
+            consumer=self._workers.of(topic),
             signatures=self._signatures,
         )
         try:
@@ -379,8 +376,7 @@ class JetStreamBus:
         return self._connection.max_payload - HEADER_BYTES
 
     async def close(self) -> None:
-        for consumer in self._workers.values():
-            await consumer.stop()
+        await self._workers.stop()
         await asyncio.to_thread(self._objects.close)
         await self._connection.close()
 

@@ -1,4 +1,4 @@
-"""The consumer of prompts that all workers share: the learner creates it, and again if it is lost; workers wait for it.
+"""The consumers of work topics that all workers share: the learner creates them, again if one is lost; workers wait.
 
 A worker that may create it may also change it: with another filter it delivers nothing, and the run stops.
 """
@@ -15,6 +15,7 @@ from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.ordered_consumer import make_consumer
 from asyncrl.errors import BusError, ConfigError, Forbidden
+from asyncrl.messages.topics import ALL, Topic
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,29 @@ _REMOVAL_SECONDS: Final = 0.5
 """The server reports a deletion before it removes the files, and would remove those of a consumer created meanwhile."""
 
 
+class SharedConsumers:
+    """That of each work topic."""
+
+    def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
+        self._connection, self._layout, self._role = connection, layout, role
+        self._kept = {topic.name: self._made(topic) for topic in ALL if topic.kind == "work"}
+
+    def of(self, topic: Topic[Any]) -> SharedConsumer:
+        return self._kept.get(topic.name) or self._made(topic)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(consumer.start() for consumer in self._kept.values()))
+
+    async def stop(self) -> None:
+        for consumer in self._kept.values():
+            await consumer.stop()
+
+    def _made(self, topic: Topic[Any]) -> SharedConsumer:
+        return SharedConsumer(self._connection, self._layout, stream=self._layout.stream(topic), role=self._role)
+
+
 class SharedConsumer:
-    """``stream``: that of the prompts, which exists."""
+    """``stream``: of a work topic; it exists."""
 
     def __init__(self, connection: Connection, layout: Layout, *, stream: str, role: str) -> None:
         self._connection, self._layout, self._stream, self._role = connection, layout, stream, role

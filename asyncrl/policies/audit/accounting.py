@@ -25,6 +25,7 @@ from typing import Any
 
 from asyncrl.messages import Trajectory, VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, present, steps
+from asyncrl.policies.audit.evaluations import EvaluationAccount
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.states import SET_ASIDE
 from asyncrl.policies.staleness.staleness import Forks, oldest_version
@@ -110,6 +111,9 @@ class Account:
     damage                a sentence for everything of the record that cannot be read
     bus_not_asked         why nobody asked the run's bus, so that its prompts and its log are not in the account; empty
                           when it was asked
+    evaluations           results of evaluations, and how many of them are incomplete, by metrics.jsonl
+    evaluation_answers    of the newest evaluation on the bus, and those that mix versions, which count in no result
+    evaluation_problems   results that are not what their answers say, and evaluation groups among those of training
     """
 
     prompts: int
@@ -135,6 +139,11 @@ class Account:
     problems: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
     bus_not_asked: str = ""
+    evaluations: int = 0
+    evaluations_incomplete: int = 0
+    evaluation_answers: int = 0
+    evaluation_mixed: int = 0
+    evaluation_problems: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -143,7 +152,18 @@ class Account:
     @property
     def has_no_fault(self) -> bool:
         """As far as the record goes."""
-        return self.lost == self.duplicated == self.staleness_violations == 0
+        return self.lost == self.duplicated == self.staleness_violations == self.evaluation_problems == 0
+
+    def with_evaluations(self, found: EvaluationAccount) -> Account:
+        return dataclasses.replace(
+            self,
+            evaluations=found.evaluations,
+            evaluations_incomplete=found.incomplete,
+            evaluation_answers=found.answers,
+            evaluation_mixed=found.mixed,
+            evaluation_problems=len(found.problems),
+            problems=(*self.problems, *found.problems),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"clean": self.is_clean}

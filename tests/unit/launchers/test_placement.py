@@ -85,3 +85,13 @@ def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:
 def test_a_shared_gpu_is_named_once() -> None:
     """CUDA takes a list with a name twice for no list at all; ranks are dealt over what is visible."""
     assert visible_devices((1, 1, 0), inherited=None) == "1,0"
+
+
+def test_workers_that_evaluate_come_after_the_others_or_on_gpus_of_their_own() -> None:
+    placed = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2)
+    assert placed.processes == {"learner": (0, 1), "w0": (2,), "w1": (3,), "w2": (4,), "e0": (5,), "e1": (6,)}
+    given = place(8, ranks=2, workers=3, gpus_per_worker=1, evaluation_workers=2, evaluation_gpus=[7])
+    assert (given.workers, given.evaluation_workers) == (placed.workers, ((7,), (7,)))
+    assert place(0, ranks=1, workers=1, gpus_per_worker=1, evaluation_workers=1).evaluation_workers == ((),)
+    with pytest.raises(ConfigError, match="evaluation.gpus: there is no GPU 9"):
+        place(8, ranks=1, workers=1, gpus_per_worker=1, evaluation_workers=1, evaluation_gpus=[9])

@@ -167,3 +167,25 @@ def _records(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last part
             yield partial
             partial = b""
+
+
+def test_an_evaluation_has_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    row = {
+        "evaluation/aime/mean@8": 0.4,
+        "evaluation/aime/mean@8/low": 0.35,
+        "evaluation/aime/mean@8/high": 0.45,
+        "evaluation/aime/pass@1": 0.4,
+        "evaluation/aime/pass@8": 0.75,
+        "evaluation/aime[geometry]/mean@8": 0.1,
+        "evaluation/complete": 1.0,
+        "evaluation/seconds": 12.5,
+        "evaluation/lag_steps": 3.0,
+    }
+    Console(steps=40, out=out).write(20, row)
+    Console(steps=40, out=out).write(30, row | {"evaluation/complete": 0.0})
+    whole, cut = out.getvalue().splitlines()
+    assert whole == (
+        "evaluation of step 20: aime mean@8 0.400 (0.350 to 0.450), aime pass@8 0.750  12.5 s, 3 steps ago"
+    )
+    assert cut.endswith("INCOMPLETE")

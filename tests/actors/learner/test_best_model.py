@@ -1,0 +1,42 @@
+"""checkpoint.best: the best model so far, whole, with what it was best by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.actors.learner.best_model import RESULT_FILE, BestModel
+
+
+def version(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(text)
+    return folder
+
+
+def test_a_better_model_takes_the_place_of_the_best(tmp_path: Path) -> None:
+    best = BestModel(tmp_path / "best", metric="aime/mean@8")
+    for step, value in enumerate([0.2, 0.5, 0.5, 0.4]):
+        best.look(version(tmp_path / f"0-{step}", f"weights {step}"), {"evaluation/aime/mean@8": value}, step=step)
+    assert (tmp_path / "best" / "model.safetensors").read_text() == "weights 1"
+    assert json.loads((tmp_path / "best" / RESULT_FILE).read_text())["step"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "0-2", "0-3", "best"]
+
+
+def test_a_resumed_run_knows_how_good_the_best_was(tmp_path: Path) -> None:
+    BestModel(tmp_path / "best", metric="a/mean@1").look(
+        version(tmp_path / "0-1", "one"), {"evaluation/a/mean@1": 0.5}, step=1
+    )
+    again = BestModel(tmp_path / "best", metric="a/mean@1")
+    assert not again.look(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, step=2)
+    other = BestModel(tmp_path / "best", metric="a/pass@1")  # another measure: nothing to compare with
+    assert other.look(tmp_path / "1-2", {"evaluation/a/pass@1": 0.1}, step=2)
+    assert (tmp_path / "best" / "model.safetensors").read_text() == "two"
+
+
+@pytest.mark.parametrize("metrics", [{}, {"evaluation/b/mean@1": 1.0}])
+def test_without_the_metric_nothing_is_kept(metrics: dict[str, float], tmp_path: Path) -> None:
+    assert not BestModel(tmp_path / "best", metric="a/mean@1").look(tmp_path, metrics, step=1)
+    assert not (tmp_path / "best").exists()

@@ -1,0 +1,81 @@
+"""Data sets as they are asked: every prompt, in the order of the file, or a reason why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import EvaluationDataset
+from asyncrl.data.tiny_model import make_tokenizer
+from asyncrl.errors import ConfigError
+from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.run.evaluation_sets import open_set
+
+ROWS = [
+    {"prompt": "12", "label": "34", "topic": ["easy", "a/b"]},
+    {"prompt": "1234", "label": "5", "topic": "hard"},
+    {"prompt": "7", "label": "0", "topic": None},
+]
+
+
+def opened(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, *, context: int = 64, **keys: Any) -> EvaluationSet:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_set(
+        EvaluationDataset(name="sums", path=str(path), **keys),
+        tokenizer=make_tokenizer("01234567"),
+        max_new_tokens=8,
+        context_tokens=context,
+        row_bytes=10_000,
+        labelled_for="exact",
+    )
+
+
+def test_prompts_stay_in_order_with_their_labels_and_tags(tmp_path: Path) -> None:
+    made = opened(tmp_path, samples=3, tag_key="topic", temperature=0.5, stop=("7",))
+    assert [one.prompt for one in made.questions] == ["12", "1234", "7"]
+    assert [one.label for one in made.questions] == ["34", "5", "0"]
+    assert [one.tags for one in made.questions] == [("easy", "a-b"), ("hard",), ()]
+    assert made.measured.tags == {"easy": 1, "a-b": 1, "hard": 1}
+    assert made.measured.has_labels
+    assert (made.measured.num_samples, made.sampling.temperature, made.sampling.stop) == (3, 0.5, ("7",))
+    assert not made.sampling.is_trained
+    assert made.sampling.max_new_tokens == 8
+
+
+def test_a_limit_takes_the_first(tmp_path: Path) -> None:
+    assert [one.prompt for one in opened(tmp_path, limit=2).questions] == ["12", "1234"]
+    assert len(opened(tmp_path, limit=20).questions) == 3
+
+
+def test_a_system_prompt_stands_in_front_of_every_prompt(tmp_path: Path) -> None:
+    made = opened(tmp_path, context=1000, chat_template=True, system_prompt="0 0")
+    for question, row in zip(made.questions, ROWS, strict=True):
+        assert question.prompt.index("0 0") < question.prompt.rindex(str(row["prompt"]))
+
+
+@pytest.mark.parametrize(
+    "keys, problem",
+    [
+        ({"max_prompt_tokens": 3}, "prompt 2 has more than 3 tokens, and an evaluation leaves none out"),
+        ({"context": 10}, "prompt 2 has more than 2 tokens"),
+        ({"max_new_tokens": 64}, "64 new tokens leave no room for a prompt"),
+        ({"label_key": "lable"}, "lable"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
+    keys: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        opened(tmp_path, **keys)
+    assert str(error.value).startswith("evaluation.datasets: sums: ")
+    assert problem in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tag_is_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a tag or a list of tags, got 3"):
+        opened(tmp_path, [{"prompt": "1", "label": "2", "topic": 3}], tag_key="topic")
