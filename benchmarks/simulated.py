@@ -351,6 +351,10 @@ class PromptRow:
     metadata: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     response: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    sampling: dict[str, Any] = field(default_factory=dict)
+    reward: str = ""
+    dataset: str = ""
 
 
 PROMPT_TOKENS: Final = 16

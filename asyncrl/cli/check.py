@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
     if sys.stderr.isatty():
-        print(f"reading {run_config.model.path} and {run_config.data.path} ...", file=sys.stderr, flush=True)
+        print(f"reading {run_config.model.path} and {run_config.data.where} ...", file=sys.stderr, flush=True)
     print(describe(run_config))
     return 0
 

@@ -25,7 +25,7 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("seed", "steps", "mode", "restarts", "stall_seconds"),
     "bus": ("kind", "store", "max_message_bytes", "max_log_bytes", "ack_seconds"),
     "model": _EVERY_KEY,
-    "data": ("max_prompt_tokens",),
+    "data": ("max_prompt_tokens", "reward_key"),
     "rollout": _EVERY_KEY,
     "engine": _EVERY_KEY,
     "reward": _EVERY_KEY,
@@ -34,8 +34,10 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "weights": ("channel", "options", "directory", "keep", "every_steps"),
     "checkpoint": ("every_steps", "keep_log"),
 }
-_CODE: Final = ("bus.kind", "engine.kind", "reward.kind", "rollout.function", "weights.channel")
+_CODE: Final = ("bus.kind", "engine.kind", "reward.kind", "reward.rows", "rollout.function", "weights.channel")
 """Keys of ``_TAKEN`` that plugins.load reads (tests/unit/cli/test_foreign_settings.py has every such key)."""
+_TABLES: Final = ("reward.rows",)
+"""Keys of ``_CODE`` with a table of names."""
 _ASKED: Final = ("engine.options.url", "reward.options.url")
 _OWN: Final = "asyncrl"
 _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
@@ -127,8 +129,9 @@ def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str
         value: Any = table
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, str):
-            yield dotted, value
+        for one in value.values() if dotted in _TABLES and isinstance(value, dict) else (value,):
+            if isinstance(one, str):
+                yield dotted, one
 
 
 def _server(url: str) -> str:

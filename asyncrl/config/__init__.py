@@ -1,6 +1,7 @@
 """The run file: what every key means, its default, and what is refused. One section of models or rules a file."""
 
 from asyncrl.config.bus import BusSection
+from asyncrl.config.data import DataFile, DataSection
 from asyncrl.config.evaluation import EvaluationDataset, EvaluationSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
@@ -8,7 +9,6 @@ from asyncrl.config.reward import RewardSection
 from asyncrl.config.run import (
     AlgorithmSection,
     CheckpointSection,
-    DataSection,
     EngineSection,
     Mode,
     ModelSection,
@@ -23,6 +23,7 @@ __all__ = [
     "AlgorithmSection",
     "BusSection",
     "CheckpointSection",
+    "DataFile",
     "DataSection",
     "EngineSection",
     "EvaluationDataset",

@@ -38,6 +38,8 @@ def as_table(run: RunConfig) -> dict[str, Any]:
         if table.get(name, {}).get("path"):
             table[name]["path"] = str(Path(table[name]["path"]).absolute())
     table["evaluation"]["datasets"] = [_dataset(one) for one in table["evaluation"]["datasets"]]
+    for file in table["data"]["files"]:
+        file["path"] = str(Path(file["path"]).absolute())
     table["bus"] = {key: table["bus"][key] for key in _BUS_KEYS}
     for key in _BUS_PATHS:
         if table["bus"][key]:

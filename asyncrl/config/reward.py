@@ -20,6 +20,9 @@ class RewardSection:
     squares of them that metrics sum up, must stay far from the end of float32."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the reward."""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """Rewards of single rows by the name that data.reward_key gives: {code = "package.module:function"}. They have no
+    options; math, exact and regex need no entry."""
 
     def __post_init__(self) -> None:
         positive(self, "timeout_seconds", "largest")

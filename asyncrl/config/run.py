@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import positive, require
+from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.launcher import LauncherSection
 from asyncrl.config.learner import LearnerSection
@@ -58,32 +59,6 @@ class ModelSection:
     file."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the learner and in engines."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
-    path: str
-    """JSONL or Parquet file with one prompt per row."""
-    prompt_key: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    label_key: str = "label"
-    """Column with the value that the reward compares to; optional."""
-    metadata_key: str = "metadata"
-    """Column with a table for the reward; optional."""
-    response_key: str = ""
-    """Column with an answer to imitate, for rollout.function = "given"; empty for none."""
-    chat_template: bool = False
-    """Wrap a text prompt as one user message in the tokenizer's chat template."""
-    shuffle: bool = True
-    """Draw a new order every epoch, from run.seed."""
-    epochs: int = 0
-    """Passes over the data; 0 repeats it until run.steps."""
-    max_prompt_tokens: int = 1024
-    """Longer prompts are dropped and counted."""
-
-    def __post_init__(self) -> None:
-        positive(self, "max_prompt_tokens")
-        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

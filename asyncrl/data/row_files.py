@@ -1,18 +1,20 @@
-"""Rows of a JSONL or Parquet file by number, without holding the parsed file in memory.
+"""Rows of a JSONL or Parquet file, or of a saved data set, by number, without holding the parsed file in memory.
 
-A JSONL file of any size costs eight bytes a row: the offset of each line. Every line is parsed once, at open, so that a
-malformed one is found before the run starts and not after an hour of it.
+A JSONL file of any size costs sixteen bytes a row: offset and number of each line. Every line is parsed once, at open,
+so that a malformed one is found before the run starts and not after an hour of it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from asyncrl.config import plugins
 from asyncrl.errors import ConfigError
 
 Check = Callable[[dict[str, Any], str], None]
@@ -30,27 +32,114 @@ class Rows(Protocol):
         """File and line of a row, for errors."""
         ...
 
+    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
+        """These rows, one after the other, and where each is."""
+        ...
 
-def open_rows(path: Path, *, check: Check) -> Rows:
-    """The rows of ``path``, each seen by ``check`` once. Raises ConfigError for a file that cannot be used."""
-    if not path.is_file():
-        what = "is a folder; name one file in it" if path.is_dir() else "no such data file"
-        raise ConfigError(f"{path}: {what}")
-    if path.suffix in (".jsonl", ".ndjson"):
-        rows: Rows = JsonlRows(path, check=check)
-    elif path.suffix == ".parquet":
-        rows = ParquetRows(path, check=check)
-    else:
-        raise ConfigError(f"{path}: data must be .jsonl (one JSON object a line) or .parquet, not {path.suffix!r}")
+
+def open_rows(spec: str | Path, *, check: Check) -> Rows:
+    """The rows of a file or a saved data set, or "FILE[a:b]" of them, each seen by ``check`` once.
+
+    Raises ConfigError for what cannot be used.
+    """
+    path, part = require_data(str(spec))
+    rows = _opened(path)
+    chosen = range(len(rows))[part]
     if not len(rows):
         raise ConfigError(f"{path}: has no rows")
-    return rows
+    if not len(chosen):
+        raise ConfigError(f"{spec}: takes none of the {len(rows)} rows")
+    for row, where in rows.each(chosen):
+        check(row, where)
+    return rows if len(chosen) == len(rows) else SlicedRows(rows, chosen)
+
+
+def require_data(spec: str) -> tuple[Path, slice]:
+    """The path of the data, which is there, and which of its rows are meant. Raises ConfigError."""
+    path, part = path_and_slice(spec)
+    if path.is_dir() and not (path / _SAVED).is_file():
+        splits = sorted(one.name for one in path.iterdir() if (one / _SAVED).is_file())
+        what = f"has the splits {', '.join(splits)}; name one: {path / splits[0]}" if splits else _FOLDER
+        raise ConfigError(f"{path}: {what}")
+    if not path.exists():
+        raise ConfigError(f"{path}: no such data file; it must be a .jsonl or .parquet file")
+    return path, part
+
+
+def path_and_slice(spec: str) -> tuple[Path, slice]:
+    """ "FILE[a:b]" apart; of a file that has such a name, the file."""
+    found = None if Path(spec).exists() else _SLICE.fullmatch(spec)
+    if found is None:
+        return Path(spec), slice(None)
+    return Path(found[1]), slice(*(int(number) if number else None for number in found.groups()[1:]))
+
+
+_SLICE: Final = re.compile(r"(.+?)@?\[(-?\d+)?:(-?\d+)?\]")
+_SAVED: Final = "state.json"
+"""A folder that datasets.Dataset.save_to_disk wrote has it."""
+_FOLDER: Final = "is a folder; name one file in it"
+
+
+def _opened(path: Path) -> Rows:
+    if path.is_dir():
+        return SavedRows(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return JsonlRows(path)
+    if path.suffix == ".parquet":
+        return ParquetRows(path)
+    raise ConfigError(f"{path}: data must be .jsonl (one JSON object a line) or .parquet, not {path.suffix!r}")
+
+
+class SlicedRows:
+    """Some rows of a file."""
+
+    def __init__(self, rows: Rows, chosen: range) -> None:
+        self._rows, self._chosen = rows, chosen
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return self._rows.row(self._chosen[index])
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._chosen[index])
+
+    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
+        return ((self.row(index), self.where(index)) for index in chosen)
+
+
+class SavedRows:
+    """A folder that Hugging Face's datasets saved, mapped by that package."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise ConfigError(f"{path}: a folder of Hugging Face's datasets needs it: pip install datasets") from None
+        self._path = path
+        try:
+            self._rows = datasets.load_from_disk(str(path))
+        except Exception as error:  # it raises many types for a damaged folder
+            raise ConfigError(f"{path}: datasets cannot read it: {plugins.described(error)}") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        return dict(self._rows[index])
+
+    def where(self, index: int) -> str:
+        return f"{self._path} row {index + 1}"
+
+    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
+        return ((self.row(index), self.where(index)) for index in chosen)
 
 
 class JsonlRows:
     """One JSON object a line, UTF-8; blank lines are skipped."""
 
-    def __init__(self, path: Path, *, check: Check) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._offsets = array("q")
         self._lines = array("q")
@@ -58,8 +147,6 @@ class JsonlRows:
             offset = 0
             for number, line in enumerate(stream, start=1):
                 if not line.isspace() and line != BOM_UTF8:
-                    where = f"{path}:{number}"
-                    check(_parse(line, where), where)
                     self._offsets.append(offset)
                     self._lines.append(number)
                 offset += len(line)
@@ -75,11 +162,18 @@ class JsonlRows:
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
 
+    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
+        with self._path.open("rb") as stream:
+            for index in chosen:
+                stream.seek(self._offsets[index])
+                where = self.where(index)
+                yield _parse(stream.readline(), where), where
+
 
 class ParquetRows:
     """A Parquet file as an Arrow table, mapped or held compactly; a row becomes Python when it is asked for."""
 
-    def __init__(self, path: Path, *, check: Check) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -90,8 +184,6 @@ class ParquetRows:
             self._table = pyarrow.parquet.read_table(path, memory_map=True)
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from None
-        for index in range(len(self)):
-            check(self.row(index), self.where(index))
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -101,6 +193,9 @@ class ParquetRows:
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
+
+    def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
+        return ((self.row(index), self.where(index)) for index in chosen)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

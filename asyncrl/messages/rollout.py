@@ -119,6 +119,8 @@ class PromptGroup:
     incarnation         of the learner that published it
     label, metadata     for the reward function; any values that msgpack can carry
     response_tokens     i32[R], an answer to imitate, <eos> included; empty if the data has none
+    response_mask       bool[R], which of them are trained; empty: all
+    reward              name of the row's own reward; empty: reward.kind
     policy_version      of the learner at publication: the age of a given answer counts from it
     epoch               pass over the data
     dataset             name of the data set that an evaluation asks of; empty in training
@@ -137,10 +139,17 @@ class PromptGroup:
     policy_version: int = 0
     incarnation: int = 0
     dataset: str = ""
+    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    reward: str = ""
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
         array(self, "response_tokens", np.int32)
+        array(self, "response_mask", np.bool_)
+        require(
+            len(self.response_mask) in (0, len(self.response_tokens)),
+            f"response_mask has {len(self.response_mask)} of {len(self.response_tokens)} tokens",
+        )
         require(len(self.prompt_tokens) > 0, "prompt_tokens is empty")
         require(
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"

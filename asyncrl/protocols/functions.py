@@ -21,7 +21,8 @@ class Sample:
 
     prompt      as tokenised, chat template included
     completion  all the trajectory's tokens decoded, without special tokens; includes what an environment wrote
-    dataset     name of the evaluation's data set; empty in training
+    dataset     name of the evaluation's data set; in training of the file that the row is of, where there are several
+    reward      name of the row's own reward (data.reward_key); empty: reward.kind
     trajectory  its reward and reward_parts are those set by the rollout function; NaN and empty if it set none
     """
 
@@ -32,6 +33,7 @@ class Sample:
     trajectory: Trajectory
     prompt_tokens: NDArray[np.int32]
     dataset: str = ""
+    reward: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,23 @@ class Reward:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class DataSource(Protocol):
+    """data.source: rows of the user's own. Made once in the learner's process, with the class's ``Options`` if it has
+    one, from [data.options].
+
+        def __init__(self)              or  def __init__(self, options)
+        def at(self, position)
+
+    Nothing of it is saved: a run that is resumed goes on at the position after the last row that it took, and may ask
+    again for earlier ones whose prompts were lost.
+    """
+
+    def at(self, position: int) -> Mapping[str, Any] | None:
+        """Row ``position``, from 0: a table with the columns that [data] names. The same row for the same position in
+        every process, or the groups of a resumed run are refused. None: the data has ended before it."""
+        ...
 
 
 class Tokenizer(Protocol):

@@ -12,6 +12,8 @@ works too: it is made once, with its module's ``Options`` built from [reward.opt
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import inspect
 import sys
 import typing
@@ -21,6 +23,8 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
+from asyncrl.protocols import RewardFn
+from asyncrl.rewards.by_row import RowRewards
 from asyncrl.rewards.guard import GuardedReward
 
 KINDS: Final = {
@@ -35,9 +39,9 @@ GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
 """How a function that takes all samples of a group annotates them; a str or dict would be an Iterable, too."""
 
 
-def load_reward(section: config.RewardSection) -> GuardedReward:
-    """The reward of the run file, ready to be called; starts nothing. Raises ConfigError."""
-    found = plugins.load(section.kind, where="reward.kind", table=KINDS)
+def load_reward(section: config.RewardSection, *, where: str = "reward.kind") -> GuardedReward:
+    """The reward of the run file, ready to be called; starts nothing. Raises ConfigError naming ``where``."""
+    found = plugins.load(section.kind, where=where, table=KINDS)
     function = _made(found, section)
     return GuardedReward(
         function,
@@ -46,6 +50,43 @@ def load_reward(section: config.RewardSection) -> GuardedReward:
         timeout_seconds=section.timeout_seconds,
         largest=section.largest,
     )
+
+
+OF_ROWS: Final = ("math", "exact", "regex")
+"""Built-in kinds that a row may name without an entry in reward.rows."""
+
+
+def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn:
+    """The reward of the run, with those of single rows where ``data.reward_key`` is set. Raises ConfigError."""
+    default = load_reward(section, where="reward.kind")
+    if not are_by_row:
+        if section.rows:
+            raise ConfigError("reward.rows: no column says which; set data.reward_key")
+        return default
+    rows = {name: load_reward(one, where="reward.rows") for name, one in _of_rows(section).items()}
+    return RowRewards(default, rows)
+
+
+def row_labels(section: config.RewardSection) -> dict[str, bool]:
+    """The rewards that a row may name, and whether each compares with a label. Raises ConfigError."""
+    return {name: needs_label(one) for name, one in _of_rows(section).items()}
+
+
+def _of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
+    """What is not installed, or cannot be without options, no row may name."""
+    kinds: dict[str, str] = {}
+    for name in OF_ROWS:
+        with contextlib.suppress(ConfigError):
+            load_reward(config.RewardSection(kind=name))
+            kinds[name] = name
+    for name, kind in section.rows.items():
+        if not isinstance(kind, str) or not name:
+            raise ConfigError(f"reward.rows: {name!r} must name a reward, such as 'package.module:function'")
+        kinds[name] = kind
+    return {
+        name: section if kind == section.kind else dataclasses.replace(section, kind=kind, options={}, rows={})
+        for name, kind in kinds.items()
+    }
 
 
 def needs_label(section: config.RewardSection) -> bool:

@@ -20,7 +20,8 @@ async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) ->
 
 
 async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
-    """The RolloutFn of supervised fine-tuning: the answer in the data, cut to max_new_tokens. Generates nothing.
+    """The RolloutFn of supervised fine-tuning: the answer in the data, or the rest of a conversation, cut to
+    max_new_tokens. Generates nothing.
 
     No policy sampled the answer: its behavior logprobs are 0 and mean nothing, so the loss must be a supervised one.
     Its version is the learner's when the prompt was published, in whichever incarnation it is trained.
@@ -28,9 +29,10 @@ async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Traje
     tokens = prompt.response_tokens[: prompt.sampling.max_new_tokens]
     if len(tokens) == 0:
         raise ValueError("the prompt has no response; set data.response_key")
+    mask = prompt.response_mask[: len(tokens)] if len(prompt.response_mask) else np.ones(len(tokens), np.bool_)
     return Trajectory(
         tokens=tokens,
-        response_mask=np.ones(len(tokens), np.bool_),
+        response_mask=mask,
         behavior_logprobs=np.zeros(len(tokens), np.float32),
         version_spans=(VersionSpan(start=0, incarnation=ANY_INCARNATION, policy_version=prompt.policy_version),),
         reward=UNJUDGED,

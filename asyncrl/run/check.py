@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config import RunConfig, plugins
 from asyncrl.data.model_folder import ModelFolder, check_model_at
+from asyncrl.data.row_files import require_data
+from asyncrl.data.sources import make_source
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.results import metric_names
 from asyncrl.rollouts import load as rollout_functions
@@ -50,9 +52,7 @@ def check_worker(run: RunConfig) -> None:
 
 
 def _check_settings(run: RunConfig) -> None:
-    if not Path(run.data.path).is_file():
-        problem = "is a folder; name one file in it" if Path(run.data.path).is_dir() else "does not exist"
-        raise ConfigError(f"data.path: {run.data.path} {problem}; it must be a .jsonl or .parquet file")
+    _check_data(run)
     _check_evaluation_paths(run)
     _check_directory(run.run_directory)
     _check_before_torch(run)
@@ -88,6 +88,25 @@ def _check_sinks(run: RunConfig) -> None:
     from asyncrl.metrics.sinks import check_sinks  # imports torch: not before other mistakes have been told
 
     check_sinks(run)
+
+
+def _check_data(run: RunConfig) -> None:
+    """What can be said before a row is read."""
+    data = run.data
+    if data.source:
+        make_source(data)
+    elif not data.path and not data.files:
+        raise ConfigError("data.path: name a .jsonl or .parquet file, several in [[data.files]], or a data.source")
+    for key, file in [("data.path", data.path)] if data.path else [("data.files", one.path) for one in data.files]:
+        try:
+            require_data(file)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    given = run.rollout.function == "given"
+    if data.conversation_key and not given:
+        raise ConfigError('data.conversation_key: is for rollout.function = "given"; name the prompts with prompt_key')
+    if data.sampling_key and given:
+        raise ConfigError('data.sampling_key: rollout.function = "given" samples nothing; remove it')
 
 
 def _check_directory(directory: Path) -> None:
@@ -174,11 +193,10 @@ def _check_evaluation(run: RunConfig) -> None:
 
 def _check_evaluation_paths(run: RunConfig) -> None:
     for dataset in run.evaluation.datasets:
-        if not Path(dataset.path).is_file():
-            raise ConfigError(
-                f"evaluation.datasets: {dataset.name}: path {dataset.path} does not exist; it must be a .jsonl or "
-                ".parquet file"
-            )
+        try:
+            require_data(dataset.path)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path {error}") from None
 
 
 def _check_bus(run: RunConfig) -> None:
@@ -226,7 +244,7 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
 
 def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
     """Answers from the data train what looks at nothing but them: no policy sampled them."""
-    rollout, key = run.rollout, run.data.response_key
+    rollout, key = run.rollout, run.data.response_key or run.data.conversation_key
     if rollout.function != "given":
         if key and rollout.function == "single_turn":
             raise ConfigError(
@@ -236,7 +254,8 @@ def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
         return
     if not key:
         raise ConfigError(
-            'rollout.function: "given" takes the answers from the data; set data.response_key to their column'
+            'rollout.function: "given" takes the answers from the data; set data.response_key to their column, or '
+            "data.conversation_key"
         )
     if rollout.group_size > 1:
         raise ConfigError(

@@ -9,7 +9,8 @@ from typing import Any
 
 from asyncrl import config
 from asyncrl.config import EvaluationDataset
-from asyncrl.data.prompts import PromptDataset, PromptRow, RowLimits
+from asyncrl.data.prompts import PromptDataset, PromptRow
+from asyncrl.data.row_check import RowLimits
 from asyncrl.data.row_files import open_rows
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams

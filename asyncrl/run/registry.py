@@ -156,9 +156,9 @@ def filters(run: RunConfig) -> dict[str, GroupFilter]:
 
 
 def load_reward(run: RunConfig) -> Any:
-    from asyncrl.rewards.load import load_reward
+    from asyncrl.rewards.load import load_rewards
 
-    return load_reward(run.reward)
+    return load_rewards(run.reward, are_by_row=bool(run.data.reward_key))
 
 
 def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
@@ -197,15 +197,18 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
 def open_rows(run: RunConfig) -> PromptDataset:
     """The prompts. Raises ConfigError for the first row that cannot be one."""
     from asyncrl.data.model_folder import check_model_at
-    from asyncrl.data.prompts import PromptDataset, RowLimits
+    from asyncrl.data.prompts import PromptDataset
+    from asyncrl.data.row_check import RowLimits
     from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.rewards.load import needs_label
+    from asyncrl.rewards.load import needs_label, row_labels
 
     context = check_model_at("model.path", Path(run.model.path)).context_tokens
     limits = RowLimits(
         prompt_tokens=context if run.rollout.function == "given" else context - run.rollout.max_new_tokens,
         row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
+        rewards=row_labels(run.reward) if run.data.reward_key else {},
+        new_tokens=run.rollout.max_new_tokens,
     )
     tokenizer = load_tokenizer(Path(run.model.path))
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits)

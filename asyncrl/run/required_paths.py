@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from asyncrl.config import RunConfig
+from asyncrl.data.row_files import path_and_slice
 from asyncrl.run import registry
 
 
 def learner_paths(run: RunConfig) -> Mapping[str, Path]:
     """Key of the run file -> what the learner reads."""
+    files = [run.data.path] if run.data.path else [file.path for file in run.data.files]
     return {
         **worker_paths(run),
-        "data.path": Path(run.data.path),
+        **{"data.path" if run.data.path else f"data.files: {path}": path_and_slice(path)[0] for path in files},
         **registry.backend_class(run).required_paths(run),
     }
 

@@ -41,7 +41,7 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
             )
     if changed := changes(config_record.as_table(before), config_record.as_table(run)):
         log.log(level, "resumed with other settings: %s", "; ".join(changed))
-    if run.run.seed != before.run.seed or _absolute(run.data.path) != _absolute(before.data.path):
+    if _order(run) != _order(before):
         log.log(level, "the data has another order now: the run goes on at the same position of the new one")
 
 
@@ -55,6 +55,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") 
         elif old != new and name not in ("run.directory", "run.steps") and not name.startswith("bus."):
             found.append(f"{name} {toml_text(old)} -> {toml_text(new)}" if None not in (old, new) else name)
     return found
+
+
+def _order(run: RunConfig) -> Any:
+    """What says which row is at which position."""
+    data = run.data
+    files = [(_absolute(file.path), file.weight) for file in data.files]
+    return (run.run.seed, data.shuffle, data.source, data.options, files, _absolute(data.path) if data.path else None)
 
 
 def _absolute(path: str) -> Path:

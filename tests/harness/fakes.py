@@ -191,6 +191,10 @@ class Row:
     metadata: dict[str, Any]
     epoch: int
     response: NDArray[np.int32]
+    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    sampling: dict[str, Any] = field(default_factory=dict)
+    reward: str = ""
+    dataset: str = ""
 
 
 class Rows:

@@ -81,7 +81,7 @@ def test_saved_models_are_evaluated_with_no_run_up(
     [
         (["--only", "aime"], "has no such data set; it has counts, greedy"),
         (["--set", "engine.kind=nothing"], "engine.kind"),
-        (["--set", 'evaluation.datasets=[{name="a", path="gone.jsonl"}]'], "a: path gone.jsonl does not exist"),
+        (["--set", 'evaluation.datasets=[{name="a", path="gone.jsonl"}]'], "a: path gone.jsonl: no such data file"),
         (["--set", 'evaluation.datasets=[{name="a", path="gone.jsonl", k=[2]}]'], "k = 2: pass@k needs k answers"),
         (["--set", "evaluation.datasets=[]"], "names no data set"),
     ],

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published, Reconciled
 from asyncrl.errors import BusFull, HopelessError
-from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan
+from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
@@ -48,6 +48,14 @@ class Row(Protocol):
     def epoch(self) -> int: ...
     @property
     def response(self) -> NDArray[np.int32]: ...
+    @property
+    def response_mask(self) -> NDArray[np.bool_]: ...
+    @property
+    def sampling(self) -> Mapping[str, Any]: ...
+    @property
+    def reward(self) -> str: ...
+    @property
+    def dataset(self) -> str: ...
 
 
 class Rows(Protocol):
@@ -288,7 +296,7 @@ class PromptSource(Actor):
             group_id=numbered.group_id,
             prompt_tokens=row.tokens,
             group_size=self._group_size,
-            sampling=self._sampling,
+            sampling=replace(self._sampling, **row.sampling) if row.sampling else self._sampling,
             prompt=row.prompt,
             label=row.label,
             metadata=row.metadata,
@@ -297,6 +305,9 @@ class PromptSource(Actor):
             response_tokens=row.response,
             policy_version=self._policy_version,
             incarnation=self._incarnation,
+            dataset=row.dataset,
+            response_mask=row.response_mask,
+            reward=row.reward,
         )
         if await self._try_publish(message, again=again):
             return

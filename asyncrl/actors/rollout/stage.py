@@ -222,6 +222,7 @@ class Stage:
                 trajectory=trajectory,
                 prompt_tokens=prompt.prompt_tokens,
                 dataset=prompt.dataset,
+                reward=prompt.reward,
             )
             for trajectory in trajectories
         ]

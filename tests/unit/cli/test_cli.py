@@ -77,7 +77,7 @@ def test_help_imports_neither_torch_nor_numpy() -> None:
 
 BEFORE_TORCH = {
     "the run file": ("run.stepps=1", "did you mean 'steps'"),
-    "data.path": ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
+    "data.path": ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl: no such data file"),
     "run.directory": ("run.directory={folder}/prompts.jsonl", "run.directory: "),
     "bus.kind": ("bus.kind=carrier-pigeon", "bus.kind: 'carrier-pigeon' is unknown"),
     "bus": ("bus.max_message_bytes=1000", "over bus.max_message_bytes"),
@@ -327,7 +327,7 @@ def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
     with pytest.raises(ConfigError, match="betas must be a list"):
         tables.build(config.LearnerSection, {"betas": 0.9}, "learner")
     with pytest.raises(ConfigError, match="missing path"):
-        tables.build(config.DataSection, {}, "data")
+        tables.build(config.ModelSection, {}, "model")
     assert tables.build(config.LearnerSection, {"learning_rate": 1}, "learner").learning_rate == 1.0
 
 

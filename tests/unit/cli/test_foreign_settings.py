@@ -181,8 +181,15 @@ def test_every_key_that_a_worker_loads_code_by_is_looked_at() -> None:
         text = file.read_text()
         if "plugins.load(" in text or "_adapter(" in text:
             used |= set(re.findall(r'where=f?"([a-z_.{}]+)"', text))
-    left_out = {"learner.backend", "launcher.kind", "metrics.sinks"}
+    left_out = {"learner.backend", "launcher.kind", "metrics.sinks", "data.source"}
     left_out |= {"algorithm.name", "algorithm.filters", "algorithm.{where}"}
     assert used - left_out == set(foreign_settings._CODE)
-    assert not {key.partition(".")[0] for key in left_out} & (set(foreign_settings._TAKEN) - {"learner"})
+    assert not {key.partition(".")[0] for key in left_out} & (set(foreign_settings._TAKEN) - {"learner", "data"})
     assert "backend" not in foreign_settings._TAKEN["learner"]
+
+
+def test_code_that_rows_name_is_looked_at_too() -> None:
+    table = {"reward": {"kind": "exact", "rows": {"a": "math", "b": "evil.module:reward"}}}
+    with pytest.raises(ConfigError, match=r"reward.rows: the run's settings name 'evil.module:reward'"):
+        foreign_settings.check_code(table, foreign_settings.Allowed())
+    foreign_settings.check_code(table, foreign_settings.Allowed(modules=("evil",)))

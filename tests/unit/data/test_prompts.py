@@ -14,7 +14,9 @@ import pytest
 from asyncrl import config
 from asyncrl.data import demo_task
 from asyncrl.data.model_folder import check_model
-from asyncrl.data.prompts import PromptDataset, PromptRow, RowLimits, shuffled
+from asyncrl.data.prompts import PromptDataset, PromptRow
+from asyncrl.data.row_check import RowLimits
+from asyncrl.data.sources import shuffled
 from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError

@@ -87,7 +87,7 @@ def test_a_check_gives_what_follows_as_data(task: Path) -> None:
     assert (made.algorithm, made.loss.name, made.num_prompts) == ("grpo", "ppo_clip", 32)
     assert (made.max_staleness, made.window, made.samples_per_step) == (3, 4 * 16, 16 * 8)
     assert made.models == {"policy": task / "model"}
-    with pytest.raises(asyncrl.ConfigError, match=r"data.path: nowhere.jsonl does not exist"):
+    with pytest.raises(asyncrl.ConfigError, match=r"data.path: nowhere.jsonl: no such data file"):
         asyncrl.Run.from_file(DEMO, overrides=files | {"data.path": "nowhere.jsonl"}).check()
 
 

@@ -89,6 +89,23 @@ def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.path=''"], r"data.path: name a .jsonl or .parquet file, several in \[\[data.files\]\]"),
+        (["data.path=''", "data.files=[{path='nowhere.jsonl'}]"], "data.files: nowhere.jsonl: no such data file"),
+        (["data.path=''", "data.source=no_such:X"], "data.source: cannot import 'no_such'"),
+        (["data.conversation_key=talk", "data.chat_template=true"], 'is for rollout.function = "given"'),
+        (["reward.rows={a='exact'}"], "no column says which; set data.reward_key"),
+        (["data.reward_key=rm", "reward.rows={a='no_such:f'}"], "reward.rows: cannot import 'no_such'"),
+    ],
+)
+def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
 def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
     check(config.load(run_file, ["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"]))
     check(config.load(run_file, ["learner.train_only=['q_proj']", "learner.backend=reference"]))

@@ -1,0 +1,98 @@
+"""[data] of the run file: where the prompts are, and which columns say what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.checks import positive, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One of [[data.files]]."""
+
+    path: str
+    """As data.path."""
+    name: str = ""
+    """What Sample.dataset says; empty: the file's name."""
+    weight: float = 0.0
+    """Share of the prompts that are of this file, over the sum of all weights. 0 in all files: every row once an
+    epoch."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path is empty; name a file")
+        require(self.weight >= 0, f"weight must be >= 0, got {self.weight:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    path: str = ""
+    """JSONL or Parquet file with one prompt per row, or a folder that Hugging Face's datasets saved. "FILE[a:b]" takes
+    rows a to b - 1, counted from 0, negative ones from the end."""
+    files: tuple[DataFile, ...] = ()
+    """[[data.files]]: several files instead of one path, each with path, name and weight."""
+    source: str = ""
+    """"package.module:Class" of a data source of your own, instead of files."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of the source."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    label_key: str = "label"
+    """Column with the value that the reward compares to; optional."""
+    metadata_key: str = "metadata"
+    """Column with a table for the reward; optional."""
+    response_key: str = ""
+    """Column with an answer to imitate, for rollout.function = "given"; empty for none."""
+    conversation_key: str = ""
+    """Column with a whole conversation, a list of chat messages, for rollout.function = "given": the assistant's are
+    trained, but for those with "train": false."""
+    tools_key: str = ""
+    """Column with a list of tools (JSON schemas, or JSON text of them) for the chat template; optional in a row."""
+    sampling_key: str = ""
+    """Column with a table of max_new_tokens, min_new_tokens, stop and stop_token_ids that override [rollout] for the
+    row; optional in a row."""
+    reward_key: str = ""
+    """Column with the name of the row's reward: math, exact, regex, or one of reward.rows; a row without one has
+    reward.kind."""
+    chat_template: bool = False
+    """Wrap a text prompt as one user message in the tokenizer's chat template."""
+    chat_template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template is told, such as {enable_thinking = false}."""
+    shuffle: bool = True
+    """Draw a new order every epoch, from run.seed."""
+    epochs: int = 0
+    """Passes over the data; 0 repeats it until run.steps."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        positive(self, "max_prompt_tokens")
+        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
+        given = [key for key in ("path", "files", "source") if getattr(self, key)]
+        require(len(given) <= 1, f"{' and '.join(given)} are both there; say where the prompts are once")
+        require(not self.options or bool(self.source), "options are of a source, and there is none")
+        require(
+            not self.source or not (self.epochs or not self.shuffle),
+            "shuffle and epochs are of files; a source gives its rows in its own order, and None when it ends",
+        )
+        weights = [file.weight for file in self.files]
+        require(
+            all(weights) or not any(weights),
+            "some of files have a weight and some have none; give each one, or none",
+        )
+        for key in ("chat_template_options", "tools_key", "conversation_key"):
+            require(self.chat_template or not getattr(self, key), f"{key} needs chat_template = true")
+        own = {"tokenize", "add_generation_prompt", "conversation", "messages", "tools", "continue_final_message"}
+        if taken := sorted(own & self.chat_template_options.keys()):
+            require(False, f"chat_template_options: {taken[0]} is set by asyncrl; remove it")
+        require(
+            not (self.conversation_key and self.response_key),
+            "conversation_key has the answers in the conversation; remove response_key",
+        )
+
+    @property
+    def where(self) -> str:
+        """The data's name, for a person."""
+        return self.path or self.source or ", ".join(file.path for file in self.files)

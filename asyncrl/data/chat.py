@@ -1,0 +1,105 @@
+"""Chat messages: what is one, the text that the chat template makes of them, and which parts of it are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl import config
+from asyncrl.errors import ConfigError
+
+_OURS: Final = ("train",)
+"""Keys of a message that are not the chat template's."""
+
+Message = Mapping[str, Any]
+
+
+def problem(message: Any) -> str:
+    """Why this is no chat message; "" if it is one."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "a chat message is an object with text role and content"
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        return "the content of a chat message must be text; images and other parts are not supported"
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        return "tool_calls of a chat message must be a list of objects"
+    if not isinstance(content, str) and not (content is None and calls):
+        return "a chat message has tool_calls, or is an object with text role and content"
+    train = message.get("train")
+    if train not in (None, True, False):
+        return '"train" of a chat message must be true or false'
+    return '"train" = true is for messages of the assistant' if train and message["role"] != "assistant" else ""
+
+
+def is_trained(message: Message) -> bool:
+    return message["role"] == "assistant" and message.get("train") is not False
+
+
+def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> list[Any] | None:
+    """The tools of a row; None if it has none. Raises ConfigError."""
+    tools = row.get(data.tools_key) if data.tools_key else None
+    if tools in (None, "", []):
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {data.tools_key!r} is no JSON: {error}") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{where}: {data.tools_key!r} must be a list of tools, each a JSON schema in an object")
+    return tools
+
+
+class ChatTemplate:
+    """The tokenizer's template with the run file's options."""
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, dict(options)
+
+    def text(self, messages: Sequence[Message], *, tools: list[Any] | None, where: str, asks: bool = True) -> str:
+        """What the model reads. asks: an answer follows, so the text ends where the assistant's turn begins.
+
+        Raises ConfigError.
+        """
+        import jinja2  # comes with transformers, which rendering needs anyway
+
+        plain = [
+            {name: value for name, value in message.items() if value is not None and name not in _OURS}
+            for message in messages
+        ]
+        more: dict[str, Any] = {"tools": tools} if tools else {}
+        try:
+            made = self._tokenizer.apply_chat_template(
+                plain, tokenize=False, add_generation_prompt=asks, **more, **self._options
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"{where}: the chat template refuses these messages: {error}") from None
+        return str(made)
+
+    def conversation(
+        self, messages: Sequence[Message], *, tools: list[Any] | None, where: str
+    ) -> tuple[str, list[tuple[str, bool]]]:
+        """The text before the first answer that is trained, and the parts after it, each with whether it is trained.
+
+        Raises ConfigError where the template writes a message otherwise once others follow: what is trained would not
+        be what the model reads when it answers.
+        """
+        parts: list[tuple[str, bool]] = []
+        before = ""
+        last = max(index for index, message in enumerate(messages) if is_trained(message))
+        for index, message in enumerate(messages[: last + 1]):
+            if not is_trained(message):
+                continue
+            asked = self.text(messages[:index], tools=tools, where=where)
+            answered = self.text(messages[: index + 1], tools=tools, where=where, asks=False)
+            if not asked.startswith(before) or not answered.startswith(asked):
+                raise ConfigError(
+                    f"{where}: the chat template writes message {index + 1} and those before it otherwise when another "
+                    'follows, so they cannot be trained in one row; train the last answer alone ("train": false in the '
+                    "others), or set data.chat_template_options"
+                )
+            parts += [(asked[len(before) :], False), (answered[len(asked) :], True)]
+            before = answered
+        (prompt, _), *rest = parts
+        return prompt, rest

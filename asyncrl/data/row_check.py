@@ -1,0 +1,215 @@
+"""Looks at every row of the data before a run starts: is it a prompt, and can a message carry it?"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from asyncrl import config
+from asyncrl.config import tables
+from asyncrl.data import chat
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLimits:
+    """What the rest of a run asks of every row.
+
+    prompt_tokens  longer prompts leave no room for an answer in the model's context; they are dropped, as those over
+                   data.max_prompt_tokens are
+    row_bytes      of label, metadata and response: more does not fit into a message of the bus
+    labelled_for   the reward.kind that compares with a label; "" for one that needs none
+    rewards        the names that data.reward_key may hold -> whether that reward compares with a label
+    new_tokens     rollout.max_new_tokens: a row may ask for fewer
+    """
+
+    prompt_tokens: int = 2**31
+    row_bytes: int = 2**31
+    labelled_for: str = ""
+    rewards: Mapping[str, bool] = field(default_factory=dict)
+    new_tokens: int = 2**31
+
+
+class RowCheck:
+    """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
+
+    def __init__(self, data: config.DataSection, limits: RowLimits) -> None:
+        self._data = data
+        self._limits = limits
+        self._seen_first = False
+
+    def __call__(self, row: dict[str, Any], where: str) -> None:
+        data = self._data
+        prompt_key, name = (
+            (data.conversation_key, "conversation_key")
+            if data.conversation_key
+            else (
+                data.prompt_key,
+                "prompt_key",
+            )
+        )
+        if prompt_key not in row:
+            raise _missing(row, prompt_key, name, where)
+        if not self._seen_first:
+            default = config.DataSection()
+            for name in ("label_key", "metadata_key"):
+                key = getattr(data, name)
+                if key != getattr(default, name) and key not in row:  # written in the run file, so meant
+                    raise _missing(row, key, name, where)
+            self._seen_first = True
+        self._check_prompt(row[prompt_key], where, key=prompt_key)
+        if data.response_key:
+            self._check_response(row, where)
+        metadata = row.get(data.metadata_key)
+        if metadata is not None and not isinstance(metadata, dict):
+            raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
+        self._check_label(row.get(data.label_key), where, reward=self._check_reward(row, where))
+        sampling_of(row, data, where, new_tokens=self._limits.new_tokens)
+        chat.tools_of(row, data, where)
+        parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
+        parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
+        try:
+            _check_text(row[prompt_key])
+            size = sum(map(_size, parts.values()))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}; no message can carry it") from None
+        if size > self._limits.row_bytes:
+            names = " and ".join(repr(name) for name, value in parts.items() if value is not None)
+            raise ConfigError(
+                f"{where}: {names} take {size:,} bytes, and a message of the bus has room for "
+                f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
+            )
+
+    def _check_reward(self, row: dict[str, Any], where: str) -> str:
+        """The reward of the row that compares with a label; "" if it compares with none."""
+        key = self._data.reward_key
+        name = row.get(key) if key else None
+        if name in (None, ""):
+            return self._limits.labelled_for
+        if not isinstance(name, str) or name not in self._limits.rewards:
+            known = ", ".join(self._limits.rewards)
+            raise ConfigError(
+                f"{where}: {key!r} names the reward {short(name)}, which is none of {known}; add it to reward.rows"
+            )
+        return name if self._limits.rewards[name] else ""
+
+    def _check_label(self, label: Any, where: str, *, reward: str) -> None:
+        key = self._data.label_key
+        if isinstance(label, float) and math.isnan(label):
+            raise ConfigError(f"{where}: {key!r} is NaN; write the label, or leave the row out")
+        if label is None and reward:
+            raise ConfigError(
+                f"{where}: no label (data.label_key = {key!r}), and reward.kind = {reward!r} compares with one"
+            )
+
+    def _check_response(self, row: dict[str, Any], where: str) -> None:
+        key = self._data.response_key
+        if key not in row:
+            raise _missing(row, key, "response_key", where)
+        if not isinstance(row[key], str):
+            raise ConfigError(f"{where}: {key!r} must be text, the answer to imitate, got {short(row[key])}")
+        if not row[key]:
+            raise ConfigError(f"{where}: {key!r} is empty; there is no answer to imitate")
+
+    def _check_prompt(self, prompt: Any, where: str, *, key: str) -> None:
+        if isinstance(prompt, str) and not self._data.conversation_key:
+            if not prompt:
+                raise ConfigError(f"{where}: {key!r} is empty")
+            return
+        if not isinstance(prompt, list):
+            kinds = "a list of chat messages" if self._data.conversation_key else "text or a list of chat messages"
+            raise ConfigError(f"{where}: {key!r} must be {kinds}, got {short(prompt)}")
+        if not self._data.chat_template:
+            raise ConfigError(
+                f"{where}: {key!r} is a list of chat messages, which only a chat template turns into text; "
+                "set data.chat_template = true"
+            )
+        if not prompt:
+            raise ConfigError(f"{where}: {key!r} is an empty list of messages")
+        for message in prompt:
+            if problem := chat.problem(message):
+                raise ConfigError(f"{where}: {problem}, got {short(message)}")
+        if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
+            raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")
+
+
+SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
+"""What a row may say of its own sampling. The trainer divides by one temperature."""
+
+
+def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, new_tokens: int) -> dict[str, Any]:
+    """What the row overrides of [rollout]. Raises ConfigError."""
+    made = row.get(data.sampling_key) if data.sampling_key else None
+    if made is None:
+        return {}
+    at = f"{where}: {data.sampling_key!r}"
+    if not isinstance(made, dict):
+        raise ConfigError(f"{at} must be an object of {', '.join(SAMPLING)}, got {short(made)}")
+    made = {name: value for name, value in made.items() if value is not None}  # Parquet has all columns in all rows
+    if unknown := sorted(made.keys() - set(SAMPLING)):
+        raise ConfigError(f"{at}: a row cannot set {unknown[0]}, only {', '.join(SAMPLING)}")
+    try:
+        section = tables.build(config.RolloutSection, {"max_new_tokens": new_tokens} | made, at)
+    except ConfigError as error:
+        raise ConfigError(str(error)) from None
+    if section.max_new_tokens > new_tokens:
+        raise ConfigError(
+            f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({new_tokens})"
+        )
+    return {name: getattr(section, name) for name in made}
+
+
+def _size(value: Any) -> int:
+    """Bytes of a value in a message, about. Raises ValueError for what msgpack has no form for."""
+    if isinstance(value, bytes):
+        return len(value)
+    if isinstance(value, str):
+        return _check_text(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ValueError(f"the whole number {str(value)[:30]}... has more than 64 bits")
+    if isinstance(value, dict):
+        return sum(_size(name) + _size(item) for name, item in value.items())
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return 9
+
+
+def _check_text(value: Any) -> int:
+    """Bytes of a text, or of the texts of chat messages, as UTF-8. Raises ValueError."""
+    if isinstance(value, dict | list):
+        return sum(map(_check_text, value.values() if isinstance(value, dict) else value))
+    if not isinstance(value, str):
+        return 9
+    try:
+        return len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is no text") from None
+
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+
+
+def plain(value: Any, where: str, key: str) -> Any:
+    """``value`` if a message can carry it. Parquet has dates and decimals, which it cannot."""
+    if isinstance(value, list):
+        return [plain(item, where, key) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item, where, key) for name, item in value.items()}
+    if not isinstance(value, _PLAIN):
+        raise ConfigError(f"{where}: {key!r} holds a {type(value).__name__}; write it as text or a number")
+    return value
+
+
+def _missing(row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
+    near = difflib.get_close_matches(key, row, 1)
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    there = ", ".join(repr(k) for k in row) or "none"
+    return ConfigError(f"{where}: no column {key!r} (data.{name}){hint}; there is {there}")
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

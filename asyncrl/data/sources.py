@@ -1,0 +1,205 @@
+"""Rows of all the run's data by position: one file, several, a mixture by weights, or a source of the user's own.
+
+Which row is at a position follows from the files, the weights and the seed alone. A resumed run that stored its
+position goes on with the very next row. Tests: tests/unit/data/test_sources.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl import config
+from asyncrl.config import plugins, tables
+from asyncrl.data.row_files import Check, Rows, open_rows
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A row, where it is in the data, and which pass over the data it is of. key: the same for the same row."""
+
+    row: dict[str, Any]
+    where: str
+    epoch: int
+    dataset: str
+    key: tuple[int, int]
+
+
+class Positions(Protocol):
+    """The endless sequence that a run draws from."""
+
+    @property
+    def num_rows(self) -> int:
+        """Positions of one epoch; 0: nobody knows."""
+        ...
+
+    def at(self, position: int) -> Found | None:
+        """None after the last one. Raises ConfigError."""
+        ...
+
+
+def open_positions(data: config.DataSection, *, seed: int, check: Check) -> Positions:
+    """The data of the run file, every row of its files seen by ``check`` once. Raises ConfigError."""
+    if data.source:
+        return OwnSource(data, check=check)
+    files = data.files or (config.DataFile(path=data.path),)
+    rows = [open_rows(file.path, check=check) for file in files]
+    names = [file.name or ("" if not data.files else Path(file.path).name) for file in files]
+    weights = [file.weight for file in files]
+    order = _Order(data, seed=seed)
+    return Mixture(rows, names, weights, order=order) if any(weights) else Joined(rows, names, order=order)
+
+
+class _Order:
+    """The order of the rows in each epoch, and when the epochs end."""
+
+    def __init__(self, data: config.DataSection, *, seed: int) -> None:
+        self.is_shuffled, self._epochs, self._seed = data.shuffle, data.epochs, seed
+        self._known: dict[int, tuple[int, int, NDArray[np.int64]]] = {}
+
+    def has_ended(self, epoch: int) -> bool:
+        return bool(self._epochs) and epoch >= self._epochs
+
+    def of(self, epoch: int, num_rows: int, *, file: int = 0) -> NDArray[np.int64]:
+        """i64[num_rows]; kept until another epoch of the same file is asked for."""
+        if not self.is_shuffled:
+            return np.arange(num_rows)
+        known = self._known.get(file)
+        if known is None or known[:2] != (epoch, num_rows):
+            known = (epoch, num_rows, shuffled(num_rows, seed=self._seed, epoch=epoch, file=file))
+            self._known[file] = known
+        return known[2]
+
+
+class Joined:
+    """Files end to end: every row once an epoch. Position p is row p mod n of epoch p // n."""
+
+    def __init__(self, files: Sequence[Rows], names: Sequence[str], *, order: _Order) -> None:
+        self._files, self._names, self._order = files, names, order
+        self._ends = np.cumsum([len(rows) for rows in files])
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._ends[-1])
+
+    def at(self, position: int) -> Found | None:
+        epoch, place = divmod(position, self.num_rows)
+        if self._order.has_ended(epoch):
+            return None
+        index = int(self._order.of(epoch, self.num_rows)[place])
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return _found(self._files, self._names, file, index - int(self._ends[file]) + len(self._files[file]), epoch)
+
+
+class Mixture:
+    """Each epoch has as many rows as all files together, of each file the share that its weight says.
+
+    A file's rows come in an order of their own, all of them before any comes again; of one with a larger share than it
+    has rows some come several times an epoch, and of one with a smaller share the rest comes in the next.
+    """
+
+    def __init__(self, files: Sequence[Rows], names: Sequence[str], weights: Sequence[float], *, order: _Order) -> None:
+        self._files, self._names, self._order = files, names, order
+        self._counts = shares(weights, sum(len(rows) for rows in files))
+        self._pattern: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self._counts.sum())
+
+    def at(self, position: int) -> Found | None:
+        epoch, place = divmod(position, self.num_rows)
+        if self._order.has_ended(epoch):
+            return None
+        file_of, number_of = self._epoch(epoch)
+        file = int(file_of[place])
+        passed, index = divmod(epoch * int(self._counts[file]) + int(number_of[place]), len(self._files[file]))
+        index = int(self._order.of(passed, len(self._files[file]), file=file + 1)[index])
+        return _found(self._files, self._names, file, index, epoch)
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each place: the file, and how many of that file came before in the epoch."""
+        if self._pattern is None or self._pattern[0] != epoch:
+            # Evenly spread: the k-th of n rows of a file is due at (k + 1/2) / n of the epoch.
+            due = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in self._counts])
+            files = np.repeat(np.arange(len(self._counts)), self._counts)
+            is_shuffled = self._order.is_shuffled
+            file_of = files[self._order.of(epoch, len(files)) if is_shuffled else np.argsort(due, kind="stable")]
+            number_of = np.zeros(len(files), np.int64)
+            for file in range(len(self._counts)):
+                mine = file_of == file
+                number_of[mine] = np.arange(np.count_nonzero(mine))
+            self._pattern = (epoch, file_of, number_of)
+        return self._pattern[1], self._pattern[2]
+
+
+class OwnSource:
+    """A class of the user's: see DataSource in protocols/functions.py. Each row is checked when it is asked for."""
+
+    num_rows = 0
+
+    def __init__(self, data: config.DataSection, *, check: Check) -> None:
+        self._name, self._check = data.source, check
+        self._source = make_source(data)
+
+    def at(self, position: int) -> Found | None:
+        where = f"data.source: {self._name!r} at({position})"
+        try:
+            with plugins.exits_contained():
+                row = self._source.at(position)
+        except Exception as error:  # whatever a user's code raises
+            raise ConfigError(f"{where} raised {plugins.raised(error)}") from error
+        if row is None:
+            return None
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{where} gave {plugins.with_article(type(row))}, not a table of columns, or None at the end"
+            )
+        made = dict(row)
+        self._check(made, where)
+        return Found(row=made, where=where, epoch=0, dataset="", key=(-1, position))
+
+
+def make_source(data: config.DataSection) -> Any:
+    """The object of data.source. Raises ConfigError."""
+    kind = plugins.load(data.source, where="data.source", kind=type)
+    options_type = getattr(kind, "Options", None)
+    if options_type is None and data.options:
+        raise ConfigError(f"data.options: {data.source!r} has no Options, got {', '.join(data.options)}")
+    arguments = () if options_type is None else (tables.build(options_type, data.options, "data.options"),)
+    made = plugins.make(kind, *arguments, where="data.source", name=data.source)
+    if not callable(getattr(made, "at", None)):
+        raise ConfigError(
+            f"data.source: {data.source!r} must have at(self, position), see asyncrl.protocols.DataSource"
+        )
+    return made
+
+
+def _found(files: Sequence[Rows], names: Sequence[str], file: int, index: int, epoch: int) -> Found:
+    rows = files[file]
+    return Found(row=rows.row(index), where=rows.where(index), epoch=epoch, dataset=names[file], key=(file, index))
+
+
+def shares(weights: Sequence[float], total: int) -> NDArray[np.int64]:
+    """``total`` places dealt by weight: the whole parts, then one to each of the largest remainders.  -> i64[F]"""
+    exact = np.asarray(weights, np.float64) / sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    for file in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
+        counts[file] += 1
+    return counts
+
+
+def shuffled(num_rows: int, *, seed: int, epoch: int, file: int = 0) -> NDArray[np.int64]:
+    """The order of one epoch, a permutation i64[num_rows] that is the same on every machine and numpy version.
+
+    numpy promises the raw stream of PCG64, but not what Generator.permutation makes of it: so we sort the raw numbers.
+    """
+    entropy = [seed & 0xFFFFFFFFFFFFFFFF, epoch, *([file] if file else [])]
+    numbers = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
+    return np.argsort(numbers, kind="stable")

@@ -1,0 +1,25 @@
+"""Rewards of single rows: data.reward_key names one for each prompt, and reward.kind is for those without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from asyncrl.errors import RewardError
+from asyncrl.protocols import Reward, RewardFn, Sample
+
+
+class RowRewards:
+    """A RewardFn of several. All samples of a group are of one row."""
+
+    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn]) -> None:
+        self._default, self._by_name = default, dict(by_name)
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        name = samples[0].reward
+        if name and name not in self._by_name:
+            raise RewardError(f"the row's reward {name!r} is none of this worker's: {', '.join(self._by_name)}")
+        return await (self._by_name[name] if name else self._default)(samples)
+
+    async def close(self) -> None:
+        for reward in (self._default, *self._by_name.values()):
+            await reward.close()

@@ -1,0 +1,111 @@
+"""Runs in one process whose data is more than one file of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asyncrl
+from asyncrl.data import demo_task
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.protocols import Sample
+from tests import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEEN: Counter[tuple[str, str, int]] = Counter()
+
+
+def reward(sample: Sample) -> float:
+    """Of the demo, and what it was asked to judge: file, reward's name, and whether the answer is short."""
+    SEEN[(sample.dataset, sample.reward, len(sample.trajectory.tokens))] += 1
+    return demo_task.reward(sample).value
+
+
+def run_of(tmp_path: Path, **overrides: object) -> asyncrl.Run:
+    table: dict[str, object] = {
+        "bus.kind": "memory",
+        "run.directory": str(tmp_path / "runs"),
+        "run.steps": 4,
+        "learner.backend": "reference",
+        "learner.groups_per_batch": 4,
+        "rollout.workers": 1,
+        "metrics.console": False,
+    }
+    named = {key.replace("__", "."): value for key, value in overrides.items()}
+    return asyncrl.Run.from_file(ROOT / "examples" / "demo.toml", overrides=table | named)
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+async def test_files_by_weight_whose_rows_have_rewards_and_limits_of_their_own(tmp_path: Path) -> None:
+    demo_task.write(tmp_path)
+    plain = demo_task.prompts()
+    short = [row | {"rm": "short", "how": {"max_new_tokens": 2, "stop": ["7"]}} for row in plain]
+    files = [
+        {"path": lines(tmp_path / "plain.jsonl", plain), "weight": 1.0},
+        {"path": lines(tmp_path / "short.jsonl", short), "name": "short", "weight": 3.0},
+    ]
+    name = "tests.integration.learning.test_data:reward"
+    SEEN.clear()
+    run = run_of(
+        tmp_path,
+        model__path=str(tmp_path / "model"),
+        data__path="",
+        data__files=files,
+        data__reward_key="rm",
+        data__sampling_key="how",
+        reward__kind=name,
+        reward__rows={"short": name},
+    )
+    result = await run.train()
+    assert (result.exit_code, result.steps) == (0, 4)
+    assert {(dataset, judged) for dataset, judged, _ in SEEN} == {("plain.jsonl", ""), ("short", "short")}
+    assert max(length for dataset, _, length in SEEN if dataset == "short") == 2
+    assert max(length for dataset, _, length in SEEN if dataset == "plain.jsonl") > 2
+
+
+async def test_conversations_are_learned_by_what_the_assistant_says(tmp_path: Path) -> None:
+    """The user's turns are noise: nobody can learn them. The assistant answers the same each time."""
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    talks = [
+        [
+            {"role": "user", "content": f"{a} {b}"},
+            {"role": "assistant", "content": "one"},
+            {"role": "user", "content": f"{b}-{a}"},
+            {"role": "assistant", "content": "two"},
+        ]
+        for a in range(10)
+        for b in range(10)
+    ]
+    run = run_of(
+        tmp_path,
+        model__path=str(model),
+        run__steps=40,
+        data__path=lines(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks]),
+        data__conversation_key="messages",
+        data__chat_template=True,
+        data__max_prompt_tokens=64,
+        rollout__function="given",
+        rollout__group_size=1,
+        rollout__max_new_tokens=64,
+        engine__kind="none",
+        engine__options={},
+        reward__kind="none",
+        algorithm__name="sft",
+        algorithm__correction="none",
+        learner__groups_per_batch=16,
+        learner__learning_rate=1e-2,
+    )
+    result = await run.train()
+    rows = list(asyncrl.open_run(run.folder).metrics())
+    assert (result.exit_code, len(rows)) == (0, 40)
+    assert rows[0]["loss"] > 3.0 and rows[-1]["loss"] < 0.1
+    assert rows[0]["length/trained_tokens"] == 16 * 2 * 4  # "one<eos>" and "two<eos>"

@@ -1,0 +1,176 @@
+"""What the chat template is told, conversations with a mask per message, and what single rows say of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import config
+from asyncrl.data.prompts import PromptDataset, PromptRow
+from asyncrl.data.row_check import RowLimits
+from asyncrl.data.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from asyncrl.errors import ConfigError
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ 'assistant' if m.role == 'assistant' else 'user' }}>"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}?{{ call.function.name }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is false %}-{% endif %}{% endif %}"
+)
+"""Ends a turn with <eos> and a line's end, as Qwen's does."""
+FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}")
+"""Leaves out what the assistant said before the last turn, as templates of thinking models do."""
+
+
+def rows_of(
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    *,
+    template: str = TEMPLATE,
+    limits: RowLimits | None = None,
+    **data: Any,
+) -> list[PromptRow]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    section = config.DataSection(path=str(path), shuffle=False, epochs=1, **data)
+    dataset = PromptDataset.open(section, tokenizer=tokenizer, seed=0, limits=limits)
+    return [row for position in range(len(rows)) if (row := dataset.at(position)) is not None]
+
+
+def trained(row: PromptRow) -> str:
+    """The response's text, what is trained in capitals."""
+    tokenizer = make_tokenizer()
+    mask = row.response_mask if len(row.response_mask) else np.ones(len(row.response), np.bool_)
+    words = [tokenizer.decode([token]) for token in row.response]
+    return "".join(word.upper() if is_on else word for word, is_on in zip(words, mask, strict=True))
+
+
+def test_the_template_gets_its_options_and_the_rows_tools(tmp_path: Path) -> None:
+    options = {"chat_template": True, "chat_template_options": {"enable_thinking": False}, "tools_key": "tools"}
+    rows = [
+        {"prompt": "hi", "tools": [{"name": "add"}, {"name": "sub"}]},
+        {"prompt": "hi", "tools": '[{"name": "add"}]'},
+        {"prompt": "hi"},
+    ]
+    made = rows_of(tmp_path, rows, **options)
+    assert [row.prompt for row in made] == [
+        "add sub <user>hi<assistant>-",
+        "add <user>hi<assistant>-",
+        "<user>hi<assistant>-",
+    ]
+
+
+def test_messages_may_call_tools(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    messages = [{"role": "user", "content": "1+2"}, call, {"role": "tool", "content": "3"}]
+    (row,) = rows_of(tmp_path, [{"prompt": messages}], chat_template=True)
+    assert row.prompt == "<user>1+2<assistant>?add<eos>\n<user>3<assistant>"
+
+
+def message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content} | more
+
+
+TALK = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+
+
+def test_what_the_assistant_says_is_trained_up_to_its_end_token(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path, [{"talk": TALK}], chat_template=True, conversation_key="talk")
+    assert row.prompt == "<user>a<assistant>"
+    assert trained(row) == "B<EOS>\n<user>c<assistant>D<EOS>\n"
+    whole = make_tokenizer().decode([*row.tokens, *row.response])
+    assert whole == "<user>a<assistant>b<eos>\n<user>c<assistant>d<eos>\n"
+
+
+def test_messages_may_be_left_out_of_training(tmp_path: Path) -> None:
+    talk = [*TALK[:1], message("assistant", "b", train=False), *TALK[2:], message("user", "unanswered")]
+    (row,) = rows_of(tmp_path, [{"talk": talk}], chat_template=True, conversation_key="talk")
+    assert row.prompt == "<user>a<assistant>b<eos>\n<user>c<assistant>"
+    assert trained(row) == "D<EOS>\n"
+
+
+def test_a_conversation_that_ends_with_its_end_token_is_one_answer(tmp_path: Path) -> None:
+    (row,) = rows_of(
+        tmp_path, [{"talk": TALK[:2]}], template=CHAT_TEMPLATE, chat_template=True, conversation_key="talk"
+    )
+    assert (trained(row), len(row.response_mask)) == ("B<EOS>", 0)
+
+
+def test_a_template_that_forgets_cannot_train_several_turns(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.jsonl:1: the chat template writes message 4 .* otherwise") as caught:
+        rows_of(tmp_path, [{"talk": TALK}], template=FORGETFUL, chat_template=True, conversation_key="talk")
+    assert "\n" not in str(caught.value)
+    last = [TALK[0], message("assistant", "b", train=False), *TALK[2:]]
+    (row,) = rows_of(tmp_path, [{"talk": last}], template=FORGETFUL, chat_template=True, conversation_key="talk")
+    assert trained(row) == "D<EOS>\n"
+
+
+def test_a_row_may_ask_for_shorter_answers_and_end_them_elsewhere(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "how": {"max_new_tokens": 4, "stop": ["x"]}}, {"prompt": "b"}]
+    made = rows_of(tmp_path, rows, sampling_key="how", limits=RowLimits(new_tokens=8))
+    assert [dict(row.sampling) for row in made] == [{"max_new_tokens": 4, "stop": ("x",)}, {}]
+
+
+REWARDS = RowLimits(rewards={"math": True, "style": False}, labelled_for="", new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "problem"),
+    [
+        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, "a row cannot set temperature, only max_new_tokens"),
+        ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
+        ({"how": {"stop": "x"}}, {"sampling_key": "how"}, "stop must be a list, got 'x'"),
+        ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
+        ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),
+        ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),
+        ({"tools": "{"}, {"tools_key": "tools", "chat_template": True}, "'tools' is no JSON"),
+        ({"tools": ["add"]}, {"tools_key": "tools", "chat_template": True}, "must be a list of tools"),
+        ({"talk": "hi"}, {"conversation_key": "talk", "chat_template": True}, "must be a list of chat messages"),
+        ({"talk": TALK[:1]}, {"conversation_key": "talk", "chat_template": True}, "no message of the assistant"),
+        (
+            {"talk": [message("user", "a", train=True), *TALK[1:]]},
+            {"conversation_key": "talk", "chat_template": True},
+            "is for messages of the assistant",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            {"chat_template": True},
+            "must be text; images and other parts are not supported",
+        ),
+    ],
+)
+def test_a_bad_row_is_one_line_that_says_where(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        rows_of(tmp_path, [{"prompt": "a"} | row], limits=REWARDS, **data)
+    assert str(caught.value).startswith(f"{tmp_path}/data.jsonl:1: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"chat_template_options": {"enable_thinking": False}}, "chat_template_options needs chat_template = true"),
+        ({"chat_template": True, "chat_template_options": {"tools": []}}, "tools is set by asyncrl"),
+        ({"source": "a:b"}, "path and source are both there"),
+        ({"options": {"a": 1}}, "options are of a source"),
+        ({"chat_template": True, "conversation_key": "a", "response_key": "b"}, "remove response_key"),
+    ],
+)
+def test_a_section_that_contradicts_itself_is_refused(data: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config.DataSection(path="a.jsonl", **data)
+
+
+def test_files_have_a_weight_each_or_none() -> None:
+    files = (config.DataFile(path="a", weight=1.0), config.DataFile(path="b"))
+    with pytest.raises(ConfigError, match="some of files have a weight and some have none"):
+        config.DataSection(files=files)

@@ -1,0 +1,164 @@
+"""Where rows come from: slices, several files, mixtures by weight, saved data sets, a source of the user's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import config
+from asyncrl.data.prompts import PromptDataset
+from asyncrl.data.sources import shares, shuffled
+from asyncrl.data.tiny_model import make_tokenizer
+from asyncrl.errors import ConfigError
+
+
+def write(path: Path, prefix: str, count: int) -> str:
+    path.write_text("".join(json.dumps({"prompt": f"{prefix}{i}", "label": i}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def opened(seed: int = 0, **data: Any) -> PromptDataset:
+    return PromptDataset.open(config.DataSection(**data), tokenizer=make_tokenizer(), seed=seed)
+
+
+def prompts(dataset: PromptDataset, first: int, last: int) -> list[str]:
+    return [row.prompt for position in range(first, last) if (row := dataset.at(position)) is not None]
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [("[2:4]", [2, 3]), ("@[:2]", [0, 1]), ("[-2:]", [3, 4]), ("[:]", [0, 1, 2, 3, 4]), ("[3:99]", [3, 4])],
+)
+def test_a_slice_takes_these_rows(tmp_path: Path, part: str, expected: list[int]) -> None:
+    dataset = opened(path=write(tmp_path / "a.jsonl", "n", 5) + part, shuffle=False, epochs=1)
+    assert prompts(dataset, 0, 9) == [f"n{i}" for i in expected]
+    assert dataset.num_rows == len(expected)
+
+
+def test_a_slice_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a.jsonl\[7:9\]: takes none of the 5 rows"):
+        opened(path=write(tmp_path / "a.jsonl", "n", 5) + "[7:9]")
+
+
+def test_files_without_weights_are_one_file(tmp_path: Path) -> None:
+    """Each row once an epoch, in one shuffled order."""
+    files = [{"path": write(tmp_path / "a.jsonl", "a", 3)}, {"path": write(tmp_path / "b.jsonl", "b", 5), "name": "bs"}]
+    dataset = opened(files=tuple(config.DataFile(**file) for file in files))
+    order = [f"a{i}" if i < 3 else f"b{i - 3}" for i in shuffled(8, seed=0, epoch=1)]
+    assert prompts(dataset, 8, 16) == order
+    names = {row.prompt[0]: row.dataset for p in range(8) if (row := dataset.at(p)) is not None}
+    assert names == {"a": "a.jsonl", "b": "bs"}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_weights_say_what_share_of_an_epoch_each_file_has(tmp_path: Path, shuffle: bool) -> None:
+    """3 : 1 of 20 rows: 15 of the small file, each of its 4 rows 3 or 4 times, and 5 of the large one's 16."""
+    files = (
+        config.DataFile(path=write(tmp_path / "a.jsonl", "a", 4), weight=3.0),
+        config.DataFile(path=write(tmp_path / "b.jsonl", "b", 16), weight=1.0),
+    )
+    dataset = opened(files=files, shuffle=shuffle)
+    epochs = [prompts(dataset, 20 * n, 20 * n + 20) for n in range(4)]
+    for epoch in epochs:
+        assert Counter(prompt[0] for prompt in epoch) == {"a": 15, "b": 5}
+    drawn = Counter(prompt for epoch in epochs for prompt in epoch)
+    assert {drawn[f"a{i}"] for i in range(4)} == {15}
+    assert {drawn[f"b{i}"] for i in range(16)} == {1, 2}  # 20 draws of 16 rows: all before any comes again
+    assert [prompts(opened(files=files, shuffle=shuffle), p, p + 1) for p in (33, 7, 61)] == [
+        [epochs[1][13]],
+        [epochs[0][7]],
+        [epochs[3][1]],
+    ]
+    if not shuffle:  # evenly spread
+        assert "bb" not in "".join(prompt[0] for prompt in epochs[0])
+
+
+def test_shares_are_whole_and_add_up() -> None:
+    assert shares([1, 1, 1], 10).tolist() == [4, 3, 3]
+    assert shares([0.7, 0.2, 0.1], 7).tolist() == [5, 1, 1]
+
+
+def test_one_file_is_in_the_order_that_old_checkpoints_count_in(tmp_path: Path) -> None:
+    """Numbers of the code before there were several files."""
+    dataset = opened(path=write(tmp_path / "a.jsonl", "n", 7), seed=3)
+    old = np.argsort(np.random.PCG64(np.random.SeedSequence([3, 1])).random_raw(7), kind="stable")
+    assert prompts(dataset, 7, 14) == [f"n{i}" for i in old]
+
+
+class Squares:
+    """data.source of these tests."""
+
+    def __init__(self, end: int = 5) -> None:
+        self._end = end
+
+    def at(self, position: int) -> dict[str, Any] | None:
+        if position == 3:
+            return {"prompt": "", "label": 3}
+        return {"prompt": f"{position}*{position}", "label": str(position**2)} if position < self._end else None
+
+
+class Raising:
+    def at(self, position: int) -> Any:
+        raise KeyError("no such shard")
+
+
+class Nothing:
+    pass
+
+
+SQUARES = "tests.unit.data.test_sources:Squares"
+
+
+def test_a_source_of_ones_own_gives_rows_by_position() -> None:
+    dataset = opened(source=SQUARES)
+    row = dataset.at(2)
+    assert row is not None and (row.prompt, row.label, row.epoch) == ("2*2", "4", 0)
+    assert dataset.at(5) is None
+    assert dataset.num_rows == 0
+    with pytest.raises(ConfigError, match=r"Squares' at\(3\): 'prompt' is empty"):
+        dataset.look()
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("tests.unit.data.test_sources:Raising", r"at\(0\) raised KeyError: 'no such shard'"),
+        ("tests.unit.data.test_sources:Nothing", r"must have at\(self, position\)"),
+        ("tests.unit.data.test_sources:write", "is a function, not a type"),
+        ("no_such_module:X", "cannot import 'no_such_module'"),
+    ],
+)
+def test_a_bad_source_is_one_line(source: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        opened(source=source).look()
+    assert "\n" not in str(caught.value)
+
+
+def saved(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_that_datasets_saved_is_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("datasets")
+    module.load_from_disk = lambda path: [{"prompt": f"r{i}", "label": i} for i in range(6)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    folder = saved(tmp_path / "math" / "train")
+    assert prompts(opened(path=f"{folder}[4:]", shuffle=False, epochs=1), 0, 9) == ["r4", "r5"]
+    with pytest.raises(ConfigError, match=rf"has the splits train; name one: {folder}"):
+        opened(path=str(tmp_path / "math"))
+
+
+def test_without_datasets_its_folder_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="needs it: pip install datasets") as caught:
+        opened(path=str(saved(tmp_path / "train")))
+    assert "\n" not in str(caught.value)
