@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import secrets
 import time
@@ -283,7 +284,9 @@ class WeightFollower(Actor):
                 await self._take()
                 return
             except WeightsError as error:
-                self.log.warning("version %d, attempt %d: %s", newest[1], attempt, error)
+                # A slow worker may find that a version was collected meanwhile: it takes the next one.
+                level = logging.INFO if self._newest_order > newest else logging.WARNING
+                self.log.log(level, "version %d, attempt %d: %s", newest[1], attempt, error)
                 self.problem = str(error)
                 if attempt == ATTEMPTS:
                     if self._held is None or self._held.order != newest:
