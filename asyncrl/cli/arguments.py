@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from pathlib import Path
+from typing import Final
 
 from asyncrl import config
 from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
 from asyncrl.run.signing_keys import LEARNER_KEY_VARIABLE
+
+MOST_STEPS: Final = 2**53
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
@@ -38,6 +43,20 @@ def add_overrides(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help=meaning
     )
+
+
+def step_range(text: str, *, flag: str) -> tuple[int, int]:
+    """(first, last) of "3:9", "3:", ":9", "7" or nothing, which is all. Raises ConfigError naming ``flag``."""
+    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
+    if found is None or text == ":":
+        raise ConfigError(f"{flag} {text}: must be A:B, A:, :B or one step")
+    first, colon, last = found.groups()
+    if text and not colon:
+        return int(first), int(first)
+    numbers = (int(first or 0), int(last or MOST_STEPS))
+    if numbers[0] > numbers[1]:
+        raise ConfigError(f"{flag} {text}: the first is behind the last")
+    return numbers
 
 
 def load(options: argparse.Namespace) -> RunConfig:

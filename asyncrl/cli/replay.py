@@ -11,6 +11,10 @@ policy sampled, so the effective sample size shrinks as the new policy moves awa
 
 Steps before ``--from-step`` come from the newest checkpoint before it, or are trained as recorded.
 
+``asyncrl replay RUN.toml --from RUN_DIR`` trains another run file, its model, algorithm and learner, on the batches of
+RUN_DIR, without engines and without sampling; ``--batches 7 --times 100`` trains the batch of step 7 a hundred times.
+There is nothing to compare with: exit code 0.
+
 RUN_DIR is only read. The results go to RUN_DIR/replay-N or --out: metrics.jsonl (rows like the learner's, without what
 only a bus and a clock know) and weights/ (the last version, a model folder).
 """
@@ -29,12 +33,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from asyncrl.cli import arguments
+from asyncrl.cli.arguments import step_range
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
 from asyncrl.run.run_folder import RecordedRun, connected
 
 if TYPE_CHECKING:
     from asyncrl.policies.batching.batch import Metric
+    from asyncrl.run.replay import Planned
 
 EXACT: Final = ("loss", "grad_norm")
 """Equal to the last bit when nothing was changed."""
@@ -42,7 +48,17 @@ SHOWN: Final = ("loss", "offpolicy/ess", "offpolicy/clip_fraction")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_run_folder(parser)
+    parser.add_argument(
+        "run_directory", metavar="RUN_DIR", type=Path, help="the run's folder; with --from, the run file to train"
+    )
+    arguments.add_json(parser)
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="RUN_DIR", help="train a run file on the batches of this run"
+    )
+    parser.add_argument(
+        "--batches", default="", metavar="A:B", help="with --from: those of steps A to B (default: all)"
+    )
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --from: N times over (default: 1)")
     parser.add_argument("--from-step", type=int, default=1, metavar="K", help="first step to train (default: 1)")
     arguments.add_overrides(
         parser, "train with another setting from step K on, such as algorithm.correction=none; repeatable"
@@ -51,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.source is not None:
+        return train_from(options)
+    if options.batches or options.times != 1:
+        raise ConfigError("--batches, --times: they choose batches of another run; name it with --from RUN_DIR")
     return replay(
         options.run_directory,
         from_step=options.from_step,
@@ -89,12 +109,60 @@ def replay(
     as_json: bool = False,
 ) -> int:
     """Replay the run in ``directory`` and print the comparison; the exit code, as above. Raises ConfigError."""
-    from asyncrl.run.replay import plan_of, train_again  # imports torch, which --help does without
+    from asyncrl.run.replay import plan_of  # imports torch, which --help does without
 
     recorded = RecordedRun(directory)
     history = present(recorded.history())
     plan, folder = plan_of(recorded, history, from_step=from_step, overrides=overrides)
     is_changed = any(planned.run != recorded.settings(planned.begun) for planned in plan)
+    changed = overrides if is_changed else ()
+    return _train(recorded, plan, folder, from_step=from_step, changed=changed, out=out, token=token, as_json=as_json)
+
+
+def train_from(options: argparse.Namespace) -> int:
+    """Train a run file on the recorded batches of another run; the exit code. Raises ConfigError."""
+    from asyncrl import config
+    from asyncrl.run.replay import plan_from  # imports torch, which --help does without
+
+    if options.times < 1:
+        raise ConfigError(f"--times {options.times}: must be 1 or more")
+    if options.from_step != 1:
+        raise ConfigError("--from-step: is of a run that is replayed as it was; with --from use --batches A:B")
+    if options.run_directory.is_dir():
+        raise ConfigError(f"{options.run_directory}: is a folder; with --from, name the run file to train")
+    batches = step_range(options.batches, flag="--batches")
+    run_config = config.load(options.run_directory, options.overrides)
+    recorded = RecordedRun(options.source)
+    plan = plan_from(recorded, present(recorded.history()), run=run_config, batches=batches, times=options.times)
+    return _train(
+        recorded,
+        plan,
+        None,
+        from_step=1,
+        changed=(str(options.run_directory), *options.overrides),
+        out=options.out,
+        token=arguments.bus_token(),
+        as_json=options.json,
+        has_old=False,
+    )
+
+
+def _train(
+    recorded: RecordedRun,
+    plan: Sequence[Planned],
+    folder: Path | None,
+    *,
+    from_step: int,
+    changed: Sequence[str],
+    out: Path | None,
+    token: str,
+    as_json: bool,
+    has_old: bool = True,
+) -> int:
+    """has_old: there are rows of the same steps to compare with"""
+    from asyncrl.run.replay import train_again
+
+    directory = recorded.directory
     settings = recorded.newest_settings()
     with recorded.server(settings, token=token) as address:
         if address is None:
@@ -115,8 +183,8 @@ def replay(
                         print(_line(found[-1]), flush=True)
             return found
 
-        rows = recorded.metrics()
-        incarnations = {planned.entry.step: planned.entry.incarnation for planned in plan}
+        rows = recorded.metrics() if has_old else {}
+        incarnations = {planned.step: planned.entry.incarnation for planned in plan}
         if not as_json:
             print(_HEADER)
         try:
@@ -127,10 +195,10 @@ def replay(
     compared = [one for one in found if one.old is not None]
     different = [one.step for one in compared if not one.is_equal]
     if as_json:
-        print(json.dumps(_as_json(found, out=out, changed=overrides if is_changed else ())))
+        print(json.dumps(_as_json(found, out=out, changed=changed)))
     else:
-        print(_verdict(found, compared, different, changed=overrides if is_changed else ()) + f"; in {out}")
-    return int(not is_changed and (bool(different) or not compared))
+        print(_verdict(found, compared, different, changed=changed, has_old=has_old) + f"; in {out}")
+    return int(not changed and (bool(different) or not compared))
 
 
 def _make_folder(directory: Path, out: Path | None) -> Path:
@@ -161,8 +229,15 @@ def _number(value: float | None) -> str:
 
 
 def _verdict(
-    found: Sequence[Replayed], compared: Sequence[Replayed], different: Sequence[int], *, changed: Sequence[str]
+    found: Sequence[Replayed],
+    compared: Sequence[Replayed],
+    different: Sequence[int],
+    *,
+    changed: Sequence[str],
+    has_old: bool,
 ) -> str:
+    if not has_old:
+        return f"{len(found)} steps of {', '.join(changed)}"
     missing = f"; {len(found) - len(compared)} have no row in metrics.jsonl" if len(compared) < len(found) else ""
     if changed:
         return f"{len(found)} steps with {', '.join(changed)}{missing}"

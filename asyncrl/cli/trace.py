@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    first, last = _range(options.steps)
+    first, last = arguments.step_range(options.steps, flag="--steps")
     directory: Path = options.run_directory
 
     from asyncrl.metrics.trace import trace  # imports numpy, which --help does without
@@ -65,19 +64,3 @@ def _say(as_json: bool, out: Path, made: dict[str, Any], rows: list[dict[str, An
         f"{out}: steps {found['first_step']} to {found['last_step']}, {found['groups']:,} groups, "
         f"{found['events']:,} events, from {source}; open it at ui.perfetto.dev or chrome://tracing"
     )
-
-
-def _range(text: str) -> tuple[float, float]:
-    """Of "3:9", "3:", ":9" or "7"."""
-    if not text:
-        return 0, float("inf")
-    found = re.fullmatch(r"(\d*)(:?)(\d*)", text)
-    if found is None or text == ":":
-        raise ConfigError(f"--steps {text}: must be A:B, A:, :B or one step")
-    first, colon, last = found.groups()
-    if not colon:
-        return int(first), int(first)
-    numbers = (int(first) if first else 0, int(last) if last else float("inf"))
-    if numbers[0] > numbers[1]:
-        raise ConfigError(f"--steps {text}: the first is behind the last")
-    return numbers

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Final, NamedTuple
 from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
+from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES, group_id_of
@@ -38,12 +40,18 @@ CHANGEABLE: Final = (
 
 
 class Planned(NamedTuple):
-    """One step to train: its line of the history, the line that began its incarnation, and the run file of that."""
+    """One step to train: its line of the history, the line that began its incarnation, and the run file of that; or,
+    as step ``number`` of its own, with a run file of its own."""
 
     entry: HistoryEntry
     begun: HistoryEntry
     forks: Forks
     run: RunConfig
+    number: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.number or self.entry.step
 
 
 def plan_of(
@@ -80,6 +88,24 @@ def plan_of(
     return plan, folder
 
 
+def plan_from(
+    recorded: RecordedRun, history: Sequence[HistoryEntry], *, run: RunConfig, batches: tuple[int, int], times: int
+) -> list[Planned]:
+    """The batches that ``recorded`` trained in its steps ``batches`` (first and last), ``times`` over, each a step of
+    ``run``, whose model they start from. Raises ConfigError."""
+    trained = [one for one in steps(history) if batches[0] <= one[0].step <= batches[1]]
+    if not trained:
+        last = max((entry.step for entry, _, _ in steps(history)), default=0)
+        raise ConfigError(f"--batches: {recorded.directory} has steps 1 to {last}")
+    for _, begun, _ in trained:
+        if not recorded.settings(begun).checkpoint.keep_log:
+            raise ConfigError(
+                f"--from {recorded.directory}: checkpoint.keep_log was off, so what was trained is no longer on its log"
+            )
+    _check(run)
+    return [Planned(*one, run=run, number=number) for number, one in enumerate(trained * times, 1)]
+
+
 def _check(run: RunConfig) -> None:
     """Refuse now what the trainer could not start with, perhaps after an hour. Raises ConfigError."""
     learner_models.check_folders(run, registry.algorithm(run))
@@ -101,6 +127,8 @@ async def train_again(
     """(step, metrics) of every step of ``plan``, from the backend state in ``folder``; writes its files to ``out``."""
     loop = asyncio.get_running_loop()
     needed = {group_id: planned.entry for planned in plan for group_id in planned.entry.groups}
+    uses = Counter(group_id for planned in plan for group_id in planned.entry.groups)
+    vocabulary = {path: check_model(Path(path)).vocab_size for path in {planned.run.model.path for planned in plan}}
     held: dict[int, TrajectoryGroup] = {}
     with ThreadPoolExecutor(1, thread_name_prefix="backend") as thread, contextlib.ExitStack() as stack:
         trainer = Trainer(out)
@@ -122,19 +150,38 @@ async def train_again(
                         continue
                     if trained.is_record_of(group.group_id, record.sequence):
                         held.setdefault(group.group_id, group)
+                groups = [held[group_id] for group_id in entry.groups]
+                _check_tokens(groups, planned, vocabulary[planned.run.model.path])
+                uses.subtract(entry.groups)
+                held = {group_id: group for group_id, group in held.items() if uses[group_id]}
                 step = functools.partial(
                     trainer.step,
-                    [held.pop(group_id) for group_id in entry.groups],
+                    groups,
                     run=planned.run,
                     folder=folder,
                     step=entry.step,
                     max_staleness=planned.begun.max_staleness,
                     forks=planned.forks,
+                    number=planned.number,
                 )
                 metrics = await loop.run_in_executor(thread, step)
-                sink.write(entry.step, metrics)
-                yield entry.step, metrics
-        last = plan[-1].entry
+                sink.write(planned.step, metrics)
+                yield planned.step, metrics
+        last = plan[-1]
         await loop.run_in_executor(
-            thread, functools.partial(trainer.export, incarnation=last.incarnation, version=last.step)
+            thread, functools.partial(trainer.export, incarnation=last.entry.incarnation, version=last.step)
+        )
+
+
+def _check_tokens(groups: Sequence[TrajectoryGroup], planned: Planned, vocabulary: int) -> None:
+    """Raises ConfigError for tokens that the model does not have: another model's."""
+    largest = max(
+        int(tokens.max())
+        for group in groups
+        for tokens in (group.prompt_tokens, *(trajectory.tokens for trajectory in group.trajectories))
+    )
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"model.path: {planned.run.model.path} has {vocabulary:,} tokens, and step {planned.entry.step} has token "
+            f"{largest:,}: it was sampled by a model with another vocabulary"
         )

@@ -36,8 +36,11 @@ class Trainer:
         step: int,
         max_staleness: int,
         forks: Forks,
+        number: int = 0,
     ) -> dict[str, Metric]:
-        """Train step ``step`` on ``groups`` with the settings ``run``; its metrics.
+        """Train on ``groups``, which a run trained in step ``step``, with the settings ``run``; the step's metrics.
+
+        number  of the step that this is here, if it is another one
 
         The first one starts from ``folder``, a checkpoint's, or from the run's model when that is None.
         """
@@ -58,8 +61,9 @@ class Trainer:
             max_tokens=run.learner.micro_batch_tokens,
         )
         training = TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run))
-        rate = training.learning_rate(step - 1, schedule=schedule_of(run))
-        result = training(batch, parts, step=step - 1, learning_rate=rate)
+        done = (number or step) - 1
+        rate = training.learning_rate(done, schedule=schedule_of(run))
+        result = training(batch, parts, step=done, learning_rate=rate)
         return dict(batch.metrics) | dict(result.metrics)
 
     def export(self, *, incarnation: int, version: int) -> None:

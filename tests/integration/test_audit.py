@@ -211,6 +211,42 @@ def test_a_replay_that_differs_with_nothing_changed_fails(
 
 
 @pytest.mark.slow
+def test_another_run_file_is_trained_on_recorded_batches_and_on_one_again_and_again(
+    run: RunConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Its own model, algorithm and learner; no engine is started, and nothing is sampled."""
+    path = tmp_path / "other.toml"
+    path.write_text(
+        f'[model]\npath = "{run.model.path}"\n[data]\npath = "{run.data.path}"\n'
+        '[learner]\nbackend = "reference"\nlearning_rate = 1e-2\nthreads = 1\n'
+        f"[rollout]\nmax_new_tokens = 8\ngroup_size = {run.rollout.group_size}\n"
+    )
+    base = (path, "--from", run.run_directory)
+    code, out, _ = asyncrl("replay", *base, "--batches", "2", "--times", "4", "--out", tmp_path / "same", capsys=capsys)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == ["1", "2", "3", "4"]
+    rows = [json.loads(line) for line in (tmp_path / "same" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert len({row["reward/mean"] for row in rows}) == 1 and len({row["loss"] for row in rows}) == 4
+    code, out, _ = asyncrl("replay", *base, "--batches", "2:4", "--json", "--out", tmp_path / "three", capsys=capsys)
+    made = json.loads(out)
+    assert (code, made["compared"], [step["step"] for step in made["steps"]]) == (0, 0, [1, 2, 3])
+
+    def refused(*arguments: Any) -> str:
+        code, _, err = asyncrl("replay", *arguments, capsys=capsys)
+        assert code == 2 and err.count("\n") == 1
+        return err
+
+    assert "--batches: " in refused(*base, "--batches", "90:")
+    assert "has steps 1 to 6" in refused(*base, "--batches", "90")
+    assert "--times 0: must be 1 or more" in refused(*base, "--times", "0")
+    assert "--batches 5:3: the first is behind the last" in refused(*base, "--batches", "5:3")
+    assert "is a folder; with --from, name the run file" in refused(run.run_directory, "--from", run.run_directory)
+    assert "they choose batches of another run" in refused(run.run_directory, "--times", "2")
+    assert "with --from use --batches" in refused(*base, "--from-step", "2")
+
+
+@pytest.mark.slow
 def test_a_replay_that_fails_leaves_nothing_behind(
     run: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

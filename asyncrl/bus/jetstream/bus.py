@@ -39,7 +39,7 @@ from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
-from asyncrl.messages.topics import ALL, Service, Topic
+from asyncrl.messages.topics import ALL, PROMPTS, Service, Topic
 from asyncrl.protocols import Deliveries, LogMark, LogState, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
@@ -127,7 +127,8 @@ class JetStreamBus:
         bus = cls(connection, layout, access=access, objects=objects, signatures=signatures)
         try:
             await open_it(connection)
-            topics = {layout.stream(topic): topic for topic in (*ALL, Lease.TOPIC)}
+            every = (*ALL, Lease.TOPIC) if access.role in ("learner", "rollout-worker") else (PROMPTS,)
+            topics = {layout.stream(topic): topic for topic in every}  # an older run has fewer, and can be looked at
             await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # concurrently: one round trip
             if access.role in ("learner", "rollout-worker"):
                 await bus._workers.start()

@@ -97,6 +97,11 @@ class Streams:
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
                 raise
+            if self.made:
+                raise ConfigError(
+                    f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: an older version of asyncrl "
+                    "made it"
+                ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
                 f"{await self._runs()}"

@@ -18,7 +18,7 @@ from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.errors import Reply
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
-from asyncrl.messages.topics import PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.topics import EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness.buses import group, progress, prompt, publish_groups, publish_prompts, taken
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
@@ -352,3 +352,19 @@ async def test_raw_garbage_is_a_problem_and_no_exception(nats_server: EmbeddedSe
             assert (item.key, item.message) == ("k", None)
             assert item.problem
     await client.close()
+
+
+async def test_a_run_that_an_older_version_made_can_be_looked_at(own_server: EmbeddedServer, connect: Connect) -> None:
+    """It lacks the streams of topics that came later; what it has is read, and what it has not is named."""
+    learner = await connect(own_server, run="old")
+    await learner.publish(TRAJECTORIES, group(3), key="3")
+    client = await raw(own_server)
+    await client.jetstream().delete_stream(await learner._stream(EVENTS))
+    await client.close()
+    onlooker = await connect(own_server, run="old", access=Credentials(role="observer", token=own_server.token))
+    async with onlooker.read(TRAJECTORIES) as records:
+        assert (await anext(records)).key == "3"
+    with pytest.raises(ConfigError, match="run 'old' has no .*: an older version of asyncrl made it"):
+        await onlooker.last_sequence(EVENTS)
+    with pytest.raises(ConfigError, match="no run 'other' there; set run.name to one of: old"):
+        await connect(own_server, run="other", access=Credentials(role="observer", token=own_server.token))
