@@ -37,6 +37,7 @@ class RunFeed:
         self._tail: RowTail | None = run.rows()
         self._groups = run.groups()
         self._refreshing = asyncio.Lock()
+        self._newest: dict[str, int] = {}
 
     async def begin(self) -> None:
         """Read what is recorded."""
@@ -87,7 +88,7 @@ class RunFeed:
     async def _look(self, looker: Looker) -> None:
         """Until the run is not up any more. Raises ConfigError."""
         events: asyncio.Task[None] | None = None
-        address, step = ("", ""), -1
+        address = ("", "")
         try:
             while True:
                 view = await looker.look()
@@ -96,9 +97,8 @@ class RunFeed:
                     if events is not None:
                         events.cancel()
                     events = asyncio.create_task(self._follow_events())
-                if self._tail is None and view.metrics is not None and view.metrics.step != step:
-                    step = view.metrics.step
-                    self._say(self.state.add_rows([row_of(view.metrics)]))
+                if self._tail is None:
+                    self._take_newest(view)
                 self._hear(view)
                 if looker.is_connecting and not await asyncio.to_thread(self.watched.is_up):
                     return
@@ -108,6 +108,13 @@ class RunFeed:
                 events.cancel()
                 await asyncio.gather(events, return_exceptions=True)
             await looker.close()
+
+    def _take_newest(self, view: View) -> None:
+        """The newest step and the newest evaluation, where there is no folder to read them from."""
+        for name, newest in (("step", view.metrics), ("evaluation", view.evaluation)):
+            if newest is not None and newest.step != self._newest.get(name):
+                self._newest[name] = newest.step
+                self._say(self.state.add_rows([row_of(newest)]))
 
     def _hear(self, view: View) -> None:
         seen = view.observation

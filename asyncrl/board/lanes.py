@@ -54,7 +54,7 @@ def doing(beat: Any, *, silent_seconds: float = 0.0) -> Doing:
         return Doing("silent")
     if beat.phase in ("starting", "quarantined", "draining"):
         return Doing(beat.phase, _text(beat.waits[0]) if beat.waits else "")
-    if beat.role == "rollout-worker":
+    if beat.role in ("rollout-worker", "evaluation-worker"):
         return _of_worker(beat)
     for state, parts in (("training", _TRAINS), ("writing", _WRITES)):
         if (wait := _first(beat.waits, parts)) is not None:

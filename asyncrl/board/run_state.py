@@ -21,6 +21,8 @@ MOST_CURVES: Final = 500
 MOST_ROWS: Final = 50
 """Rows in one change: after more of them browsers ask for the curves anew."""
 HISTOGRAMS: Final = ("staleness/histogram", "length/trained", "length/dropped")
+EVALUATION: Final = "evaluation/complete"
+"""In the row of an evaluation."""
 
 _OF_ONE_WORKER: Final = re.compile(r"(rollout|weights)/.+/.+")
 
@@ -55,6 +57,9 @@ class RunState:
             for name, value in numbers.items():
                 if name in self.curves or len(self.curves) < MOST_CURVES:
                     self.curves.setdefault(name, Curve()).add(row["step"], float(value))
+            if EVALUATION in row:  # of an earlier step than the rows around it, and of nothing else
+                sent.append(numbers | {"step": row["step"], "histograms": {}})
+                continue
             counts = {name: _counts(row.get(name)) for name in HISTOGRAMS}
             for name, found in counts.items():
                 if found:

@@ -13,7 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.addresses import without_secrets
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 from asyncrl.messages import StepMetrics
-from asyncrl.messages.topics import METRICS
+from asyncrl.messages.topics import EVALUATION_METRICS, METRICS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import SILENT_SECONDS, Finding, Observation, Seen
 from asyncrl.protocols import Bus
@@ -22,11 +22,12 @@ from asyncrl.run.registry import bus_address, observe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """One look. metrics: None before the first step."""
+    """One look. metrics: None before the first step;  evaluation: None before the first."""
 
     where: str
     observation: Observation
     metrics: StepMetrics | None = None
+    evaluation: StepMetrics | None = None
     findings: Sequence[Finding] = field(default_factory=tuple)
 
 
@@ -40,6 +41,7 @@ class Looker:
         self._bus: Bus | None = None
         self._has_seen = False
         self._metrics: StepMetrics | None = None
+        self._evaluation: StepMetrics | None = None
         self._watcher = HealthMonitor(self._connect)
 
     async def _connect(self) -> Bus:
@@ -63,9 +65,17 @@ class Looker:
         if self._bus is not None and not observation.bus_silent:
             with contextlib.suppress(AsyncRLError, OSError, TimeoutError):  # the next look of the watcher says it
                 async with asyncio.timeout(LOOK_SECONDS):
-                    self._metrics = (await self._bus.states(METRICS)).get("", self._metrics)
+                    found = await self._bus.states(METRICS)
+                    self._metrics = found.get("", self._metrics)
+                    self._evaluation = found.get(EVALUATION_METRICS, self._evaluation)
         where = f"run {self._run.run.name} on {without_secrets(self._address[0])}"
-        return View(where=where, observation=observation, metrics=self._metrics, findings=diagnose(observation))
+        return View(
+            where=where,
+            observation=observation,
+            metrics=self._metrics,
+            evaluation=self._evaluation,
+            findings=diagnose(observation),
+        )
 
     async def _follow(self) -> None:
         """To where the run's bus is now, if it has moved."""

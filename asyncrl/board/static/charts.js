@@ -19,6 +19,7 @@ const CHARTS = [
 ];
 const DASHES = [[], [6, 4], [2, 3]];
 const MOST_OF_EVALUATION = 24;
+const JUDGED = /^evaluation\/([^[\]]+)\/((?:mean@|pass@|pass\^|majority@)[^/]+)$/; // of a whole data set; others can be added by name
 
 export class Charts {
   constructor() {
@@ -38,9 +39,7 @@ export class Charts {
   async begin(runs) {
     this.runs = runs.map((run) => ({ name: run.name, names: new Set(run.curves), curves: {}, isHidden: false }));
     const names = new Set(runs.flatMap((run) => run.curves));
-    for (const name of [...names].filter((name) => name.startsWith("evaluation/")).sort().slice(0, MOST_OF_EVALUATION)) {
-      this.place(name, [name]);
-    }
+    for (const name of [...names].sort()) this.placeEvaluation(name);
     for (const [title, metrics] of CHARTS) {
       if (metrics.some((name) => names.has(name)) || !names.size) this.place(title, metrics);
     }
@@ -89,7 +88,15 @@ export class Charts {
     if (![...byId("metrics").options].some((option) => option.value === name)) byId("metrics").append(el("option", { value: name }));
     const found = CHARTS.find(([, metrics]) => metrics.includes(name));
     if (found) this.add(...found);
-    else if (name.startsWith("evaluation/") && [...this.charts.keys()].filter((title) => title.startsWith("evaluation/")).length < MOST_OF_EVALUATION) this.add(name, [name]);
+    else if (this.placeEvaluation(name)) this.load(bounded(name));
+  }
+
+  placeEvaluation(name) {
+    const judged = JUDGED.exec(name);
+    const isFull = [...this.charts.values()].filter((chart) => chart.isEvaluation).length >= MOST_OF_EVALUATION;
+    if (!judged || isFull) return false;
+    this.place(`Evaluation on ${judged[1]}: ${judged[2]}`, bounded(name), true);
+    return true;
   }
 
   show(number, isShown) {
@@ -97,12 +104,12 @@ export class Charts {
     this.isDirty = true;
   }
 
-  place(title, metrics) {
+  place(title, metrics, isEvaluation = false) {
     if (this.charts.has(title)) return;
     const box = el("div", { class: "chart", "data-title": title }, el("h3", {}, title));
-    const first = title.startsWith("evaluation/") ? byId("charts").querySelector('[data-title="Reward"]')?.nextSibling ?? null : null;
+    const first = isEvaluation ? [...byId("charts").children].find((other) => !other.dataset.title.startsWith("Evaluation")) ?? null : null;
     byId("charts").insertBefore(box, first);
-    this.charts.set(title, { metrics, box, plot: null, shape: "" });
+    this.charts.set(title, { metrics, box, isEvaluation, plot: null, shape: "" });
     this.isDirty = true;
   }
 
@@ -135,10 +142,28 @@ export class Charts {
       scales: { x: { time: false }, y: { range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true)) } },
       cursor: { sync: { key: "steps" } },
       axes: [{ ...axis }, { ...axis, size: 60 }],
+      bands: bands(lines),
       series: [{ label: "step" }, ...lines.map((line) => ({
-        label: label(line), stroke: colour(line.number), dash: DASHES[line.index % DASHES.length], width: 1.5, spanGaps: true,
-        points: { show: line.points[0].length < 40, size: 4 },
+        label: label(line), stroke: colour(line.number), dash: DASHES[line.index % DASHES.length], spanGaps: true,
+        width: isBound(line.name) ? 0 : 1.5, points: { show: line.points[0].length < 40 && !isBound(line.name), size: 4 },
       }))],
     };
   }
+}
+
+function isBound(name) {
+  return name.startsWith("evaluation/") && /\/(low|high)$/.test(name);
+}
+
+// A metric of an evaluation with the bounds of its interval.
+function bounded(name) {
+  return [name, `${name}/low`, `${name}/high`];
+}
+
+// The interval of each run, between the lines of its bounds.
+function bands(lines) {
+  const at = (number, end) => lines.findIndex((line) => line.number === number && isBound(line.name) && line.name.endsWith(end)) + 1;
+  return [...new Set(lines.map((line) => line.number))].filter((number) => at(number, "/high")).map((number) => ({
+    series: [at(number, "/high"), at(number, "/low")], fill: `${colour(number)}22`,
+  }));
 }

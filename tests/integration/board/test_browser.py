@@ -27,12 +27,15 @@ Connect = Callable[..., Awaitable[JetStreamBus]]
 async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
     recorded: Path, tmp_path: Path, open_board: OpenBoard, browse: Browse
 ) -> None:
-    other = write_rows(tmp_path / "two", *(row(step, **{"evaluation/sums/mean": step / 50}) for step in range(1, 11)))
+    evaluations = (
+        {"step": step, "evaluation/complete": 1.0, "evaluation/sums/mean@8": step / 50} for step in (0, 4, 8)
+    )
+    other = write_rows(tmp_path / "two", *(row(step) for step in range(1, 11)), *evaluations)
     async with open_board(recorded, other) as board:
         page = await browse(board.url)
         titles = await page.locator(".chart h3").all_text_contents()
         assert "Reward" in titles
-        assert "evaluation/sums/mean" in titles
+        assert titles[0] == "Evaluation on sums: mean@8"
         reward = page.locator('[data-title="Reward"]')
         await reward.locator("canvas").wait_for()
         assert await reward.locator(".u-series").count() == 3  # the step, and a line for each run

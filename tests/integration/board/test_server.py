@@ -19,7 +19,7 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli.main import main
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
-from asyncrl.messages.topics import ACTORS, EVENTS, METRICS
+from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
 from asyncrl.run.watched_run import WatchedRun
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 
@@ -70,10 +70,10 @@ async def test_a_recorded_run_has_curves_histograms_and_lanes(recorded: Path, op
 async def test_rows_that_are_written_now_are_told(recorded: Path, open_board: OpenBoard) -> None:
     async with open_board(recorded) as board, asked(board, "/api/stream") as answer:
         await answer.content.readline()
-        write_rows(recorded, row(31, **{"evaluation/sums/mean": 0.5}))
+        write_rows(recorded, row(31, **{"evaluation/sums/mean@2": 0.5}))
         told = await the_first(answer, lambda change: change["kind"] == "rows")
     assert told["run"] == 0
-    assert (told["rows"][0]["step"], told["rows"][0]["evaluation/sums/mean"]) == (31, 0.5)
+    assert (told["rows"][0]["step"], told["rows"][0]["evaluation/sums/mean@2"]) == (31, 0.5)
 
 
 async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBoard) -> None:
@@ -172,6 +172,10 @@ async def test_a_run_that_is_up_is_shown_from_its_bus(nats_server: EmbeddedServe
         await bus.put(METRICS, StepMetrics(step=7, numbers={"reward/mean": 0.75}, staleness=(10, 30)))
         told = await the_first(answer, lambda change: change["kind"] == "rows")
         assert told["rows"] == [{"step": 7, "reward/mean": 0.75, "histograms": {"staleness/histogram": [10, 30]}}]
+        evaluation = StepMetrics(step=4, numbers={"evaluation/complete": 1.0, "evaluation/sums/mean@2": 0.5})
+        await bus.put(METRICS, evaluation, key=EVALUATION_METRICS)
+        told = await the_first(answer, lambda change: change["kind"] == "rows")
+        assert (told["rows"][0]["step"], told["rows"][0]["evaluation/sums/mean@2"]) == (4, 0.5)
         await bus.publish(EVENTS, Event(kind="joined", actor="w1", time=5.0), key="w1-joined")
         told = await the_first(
             answer, lambda change: change["kind"] == "marks" and change["marks"][0]["kind"] == "joined"

@@ -48,7 +48,7 @@ def test_curves_are_bounded() -> None:
 
 
 def test_numbers_of_the_run_are_curves() -> None:
-    assert is_curve("evaluation/sums/mean", 0.5)
+    assert is_curve("evaluation/sums/mean@8", 0.5)
     assert not is_curve("rollout/w0/running", 1.0)
     assert not is_curve("weights/a/b/version", 1.0)
     assert not is_curve("loss", None)
@@ -68,3 +68,19 @@ def test_a_run_that_goes_away_leaves_its_lanes() -> None:
     assert state.status == "done"
     assert state.lanes_as_json()["source"] == "heartbeats"
     json.dumps(state.overview(), allow_nan=False)
+
+
+def test_an_evaluation_is_a_row_of_its_own_step() -> None:
+    state = RunState("r")
+    state.add_rows([row(4), row(5)])
+    evaluated = {
+        "step": 2,
+        "evaluation/complete": 1.0,
+        "evaluation/sums/mean@8": 0.5,
+        "evaluation/sums/mean@8/low": 0.4,
+    }
+    changes = state.add_rows([evaluated, row(6)])
+    assert changes[0]["rows"][0]["evaluation/sums/mean@8"] == 0.5
+    assert state.curves["reward/mean"].steps == [4, 5, 6]
+    assert state.curves["evaluation/sums/mean@8"].steps == [2]
+    assert state.summary()["last"]["step"] == 6
