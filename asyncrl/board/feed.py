@@ -56,6 +56,12 @@ class RunFeed:
             await asyncio.to_thread(self._groups.refresh)
         return self._groups
 
+    async def lanes(self) -> dict[str, Any]:
+        """What each actor did."""
+        if self.state.lanes.lanes:
+            return self.state.lanes_as_json()
+        return self.state.lanes_as_json(await asyncio.to_thread(self.watched.timeline))
+
     async def _follow_rows(self) -> None:
         while self._tail is not None:
             if not await self._read_rows():

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from asyncrl.board.lanes import Doing, Lanes, change, head
 from asyncrl.board.marks import Mark, Marks
+from asyncrl.board.recorded_lanes import recorded_lanes
 from asyncrl.board.series import Columns, Curve
 from asyncrl.board.step_lanes import StepLanes
 
@@ -132,9 +133,11 @@ class RunState:
         """name -> [steps, values], of those that are there."""
         return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
 
-    def lanes_as_json(self) -> dict[str, Any]:
-        """Of the last minutes, if somebody was heard; else of the recorded steps."""
-        return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()
+    def lanes_as_json(self, timeline: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """Of the last minutes, if somebody was heard; else of the recorded ``timeline``, or of the steps' metrics."""
+        if self.lanes.lanes:
+            return self.lanes.as_json()
+        return recorded_lanes(timeline) if timeline else self._step_lanes.as_json()
 
 
 _SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per_second", "rollout/workers", "time")

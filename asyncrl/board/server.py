@@ -119,7 +119,7 @@ class Board:
         return _json(self._state(request).curves_named(request.query.getall("name", [])[:MOST_NAMES]))
 
     async def _lanes(self, request: web.Request) -> web.StreamResponse:
-        return _json(self._state(request).lanes_as_json())
+        return _json(await self._feed(request).lanes())
 
     async def _actor(self, request: web.Request) -> web.StreamResponse:
         beat = self._state(request).beats.get(request.match_info["name"])

@@ -9,7 +9,7 @@ Tests: tests/unit/board/test_lanes.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,7 +23,9 @@ _WORKER: Final = re.compile(r"rollout/(?P<name>.+)/idle_ratio")
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
+    """end: Unix seconds;  wait, train, write: seconds, the last of a checkpoint"""
+
     step: int
     end: float
     wait: float
@@ -37,7 +39,7 @@ class StepLanes:
     """The last steps of one run; when there are too many, every second of them."""
 
     def __init__(self) -> None:
-        self._steps: list[_Step] = []
+        self._steps: list[Step] = []
         self._stride = 1
         self._skipped = 0
 
@@ -54,7 +56,7 @@ class StepLanes:
         idle = {found["name"]: value for name, value in row.items() if (found := _WORKER.fullmatch(name)) is not None}
         names = [name for name in list(idle)[:MOST_WORKERS] if isinstance(idle[name], float | int)]
         self._steps.append(
-            _Step(
+            Step(
                 step=row["step"],
                 end=float(end),
                 wait=_seconds(row, "learner/wait_seconds"),
@@ -76,26 +78,12 @@ class StepLanes:
         begin, end = first.end - first.wait - first.train - first.write, self._steps[-1].end
         names = list(dict.fromkeys(name for step in self._steps for name in step.idle))[: 4 * MOST_WORKERS]
         lanes = [{"id": 0, "name": "learner", "role": "learner", "version": self._steps[-1].step}]
-        lanes[0]["segments"] = list(self._learner(begin))
+        lanes[0]["segments"] = list(learner_segments(self._steps, begin, has_gaps=self._stride > 1))
         for number, name in enumerate(names, 1):
             version = next(step.versions[name] for step in reversed(self._steps) if name in step.versions)
             head = {"id": number, "name": name, "role": "rollout-worker", "version": version}
             lanes.append(head | {"segments": list(self._worker(name, begin))})
         return {"begin": begin, "end": end, "left_out": 0, "source": "metrics", "lanes": lanes}
-
-    def _learner(self, begin: float) -> Iterator[list[Any]]:
-        before = begin
-        for step in self._steps:
-            parts = (("waiting", step.wait, "trajectories"), ("writing", step.write, "a checkpoint"))
-            at = max(before, step.end - step.wait - step.write - step.train)
-            for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}")):
-                if seconds > 0:
-                    yield [round(at - begin, 2), number_of(state), text]
-                    at += seconds
-            if self._stride > 1:
-                yield [round(step.end - begin, 2), -1]
-            before = step.end
-        yield [round(self._steps[-1].end - begin, 2), -1]
 
     def _worker(self, name: str, begin: float) -> Iterator[list[Any]]:
         before, last = begin, ""
@@ -106,6 +94,22 @@ class StepLanes:
                 yield [round(before - begin, 2), number_of(state)]
             before, last = step.end, state
         yield [round(before - begin, 2), -1]
+
+
+def learner_segments(steps: Sequence[Step], begin: float, *, has_gaps: bool = False) -> Iterator[list[Any]]:
+    """Of its lane, in seconds since ``begin``. has_gaps: steps between two of them are left out"""
+    before = begin
+    for step in steps:
+        parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))
+        at = max(before, step.end - step.wait - step.write - step.train)
+        for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}")):
+            if seconds > 0:
+                yield [round(at - begin, 2), number_of(state), text]
+                at += seconds
+        if has_gaps:
+            yield [round(step.end - begin, 2), -1]
+        before = step.end
+    yield [round(before - begin, 2), -1]
 
 
 def _seconds(row: Mapping[str, Any], name: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,19 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
         return [rows[step] for step in sorted(rows)], TIMELINE_FILE
     metrics = {step: row for (_, step), row in sorted(recorded.metrics().items())}
     return [from_metrics(metrics[step], SECONDS) for step in sorted(metrics)], "metrics.jsonl"
+
+
+def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
+    """The rows at the end of timeline.jsonl and of the file before it; none where none was recorded. Blocks."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name in (OLDER_FILE, TIMELINE_FILE):
+        with contextlib.suppress(OSError), (directory / name).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most_bytes))
+            for line in file.read(most_bytes).split(b"\n"):
+                if (row := _row(line)) is not None:
+                    rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

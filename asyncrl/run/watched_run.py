@@ -21,8 +21,10 @@ from asyncrl.run import registry, run_folder
 from asyncrl.run.file_tail import FileTail
 from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.looker import Looker
+from asyncrl.run.timeline import newest_rows
 
 METRICS_FILE: Final = "metrics.jsonl"
+MOST_TIMELINE_BYTES: Final = 8 * 2**20
 
 Row = dict[str, Any]
 
@@ -86,6 +88,10 @@ class WatchedRun:
     def groups(self) -> GroupIndex:
         """Its newest prompt groups; none before ``refresh``."""
         return GroupIndex(self._recorded, self.directory, token=self._token)
+
+    def timeline(self) -> list[Row]:
+        """The newest rows of its timeline.jsonl. Blocks."""
+        return newest_rows(self.directory, most_bytes=MOST_TIMELINE_BYTES) if self.directory is not None else []
 
     def rows(self) -> RowTail | None:
         """Of its metrics.jsonl; None without a folder."""

@@ -15,6 +15,7 @@ export class Lanes {
     this.runs = [];
     this.chosen = 0;
     this.page = 0;
+    this.shownTimes = null; // [begin, end] that the wheel chose
     this.filter = el("input", { placeholder: "filter by name, role or state", oninput: () => this.turn(-this.page) });
     this.order = el("select", { onchange: () => this.turn(-this.page) },
       ...["trouble first", "by name", "oldest version first"].map((text) => el("option", {}, text)));
@@ -24,6 +25,8 @@ export class Lanes {
     this.detail = el("pre", { class: "detail", id: "actor", hidden: "" });
     this.canvas.addEventListener("mousemove", (event) => showTip(event, this.tip(event)));
     this.canvas.addEventListener("mouseleave", (event) => showTip(event, ""));
+    this.canvas.addEventListener("wheel", (event) => this.zoom(event), { passive: false });
+    this.canvas.addEventListener("dblclick", () => { this.shownTimes = null; this.draw(); });
     this.canvas.addEventListener("click", (event) => this.choose(this.at(event)));
     window.setInterval(() => this.draw(), 1000);
   }
@@ -45,6 +48,7 @@ export class Lanes {
   select(number) {
     this.chosen = number;
     this.page = 0;
+    this.shownTimes = null;
     this.detail.hidden = true;
     if (!this.run.isLoaded && !byId("lanes").hidden) this.load(number);
     this.drawMarks();
@@ -72,7 +76,7 @@ export class Lanes {
     run.end = change.end;
     run.totals = change.totals;
     if (!run.isLoaded) return;
-    if (run.source === "metrics") { // it was not up when the page was loaded
+    if (run.source !== "heartbeats") { // it was not up when the page was loaded
       run.lanes = new Map();
       run.source = "heartbeats";
       run.window = 900;
@@ -137,7 +141,8 @@ export class Lanes {
     this.page = Math.min(this.page, Math.max(0, Math.ceil(all.length / PAGE) - 1));
     this.visible = all.slice(this.page * PAGE, (this.page + 1) * PAGE);
     const totals = Object.entries(this.run.totals).map(([state, count]) => `${count} ${state}`).join(", ");
-    const source = this.run.source === "metrics" ? "from the metrics of each step; heartbeats are not recorded" : totals && `workers: ${totals}`;
+    const sources = { metrics: "from the metrics of each step", timeline: "from what the learner recorded beside its last steps" };
+    const source = sources[this.run.source] ?? (totals && `workers: ${totals}`);
     this.info.textContent = all.length ? `${this.page * PAGE + 1}–${this.page * PAGE + this.visible.length} of ${all.length} lanes. ${source}` : "no actor was heard";
     const width = this.canvas.parentElement.clientWidth, height = TOP + ROW * this.visible.length + 4;
     const context = prepared(this.canvas, width, height);
@@ -146,8 +151,30 @@ export class Lanes {
     this.drawTimes(context, width, height);
   }
 
+  // [begin, end] of what is drawn.
+  get times() {
+    return this.shownTimes ?? [this.run.begin, Math.max(this.run.begin + 1, this.run.end)];
+  }
+
   x(time, width) {
-    return LEFT + ((time - this.run.begin) / Math.max(1, this.run.end - this.run.begin)) * (width - LEFT);
+    const [begin, end] = this.times;
+    return LEFT + ((time - begin) / (end - begin)) * (width - LEFT);
+  }
+
+  timeAt(event) {
+    const [begin, end] = this.times;
+    return begin + ((event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT)) * (end - begin);
+  }
+
+  // The wheel zooms around the pointer.
+  zoom(event) {
+    if (event.offsetX < LEFT) return;
+    event.preventDefault();
+    const factor = event.deltaY > 0 ? 1.25 : 0.8, at = this.timeAt(event);
+    const [begin, end] = this.times.map((time) => at + (time - at) * factor);
+    const isAll = begin <= this.run.begin && end >= this.run.end;
+    this.shownTimes = isAll ? null : [Math.max(begin, this.run.begin), Math.min(Math.max(end, begin + 0.5), this.run.end)];
+    this.draw();
   }
 
   drawLane(context, lane, y, width) {
@@ -157,19 +184,21 @@ export class Lanes {
     context.fillText(`v${lane.version}`, LEFT - 44, y + 12);
     lane.segments.forEach(([since, state], index) => {
       if (state < 0) return;
-      const from = this.x(Math.max(since, this.run.begin), width), until = this.x(lane.segments[index + 1]?.[0] ?? this.run.end, width);
+      const from = Math.max(LEFT, this.x(since, width)), until = Math.min(width, this.x(lane.segments[index + 1]?.[0] ?? this.run.end, width));
+      if (until <= LEFT || from >= width) return;
       context.fillStyle = FILLS[this.states[state]];
       context.fillRect(from, y + 2, Math.max(0.7, until - from), ROW - 5);
     });
   }
 
   drawTimes(context, width, height) {
+    const [begin, end] = this.times;
     context.fillStyle = themed("--dim");
     for (let part = 0; part < 5; part += 1) {
-      context.fillText(clock(this.run.begin + (part / 5) * (this.run.end - this.run.begin)), LEFT + (part / 5) * (width - LEFT), 12);
+      context.fillText(clock(begin + (part / 5) * (end - begin)), LEFT + (part / 5) * (width - LEFT), 12);
     }
     for (const mark of this.run.marks) {
-      if (!["fault", "restart", "quarantined"].includes(mark.kind) || mark.time < this.run.begin || mark.time > this.run.end) continue;
+      if (!["fault", "restart", "quarantined"].includes(mark.kind) || mark.time < begin || mark.time > end) continue;
       context.fillStyle = mark.kind === "fault" ? FILLS.silent : FILLS.loading;
       context.fillRect(this.x(mark.time, width), 14, 2, height);
     }
@@ -183,7 +212,7 @@ export class Lanes {
   tip(event) {
     const lane = this.at(event);
     if (!lane) return "";
-    const time = this.run.begin + ((event.offsetX - LEFT) / (this.canvas.clientWidth - LEFT)) * (this.run.end - this.run.begin);
+    const time = this.timeAt(event);
     const segment = lane.segments.findLast(([since]) => since <= time) ?? lane.segments.at(-1);
     if (!segment) return lane.name;
     return `${lane.name} (${lane.role}), version ${lane.version}\n${clock(segment[0])} ${this.states[segment[1]] ?? "gone"}${segment[2] ? `: ${segment[2]}` : ""}`;

@@ -1,0 +1,109 @@
+"""Lanes of a run that is over, from what its learner recorded beside each step (timeline.jsonl). Pure.
+
+A worker generates while one of its groups is in progress, and loads when it says so. Otherwise it waits; for what is
+known of waits of half a second and more.
+
+Tests: tests/unit/board/test_recorded_lanes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.board.lanes import LONGEST_TEXT, number_of
+from asyncrl.board.step_lanes import Step, learner_segments
+
+MOST_STEPS: Final = 400
+MOST_SEGMENTS: Final = 600
+"""Of a lane: what is shorter than this part of the time shown is drawn with what comes before it."""
+
+Span = tuple[float, float, str]
+"""(begin, end, text)"""
+
+
+def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As Lanes.as_json, of the last MOST_STEPS rows of a timeline; there is at least one."""
+    rows = rows[-MOST_STEPS:]
+    steps = [_step(row) for row in rows]
+    begin, end = steps[0].end - steps[0].wait - steps[0].train - steps[0].write, steps[-1].end
+    lanes = [{"id": 0, "name": "learner", "role": "learner", "version": steps[-1].step}]
+    lanes[0]["segments"] = list(learner_segments(steps, begin))
+    groups, loads, waits, versions = _of_workers(rows)
+    for number, name in enumerate(sorted(groups.keys() | loads.keys() | waits.keys()), 1):
+        segments = flattened(
+            begin,
+            end,
+            (("loading", loads.get(name, [])), ("generating", groups.get(name, [])), ("waiting", waits.get(name, []))),
+        )
+        head = {"id": number, "name": name, "role": "rollout-worker", "version": versions.get(name, 0)}
+        lanes.append(head | {"segments": list(_as_json(segments, begin, end))})
+    return {"begin": begin, "end": end, "left_out": 0, "source": "timeline", "lanes": lanes}
+
+
+def flattened(begin: float, end: float, layers: Iterable[tuple[str, Sequence[Span]]]) -> list[tuple[float, str, str]]:
+    """(begin, state, text) of segments from ``begin`` to ``end``; an earlier layer hides the later ones."""
+    stacked = [(state, _merged(begin, end, spans)) for state, spans in layers]
+    cuts = sorted({begin, *(cut for _, spans in stacked for span in spans for cut in span[:2])} - {end})
+    at = [0] * len(stacked)
+    found: list[tuple[float, str, str]] = []
+    for cut in cuts:
+        state, text = "waiting", ""
+        for index, (name, spans) in reversed(list(enumerate(stacked))):
+            while at[index] < len(spans) and spans[at[index]][1] <= cut:
+                at[index] += 1
+            if at[index] < len(spans) and spans[at[index]][0] <= cut:
+                state, text = name, spans[at[index]][2]
+        if not found or found[-1][1:] != (state, text):
+            found.append((cut, state, text))
+    return found
+
+
+def _merged(begin: float, end: float, spans: Sequence[Span]) -> list[Span]:
+    """In order and apart: where two overlap, the earlier one goes on."""
+    found: list[Span] = []
+    for since, until, text in sorted(spans):
+        since, until = max(begin, since), min(end, until)
+        if found and since < found[-1][1]:
+            if text == found[-1][2]:
+                found[-1] = (found[-1][0], max(found[-1][1], until), text)
+                continue
+            since = found[-1][1]
+        if until > since:
+            found.append((since, until, text))
+    return found
+
+
+def _of_workers(
+    rows: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, list[Span]], dict[str, list[Span]], dict[str, list[Span]], dict[str, int]]:
+    """(groups, loads, waits, newest version) of each worker."""
+    groups, loads, waits = dict[str, list[Span]](), dict[str, list[Span]](), dict[str, list[Span]]()
+    versions: dict[str, int] = {}
+    for row in rows:
+        for _, name, _, began, seconds, _, arrived in row.get("groups", ()):
+            since = began if 0 < began <= arrived + 1 else arrived - seconds
+            groups.setdefault(str(name), []).append((since, since + seconds, ""))
+        for name, version, ended, seconds, _ in row.get("loads", ()):
+            loads.setdefault(str(name), []).append((ended - seconds, ended, f"version {version}"))
+            versions[str(name)] = int(version)
+        for name, what, on, since in row.get("waits", ()):
+            text = f"{what}, from {on}" if on else str(what)
+            waits.setdefault(str(name), []).append((since, float(row["time"]), text[:LONGEST_TEXT]))
+    return groups, loads, waits, versions
+
+
+def _as_json(segments: Sequence[tuple[float, str, str]], begin: float, end: float) -> Iterator[list[Any]]:
+    least = (end - begin) / MOST_SEGMENTS
+    last = begin - 2 * least
+    for since, state, text in segments:
+        if since - last >= least:
+            yield [round(since - begin, 2), number_of(state), *([text] if text else [])]
+            last = since
+    yield [round(end - begin, 2), -1]
+
+
+def _step(row: Mapping[str, Any]) -> Step:
+    seconds = {name: float(value) for name, value in row["seconds"].items() if isinstance(value, float | int)}
+    wait, train, write = (max(0.0, seconds.get(name, 0.0)) for name in ("wait", "train", "checkpoint"))
+    return Step(step=row["step"], end=float(row["time"]), wait=wait, train=train, write=write)

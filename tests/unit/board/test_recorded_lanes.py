@@ -1,0 +1,52 @@
+"""Lanes from what a learner recorded beside each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.board.lanes import number_of
+from asyncrl.board.recorded_lanes import MOST_SEGMENTS, MOST_STEPS, flattened, recorded_lanes
+
+WAITING, GENERATING, LOADING = (number_of(state) for state in ("waiting", "generating", "loading"))
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    return {"step": number, "time": 100.0 + 10 * number, "seconds": {"wait": 4.0, "train": 6.0}} | more
+
+
+def group(worker: str, began: float, seconds: float, *, arrived: float | None = None) -> list[Any]:
+    return [0, worker, 0.0, began, seconds, 0.1, began + seconds if arrived is None else arrived]
+
+
+def test_a_worker_generates_while_a_group_is_in_progress_and_loads_when_it_says_so() -> None:
+    groups = [group("w0", 101.0, 3.0), group("w0", 103.0, 2.0)]
+    row = step(1, groups=groups, loads=[["w0", 7, 104.0, 1.0, 0.5]], waits=[["w0", "prompts", "learner", 106.0]])
+    found = recorded_lanes([row])
+    assert (found["begin"], found["end"], found["source"]) == (100.0, 110.0, "timeline")
+    learner, w0 = found["lanes"]
+    assert [state for _, state, *_ in learner["segments"]] == [WAITING, number_of("training"), -1]
+    assert w0["version"] == 7
+    assert w0["segments"] == [
+        *([0.0, WAITING], [1.0, GENERATING], [3.0, LOADING, "version 7"], [4.0, GENERATING], [5.0, WAITING]),
+        *([6.0, WAITING, "prompts, from learner"], [10.0, -1]),
+    ]
+
+
+def test_a_worker_with_a_wrong_clock_is_believed_by_the_arrival_of_its_group() -> None:
+    (_, w0) = recorded_lanes([step(1, groups=[group("w0", 1e12, 2.0, arrived=105.0)])])["lanes"]
+    assert w0["segments"][:2] == [[0.0, WAITING], [3.0, GENERATING]]
+
+
+def test_what_lies_outside_is_cut_off() -> None:
+    found = flattened(0.0, 10.0, (("generating", [(-5.0, 2.0, ""), (9.0, 20.0, "")]),))
+    assert found == [(0.0, "generating", ""), (2.0, "waiting", ""), (9.0, "generating", "")]
+
+
+def test_a_long_run_has_its_last_steps_in_bounded_lanes() -> None:
+    rows = [
+        step(number, groups=[group("w0", 90.0 + 10 * number + part, 0.5) for part in range(10)])
+        for number in range(1, 2 * MOST_STEPS)
+    ]
+    found = recorded_lanes(rows)
+    assert found["end"] == rows[-1]["time"]
+    assert all(len(lane["segments"]) <= 2 * MOST_STEPS + MOST_SEGMENTS + 2 for lane in found["lanes"])
