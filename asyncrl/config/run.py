@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import positive, require
@@ -21,6 +21,9 @@ from asyncrl.config.metrics import MetricsSection
 from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSection
 from asyncrl.config.reward import RewardSection
 from asyncrl.config.staleness import StalenessSection
+
+_MOST_STOPS: Final = 32
+"""SGLang's limit."""
 
 Mode = Literal["sync", "one_step_off", "async"]
 
@@ -119,6 +122,7 @@ class RolloutSection:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
+        require(len(self.stop) <= _MOST_STOPS, f"stop may hold {_MOST_STOPS} texts, got {len(self.stop)}")
         require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             f"min_new_tokens must be >= 0 and <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",

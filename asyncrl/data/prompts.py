@@ -171,7 +171,7 @@ class PromptDataset:
             metadata=plain(row.get(data.metadata_key) or {}, where, data.metadata_key),
             response=answer,
             response_mask=mask,
-            sampling=sampling_of(row, data, where, new_tokens=self._limits.new_tokens),
+            sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
         )

@@ -23,14 +23,16 @@ class RowLimits:
     row_bytes      of label, metadata and response: more does not fit into a message of the bus
     labelled_for   the reward.kind that compares with a label; "" for one that needs none
     rewards        the names that data.reward_key may hold -> whether that reward compares with a label
-    new_tokens     rollout.max_new_tokens: a row may ask for fewer
+    sampling       what [rollout] says of SAMPLING and ignore_eos, which a row may override
+    vocabulary     of the model: stop_token_ids are below it
     """
 
     prompt_tokens: int = 2**31
     row_bytes: int = 2**31
     labelled_for: str = ""
     rewards: Mapping[str, bool] = field(default_factory=dict)
-    new_tokens: int = 2**31
+    sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
+    vocabulary: int = 2**31
 
 
 class RowCheck:
@@ -67,7 +69,7 @@ class RowCheck:
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
         self._check_label(row.get(data.label_key), where, reward=self._check_reward(row, where))
-        sampling_of(row, data, where, new_tokens=self._limits.new_tokens)
+        sampling_of(row, data, where, limits=self._limits)
         chat.tools_of(row, data, where)
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
         parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
@@ -140,7 +142,7 @@ SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
 """What a row may say of its own sampling. The trainer divides by one temperature."""
 
 
-def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, new_tokens: int) -> dict[str, Any]:
+def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, limits: RowLimits) -> dict[str, Any]:
     """What the row overrides of [rollout]. Raises ConfigError."""
     made = row.get(data.sampling_key) if data.sampling_key else None
     if made is None:
@@ -151,14 +153,11 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, ne
     made = {name: value for name, value in made.items() if value is not None}  # Parquet has all columns in all rows
     if unknown := sorted(made.keys() - set(SAMPLING)):
         raise ConfigError(f"{at}: a row cannot set {unknown[0]}, only {', '.join(SAMPLING)}")
-    try:
-        section = tables.build(config.RolloutSection, {"max_new_tokens": new_tokens} | made, at)
-    except ConfigError as error:
-        raise ConfigError(str(error)) from None
-    if section.max_new_tokens > new_tokens:
-        raise ConfigError(
-            f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({new_tokens})"
-        )
+    section = tables.build(config.RolloutSection, {**limits.sampling, **made}, at)  # checked with what it overrides
+    if section.max_new_tokens > (most := limits.sampling["max_new_tokens"]):
+        raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
+    if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
+        raise ConfigError(f"{at}: {unknown_ids[0]} is no token of the model's {limits.vocabulary:,}")
     return {name: getattr(section, name) for name in made}
 
 

@@ -51,6 +51,12 @@ def check_prompt(
         )
 
 
+def check_stop_tokens(sampling: SamplingParams, *, vocabulary_size: int) -> None:
+    """Refuse stop tokens that the model does not have. Raises PromptError."""
+    if unknown := [token for token in sampling.stop_token_ids if token >= vocabulary_size]:
+        raise PromptError(f"stop_token_ids holds token {unknown[0]}; the model knows 0..{vocabulary_size - 1}")
+
+
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Hugging Face folder's tensors, from the headers alone. Raises WeightsError."""
     index = folder / f"{WEIGHTS_FILE}.index.json"

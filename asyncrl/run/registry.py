@@ -198,20 +198,26 @@ def open_rows(run: RunConfig) -> PromptDataset:
     """The prompts. Raises ConfigError for the first row that cannot be one."""
     from asyncrl.data.model_folder import check_model_at
     from asyncrl.data.prompts import PromptDataset
-    from asyncrl.data.row_check import RowLimits
+    from asyncrl.data.row_check import SAMPLING, RowLimits
     from asyncrl.data.tokenizer import load_tokenizer
     from asyncrl.rewards.load import needs_label, row_labels
 
-    context = check_model_at("model.path", Path(run.model.path)).context_tokens
+    model = check_model_at("model.path", Path(run.model.path))
+    context = model.context_tokens
     limits = RowLimits(
         prompt_tokens=context if run.rollout.function == "given" else context - run.rollout.max_new_tokens,
         row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         rewards=row_labels(run.reward) if run.data.reward_key else {},
-        new_tokens=run.rollout.max_new_tokens,
+        sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
+        vocabulary=model.vocab_size,
     )
     tokenizer = load_tokenizer(Path(run.model.path))
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits)
+
+
+def _as_toml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:

@@ -29,7 +29,14 @@ from numpy.typing import NDArray
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import WEIGHTS_FILE, check_layout, check_prompt, check_sampling, check_weights
+from asyncrl.engines.validation import (
+    WEIGHTS_FILE,
+    check_layout,
+    check_prompt,
+    check_sampling,
+    check_stop_tokens,
+    check_weights,
+)
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
@@ -152,6 +159,7 @@ class InProcessEngine(EngineAdapter):
             vocabulary_size=decoder.vocabulary_size,
             context_tokens=decoder.context_tokens,
         )
+        check_stop_tokens(sampling, vocabulary_size=decoder.vocabulary_size)
         answer = RunningSequence(
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sampling=sampling,

@@ -29,7 +29,7 @@ from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.reply import Reply
-from asyncrl.engines.sglang.sampling import MOST_STOPS, sampling_params
+from asyncrl.engines.sglang.sampling import sampling_params
 from asyncrl.engines.sglang.server import (
     ServerProcess,
     check_dtype,
@@ -104,8 +104,6 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         if not options.url:
             check_arguments(options.server_arguments)
-        if (count := len(run.rollout.stop)) > MOST_STOPS:
-            raise ConfigError(f"rollout.stop: SGLang takes at most {MOST_STOPS} texts, got {count}")
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from asyncrl.messages import SamplingParams
-
-MOST_STOPS: Final = 32
-"""Stop strings of one request: SGLang's limit."""
 
 
 def sampling_params(sampling: SamplingParams) -> dict[str, Any]:

@@ -114,11 +114,13 @@ def test_a_template_that_forgets_cannot_train_several_turns(tmp_path: Path) -> N
 
 def test_a_row_may_ask_for_shorter_answers_and_end_them_elsewhere(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "how": {"max_new_tokens": 4, "stop": ["x"]}}, {"prompt": "b"}]
-    made = rows_of(tmp_path, rows, sampling_key="how", limits=RowLimits(new_tokens=8))
+    made = rows_of(tmp_path, rows, sampling_key="how", limits=RowLimits(sampling={"max_new_tokens": 8}))
     assert [dict(row.sampling) for row in made] == [{"max_new_tokens": 4, "stop": ("x",)}, {}]
 
 
-REWARDS = RowLimits(rewards={"math": True, "style": False}, labelled_for="", new_tokens=8)
+REWARDS = RowLimits(
+    rewards={"math": True, "style": False}, sampling={"max_new_tokens": 8, "min_new_tokens": 3}, vocabulary=44
+)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,9 @@ REWARDS = RowLimits(rewards={"math": True, "style": False}, labelled_for="", new
         ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, "a row cannot set temperature, only max_new_tokens"),
         ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
         ({"how": {"stop": "x"}}, {"sampling_key": "how"}, "stop must be a list, got 'x'"),
+        ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
+        ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is no token of the model's 44"),
+        ({"how": {"stop": list("abc" * 11)}}, {"sampling_key": "how"}, "stop may hold 32 texts, got 33"),
         ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
         ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),
         ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),

@@ -30,7 +30,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["rollout.stop=['']"], "stop holds an empty text"),
         (["rollout.stop=word"], "stop must be a list, got 'word'"),
         (["rollout.stop_token_ids=[9999]"], "rollout.stop_token_ids: 9999 is no token of the model's 12"),
-        (["engine.kind=sglang", f"rollout.stop={list('abc' * 11)}"], "SGLang takes at most 32 texts, got 33"),
+        (["engine.kind=sglang", f"rollout.stop={list('abc' * 11)}"], "stop may hold 32 texts, got 33"),
         (["rollout.min_new_tokens=9"], r"min_new_tokens must be >= 0 and <= max_new_tokens \(8\), got 9"),
         (["rollout.stop=['1']", "rollout.ignore_eos=true"], "ignore_eos samples max_new_tokens tokens"),
         (
