@@ -100,8 +100,7 @@ class Cluster:
             access=Credentials(role=role, credentials=self.credentials(run), tls_ca=tls_ca),
             storage="file",
             replicas=replicas,
-            connect_seconds=30.0,
-            **(BUS_SIZES | sizes),
+            **(BUS_SIZES | {"connect_seconds": 30.0} | sizes),
         )
         try:
             yield bus

@@ -29,6 +29,10 @@ from tests.harness.nats_cluster import SIZE, Cluster, info, leader, server_of
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nats-cluster")]
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
+SOON = {"ack_seconds": 5.0}
+"""What a server sends to a worker that left the moment before comes again after this, not after half a minute."""
+own_servers = pytest.mark.xdist_group("nats-clusters-of-their-own")
+"""The test shares no cluster, so it may run beside those that do."""
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,7 @@ async def test_more_replicas_than_servers_is_one_line(
     assert "\n" not in str(alone.value) + str(three.value)
 
 
+@own_servers
 async def test_a_cluster_that_is_just_starting_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Cluster(tmp_path / "cluster", runs=("one",), first=2) as cluster:
         entering = cluster.bus("one", at=0)
@@ -148,6 +153,7 @@ def test_what_is_written_for_a_cluster_is_for_its_owner_alone(cluster: Cluster) 
         assert file.stat().st_mode & 0o777 == 0o600
 
 
+@own_servers
 async def test_a_cluster_speaks_tls_with_clients_and_among_its_servers(
     tmp_path: Path, certificate: tuple[Path, Path]
 ) -> None:
@@ -158,7 +164,7 @@ async def test_a_cluster_speaks_tls_with_clients_and_among_its_servers(
             await secret.until_whole(bus)
             await bus.put(PROGRESS, progress(1))
         with pytest.raises(ConfigError, match="bus.url tls://127.0.0.1"):
-            async with asyncio.timeout(60), secret.bus("one"):
+            async with asyncio.timeout(60), secret.bus("one", connect_seconds=3.0):
                 pass
 
 
@@ -194,9 +200,9 @@ async def test_a_server_that_is_behind_shows_no_older_value(cluster: Cluster) ->
 async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: Cluster, tmp_path: Path) -> None:
     """At once, under the same subjects as far as their accounts go; and a third with the credentials of neither."""
     async with (
-        cluster.bus("left") as one,
+        cluster.bus("left", **SOON) as one,
         cluster.bus("right") as other,
-        cluster.bus("left", role="rollout-worker") as ones,
+        cluster.bus("left", role="rollout-worker", **SOON) as ones,
         cluster.bus("right", role="rollout-worker") as others,
     ):
         loops = [Loop(bus, tmp_path / name, steps=steps) for bus, name, steps in ((one, "a", 3), (other, "b", 5))]
@@ -215,6 +221,7 @@ async def test_two_runs_share_a_cluster_and_see_nothing_of_each_other(cluster: C
 # -- what it may lose --------------------------------------------------------------------------------------------------
 
 
+@own_servers
 async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_there_are_enough(tmp_path: Path) -> None:
     with Cluster(tmp_path / "cluster", runs=("one",)) as cluster:
         async with cluster.bus("one") as bus:
@@ -244,6 +251,7 @@ async def test_calls_wait_while_too_few_servers_are_up_and_are_answered_when_the
                 await asyncio.sleep(0.01)
 
 
+@own_servers
 async def test_too_few_servers_are_an_error_that_is_tried_again_and_no_mistake_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +284,7 @@ def _assert_no_quorum(error: Any) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.xdist_group("nats-cluster-under-a-run")
 async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: ForkServer) -> None:
     """Real processes; who leads, and whom each process is connected to, is lost again and again."""
     folder = tmp_path / "storm"
