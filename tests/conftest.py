@@ -40,13 +40,14 @@ MAX_MESSAGE_BYTES = 2**20
 BusFactory = Callable[..., Awaitable[Bus]]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """For `-n N --dist loadgroup --no-loadscope-reorder`: slow tests first, so that all workers end together.
 
     Slow tests are handed out one by one, unless they name a group because they share a server; the others by file.
     """
     skip_without_gpus(items)
-    if config.getoption("dist", "no") == "no":
+    if not config.getoption("loadgroup", False):  # set in xdist's processes, where "dist" is "no"
         return
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:

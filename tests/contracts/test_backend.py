@@ -17,6 +17,7 @@ from asyncrl.policies.batching.packing import empty, pack, pack_for_ranks
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,
+    RANKS,
     SETTINGS,
     distance,
     documents,
@@ -33,7 +34,7 @@ from tests.harness.backends import (
 )
 
 # The fork server of the second rank imports for ten seconds.
-PARAMETERS = [pytest.param(kind, marks=pytest.mark.slow if num_ranks(kind) > 1 else ()) for kind in KINDS]
+PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
 
@@ -214,6 +215,7 @@ def test_micro_batches_without_response_tokens_train_nothing(kind: str, folder: 
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_a_rank_without_documents_does_not_matter(folder: Path) -> None:
     (item,) = documents(lengths=(20,))
     with started("reference", folder) as backend:

@@ -12,10 +12,20 @@ import pytest
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import Backend, Rehearsing
-from tests.harness.backends import LEARNING_RATE, distance, documents, num_ranks, shares, started, tiny_model, weights
+from tests.harness.backends import (
+    LEARNING_RATE,
+    RANKS,
+    distance,
+    documents,
+    num_ranks,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
 
 BUILT_IN = ("reference", "megatron-1", "megatron-2", "megatron-tp2")
-PARAMETERS = [pytest.param(kind, marks=pytest.mark.slow if num_ranks(kind) > 1 else ()) for kind in BUILT_IN]
+PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in BUILT_IN]
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from asyncrl.protocols import Backend
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,
+    RANKS,
     critic,
     distance,
     documents,
@@ -39,9 +40,7 @@ from tests.harness.backends import (
 )
 
 # Processes start for ten seconds.
-PARAMETERS = [
-    pytest.param(kind, marks=pytest.mark.slow if num_ranks(kind) > 1 else ()) for kind in (*KINDS, "megatron-4")
-]
+PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in (*KINDS, "megatron-4")]
 CRITIC_RATE = 2e-2
 
 

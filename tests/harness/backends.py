@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ LAYOUTS = {
 }
 """Processes, and how many of them hold one copy of the model."""
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
+RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
+"""Marks of a test whose backend is several processes: what forks them imports for ten seconds, once for all of them."""
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 

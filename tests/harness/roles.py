@@ -80,7 +80,7 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def connected(
-    server: Server, role: str, *, run: str = "mine", as_run: str = "", **more: Any
+    server: Server, role: str, *, run: str = "mine", as_run: str = "", connect_seconds: float = 10.0, **more: Any
 ) -> AsyncIterator[Any]:
     """The bus of ``as_run`` (or ``run``) for a role of ``run``."""
     bus = await JetStreamBus.connect(
@@ -88,6 +88,7 @@ async def connected(
         run=as_run or run,
         access=server.access(role, run=run, **more),
         storage="file",
+        connect_seconds=connect_seconds,
         **BUS_SIZES,
     )
     try:

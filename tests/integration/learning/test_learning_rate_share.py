@@ -17,6 +17,7 @@ from asyncrl.policies.corrections import diagnostics
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,
+    RANKS,
     distance,
     documents,
     num_ranks,
@@ -27,7 +28,7 @@ from tests.harness.backends import (
     weights,
 )
 
-PARAMETERS = [pytest.param(kind, marks=pytest.mark.slow if num_ranks(kind) > 1 else ()) for kind in KINDS]
+PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]
 
 
 def scaled(rule: str) -> Algorithm:

@@ -18,6 +18,8 @@ from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFaile
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
