@@ -75,6 +75,7 @@ _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}
 
 def _typed(condition: bool, where: str, key: str, expected: str, value: Any) -> None:
     if not condition:
-        is_secret = key in ("token", "url", "address") or hidden(value, key=key) != value
+        # As text: nan is not equal to itself.
+        is_secret = key in ("token", "url", "address") or repr(hidden(value, key=key)) != repr(value)
         shown = HIDDEN if is_secret else repr(value)
         raise ConfigError(f"{where}: {key} must be {expected}, got {shown}")
