@@ -11,5 +11,5 @@ import pytest
 def test_the_quick_tests_of_a_file_go_to_one_process(request: pytest.FixtureRequest) -> None:
     """Else each process starts a server, a cluster or a fork server of its own for the tests of one group."""
     assert request.node.nodeid.endswith("@tests/unit/test_groups.py"), (
-        "pytest-xdist ignores groups with this pytest; install what requirements/dev.txt says: bin/install sglang-cpu dev"
+        "pytest-xdist ignores groups with this pytest; install that of requirements/dev.txt: bin/install sglang-cpu dev"
     )
