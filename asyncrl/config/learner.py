@@ -14,7 +14,8 @@ from asyncrl.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     backend: str = "megatron"
-    """megatron, reference (plain PyTorch, one process), or "package.module:Class"."""
+    """megatron, reference (plain PyTorch, one process), none (rollouts alone: it trains nothing), or
+    "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     ranks: int = 1

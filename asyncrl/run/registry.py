@@ -41,6 +41,7 @@ ENGINES = {
 }
 BACKENDS = {
     "megatron": "asyncrl.backends.megatron.backend:MegatronBackend",
+    "none": "asyncrl.backends.null:NullBackend",
     "reference": "asyncrl.backends.reference.backend:ReferenceBackend",
 }
 CHANNELS = {
