@@ -151,7 +151,7 @@ class FilterError(AsyncRLError):
 
 
 class WeightsError(AsyncRLError):
-    """A weight version cannot be read. The follower waits for the next one."""
+    """A weight version cannot be read or stored. The follower waits for the next one."""
 
 
 class BackendError(AsyncRLError):

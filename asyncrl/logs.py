@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +55,40 @@ class LogFile(logging.FileHandler):
                 line = f"{self._lost} lines of this log are lost: the disk took nothing{self.terminator}{line}"
             data = line.encode(errors="replace")
             file: Any = self.stream
+            if not os.fstat(file.fileno()).st_nlink:  # somebody removed it
+                file.close()
+                self.stream = file = self._open()
             self._lost = 0 if file.write(data) == len(data) else self._lost + 1
         except OSError:
             self._lost += 1
         except Exception:
             self.handleError(record)
+
+
+def is_at(path: Path, file: Any) -> bool:
+    """Whether an open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def put_back(path: Path, file: FileIO) -> FileIO:
+    """A file that somebody removed while it was open, or put another in the place of: copied there; open at its end.
+
+    Raises OSError; ``file`` is then open still.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(exist_ok=True)
+    with partial.open("wb") as copied:
+        file.seek(0)
+        shutil.copyfileobj(file, copied)
+        copied.flush()
+        os.fsync(copied.fileno())
+    partial.rename(path)
+    file.close()
+    logging.getLogger("asyncrl.files").warning("%s: was removed or replaced while it is in use; put back", path)
+    return path.open("a+b", buffering=0)
 
 
 def log_to(path: Path) -> None:

@@ -333,6 +333,9 @@ class NullChannel:
     def release(self, weights: WeightVersion) -> None:
         pass
 
+    def restore(self) -> WeightVersion | None:
+        return None
+
     def verify(self, weights: WeightVersion) -> Path:
         return Path()
 

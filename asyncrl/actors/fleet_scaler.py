@@ -61,10 +61,12 @@ class FleetScaler:
             await bus.close()
 
     async def _keep(self, bus: Bus) -> None:
-        """Put the status again when somebody replaced it.  waits for: the clock"""
+        """Put the status again when somebody replaced it, and the size when the bus lost it.  waits for: the clock"""
         while True:
             await asyncio.sleep(KEEP_SECONDS)
             await bus.restore()
+            if self._asked is not None and not await bus.states(FLEET):
+                await bus.put(FLEET, self._asked)
 
     async def _hear(self, bus: Bus) -> None:
         async with bus.watch(FLEET) as sizes:

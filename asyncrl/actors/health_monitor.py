@@ -27,17 +27,20 @@ from asyncrl.policies.health.faults import (
     FIRST_SECONDS,
     SILENT_SECONDS,
     Finding,
+    LostPart,
     Observation,
     Process,
     Seen,
 )
-from asyncrl.protocols import Bus
+from asyncrl.protocols import Bus, Loss
 
 LOOK_SECONDS = 1.0
 LARGE_FLEET = 128
 """Of more actors than this every second look is left out: one costs the bus a message an actor."""
 ANSWER_SECONDS = 3.0
 """The bus has so long for one look."""
+LOSS_SECONDS = 10.0
+"""How long a part of the bus that was made again is spoken of: longer than `asyncrl doctor` listens."""
 REMEMBER_SECONDS = 60.0
 """How long an actor that is not heard of is spoken of."""
 ROLE = "watcher"
@@ -195,6 +198,7 @@ class HealthMonitor:
         self._pause = LOOK_SECONDS
         self._is_finished = False
         self._since = Since()
+        self._losses = RecentLosses()
         self.error: Exception | None = None
         """Of the last look, if the bus failed it."""
 
@@ -212,7 +216,8 @@ class HealthMonitor:
         """One look at everything. Never raises for a bus that is away: that is an observation."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                beats, self._is_finished = await self._read()
+                await self._find_losses()
+                beats, self._is_finished = ({}, self._is_finished) if self._losses.is_blind else await self._read()
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
             self._silent += self._passed()  # and of what it stores nothing is known
@@ -221,11 +226,14 @@ class HealthMonitor:
             self._silent = 0.0
             heard = 0.0 if self._answered is None else min(now - self._answered, 2 * self._pause)
             self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
-            if self.error is not None:
+            if self.error is not None or self._losses.hides_beats:
                 self._sightings.excuse()
-            self._answered, self._listened = now, self._listened + heard
-            self._sightings.hear(beats, seconds=heard, launched=self._launched())
-            self._refuses = 0.0 if await self._stores() else self._refuses + self._passed()
+            self._answered = now
+            if not self._losses.is_blind:
+                self._listened += heard
+                self._sightings.hear(beats, seconds=heard, launched=self._launched())
+            is_stored = self._losses.is_blind or await self._stores()
+            self._refuses = 0.0 if is_stored else self._refuses + self._passed()
         self._looked = time.monotonic()
         if self._server_pid != (pid := self._server()):  # another life of it
             self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
@@ -236,6 +244,8 @@ class HealthMonitor:
             bus_refuses=self._refuses,
             bus_problem=str(self.error or ""),
             bus_process=process_state(pid),
+            bus_losses=self._losses.lately(self._looked),
+            is_bus_blind=self._losses.is_blind,
             is_finished=self._is_finished,
         )
 
@@ -259,9 +269,13 @@ class HealthMonitor:
                     await bus.forget(ACTORS, key=self._name)
             await bus.close()
 
-    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
+    async def _find_losses(self) -> None:
         if self._bus is None:
             self._bus = await self._connect()
+        self._losses.note(await self._bus.losses(), now=time.monotonic())
+
+    async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
+        assert self._bus is not None
         progress = (await self._bus.states(PROGRESS)).get("")
         return await self._bus.states(ACTORS), progress is not None and progress.finished
 
@@ -279,6 +293,39 @@ class HealthMonitor:
             return False
         self.error = None
         return True
+
+
+class RecentLosses:
+    """What the bus lost, for as long as it lasts and LOSS_SECONDS: it may be mended before the next look."""
+
+    def __init__(self) -> None:
+        self._losses: dict[str, tuple[float, float, Loss]] = {}  # name -> first and last seen
+        self.is_blind = False
+        """Heartbeats or progress cannot be read now."""
+        self.hides_beats = False
+        """Heartbeats of before the last look are gone, or cannot be read."""
+
+    def note(self, losses: Iterable[Loss], *, now: float) -> None:
+        found = list(losses)
+        for loss in found:
+            since = self._losses[loss.name][0] if loss.name in self._losses else now
+            self._losses[loss.name] = (since, now, loss)
+        gone = {topic for loss in found if loss.is_gone for topic in loss.topics}
+        self.is_blind = bool(gone & {ACTORS.name, PROGRESS.name})
+        self.hides_beats = self.is_blind or any(ACTORS.name in loss.topics for loss in found)
+
+    def lately(self, now: float) -> tuple[LostPart, ...]:
+        self._losses = {name: one for name, one in self._losses.items() if now - one[1] <= LOSS_SECONDS}
+        return tuple(
+            LostPart(
+                name=loss.name,
+                problem=loss.problem,
+                is_gone=loss.is_gone,
+                is_mended=loss.is_mended,
+                seconds=now - since,
+            )
+            for since, _, loss in self._losses.values()
+        )
 
 
 class Since:

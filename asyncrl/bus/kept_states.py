@@ -42,14 +42,20 @@ class KeptStates:
         self,
         read: Callable[[Topic[Any], str], Awaitable[bytes | None]],
         store: Callable[[Topic[Any], str, bytes], Awaitable[None]],
+        *,
+        anew: bool = False,
     ) -> list[str]:
         """Put again what is there no longer; "TOPIC KEY" of each. ``read``: None for a state that was removed.
+
+        anew  put again also what is there as we put it
 
         A ``put`` waits for it only where something is put again, not while we look.
         """
 
         async def stands(topic: Topic[Any], key: str, ours: bytes) -> bool:
             found = await read(topic, key)
+            if anew and found == ours:
+                return False
             if found is None or not self._signatures.supersedes(topic, key, found, ours):
                 return False
             return bool(self._signatures.learner) or self._is_as_new(topic, key, found, ours)

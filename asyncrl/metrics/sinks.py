@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Protocol, TextIO, runtime_checkable
 
 from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
+from asyncrl.logs import is_at, put_back
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import GroupSample
 
@@ -98,6 +99,8 @@ class JsonLines:
         left = json.dumps(row, allow_nan=False).encode() + b"\n"
         length = len(left)
         try:
+            if not is_at(self._path, self._file):
+                self._file = put_back(self._path, self._file)
             if self._file.seek(0, os.SEEK_END) != self._end:
                 self._file.truncate(self._end)
             while left:

@@ -14,7 +14,18 @@ rejections    counts rejected messages and logs one of each kind
 from __future__ import annotations
 
 from asyncrl.protocols.backend import Backend, Rehearsing, StepResult
-from asyncrl.protocols.bus import Asked, Bus, Deliveries, Delivery, LogMark, LogState, ObjectInfo, ObjectStore, Record
+from asyncrl.protocols.bus import (
+    Asked,
+    Bus,
+    Deliveries,
+    Delivery,
+    LogMark,
+    LogState,
+    Loss,
+    ObjectInfo,
+    ObjectStore,
+    Record,
+)
 from asyncrl.protocols.engine import Collectives, Engine, EngineStats, Intake, LoadReport, Source
 from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 from asyncrl.protocols.generation import Generation, PartialGeneration
@@ -35,6 +46,7 @@ __all__ = [
     "LoadReport",
     "LogMark",
     "LogState",
+    "Loss",
     "ObjectInfo",
     "ObjectStore",
     "PartialGeneration",

@@ -101,6 +101,23 @@ class LogState:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Something on the bus that is not as it was: gone, made anew, back at an earlier state, emptied, or altered.
+
+    name       of it on the bus;  topics: names of those that it holds; empty for the object store
+    problem    what became of it; follows its name
+    is_gone    it is not there now
+    is_mended  it is as it was made again, though not what it held
+    """
+
+    name: str
+    topics: tuple[str, ...] = ()
+    problem: str
+    is_gone: bool = False
+    is_mended: bool = False
+
+
 Veto = Callable[[int, str], str]
 """Of a log entry's sequence and key: why it must not be decoded, the record's problem then; "" to decode it."""
 
@@ -164,8 +181,15 @@ class Bus(Protocol):
         """Remove a state; a key that ends in "/" removes all keys that begin with it."""
         ...
 
-    async def restore(self) -> list[str]:
-        """Put again our states on the learner's topics that somebody replaced or removed; says which."""
+    async def restore(self, *, anew: bool = False) -> list[str]:
+        """Put again our states on the learner's topics that somebody replaced or removed; says which. ``anew``: also
+        those that stand, for watchers who may not have heard of them."""
+        ...
+
+    async def losses(self, *, mends: bool = False) -> list[Loss]:
+        """What of the run is gone from the bus, or has changed since this was last asked, though nobody of the run did
+        it. ``mends``: make it again, as only a learner may; what it held is for others to publish again.
+        """
         ...
 
     async def depth(self, topic: Topic[Any]) -> int:
@@ -246,6 +270,10 @@ class ObjectStore(Protocol):
         ...
 
     def names(self) -> set[str]: ...
+
+    def whole(self) -> set[str]:
+        """Names of the objects of which nothing is missing; bytes are counted, not read."""
+        ...
 
     def remove(self, name: str) -> None:
         """Remove an object; does nothing if it does not exist."""

@@ -21,6 +21,13 @@ class WeightChannel(Protocol):
         """Store one version atomically, and remove versions that should not be loaded any more."""
         ...
 
+    def restore(self) -> WeightVersion | None:
+        """Store the newest version again if something of it is gone: how to announce it then, None if nothing is.
+
+        Called every few seconds between two publishes.
+        """
+        ...
+
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version with its checksum verified, fetched if need be. Raises WeightsError."""
         ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from asyncrl.messages.topics import FLEET, PROGRESS
 from asyncrl.os_process import PYTHON_PATH
 from asyncrl.protocols import Bus
 from asyncrl.run import (
+    kept_files,
     registry,
     resume_checks,
     resume_settings,
@@ -35,7 +35,7 @@ from asyncrl.run import (
 )
 from asyncrl.run.process_manager import Outcome, ProcessManager
 from asyncrl.run.process_specs import ProcessSpecs
-from asyncrl.run.registry import BUS_FILE, connect
+from asyncrl.run.registry import connect
 from asyncrl.run.run_folder import RecordedRun, launcher_pid
 from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from asyncrl.state import checkpoint
@@ -110,6 +110,8 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
         return connect(run_config, token=token)
 
     monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
+    files = kept_files.of_run(run_config.run_directory, server)
+    keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
     running = asyncio.ensure_future(manager.run(monitor, FleetScaler(bus, manager)))  # awaited on every way out
     try:
         return await asyncio.shield(running)
@@ -117,6 +119,9 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
         manager.interrupt()
         await running  # a second cancellation kills what is left
         raise
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))  # it writes no file of a run that is over
 
 
 # -- the bus -----------------------------------------------------------------------------------------------------------
@@ -139,14 +144,14 @@ def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
                 "there ends it"
             ) from None
         raise
-    address = directory / BUS_FILE
+    address = kept_files.AddressFile.of(directory, server)
     try:
-        _write_address(address, server)
+        address.write()
         where = server.url.partition("://")[2]
         print(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
         yield server
     finally:
-        address.unlink(missing_ok=True)
+        address.path.unlink(missing_ok=True)
         server.stop()
 
 
@@ -200,14 +205,6 @@ def _make(directory: Path) -> None:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
-
-
-def _write_address(path: Path, server: BusServer) -> None:
-    """For its owner alone. Its inode tells it from a copy of the folder, whose run is not up."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        inode = os.fstat(file.fileno()).st_ino
-        json.dump({"url": server.url, "token": server.token, "pid": os.getpid(), "inode": inode}, file)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,8 @@ HAND_OVER_SECONDS = 15.0
 """How much longer a leaving worker may take to hand over what it has; then it is killed."""
 
 BUS_FAULTS = ("bus", "bus storage")
+LOST = "lost"
+"""A part of the bus is gone, or was made anew: who could not wait for it is no worse than who waits for the bus."""
 BUS_SECONDS = 90.0
 """A process that dies within this time after the bus was away, or stored nothing, died of that: no restart is used."""
 BUS_PAUSE_SECONDS = 10.0
@@ -160,7 +162,7 @@ class ProcessManager:
         else:
             await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
         if self._failure and (learner := self._trained()):
-            self._say("the learner ends its step and writes a checkpoint")
+            self.say("the learner ends its step and writes a checkpoint")
             await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
         self._signal_all(signal.SIGKILL)
         await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
@@ -174,7 +176,7 @@ class ProcessManager:
                 return
             if (left := deadline - time.monotonic()) > 0:
                 names = ", ".join(sorted(task.get_name() for task in waiting))
-                self._say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
+                self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
 
     def _trained(self) -> list[asyncio.Task[None]]:
         """The learner's task, if its process is up and has got past its start."""
@@ -215,7 +217,7 @@ class ProcessManager:
         elif is_learner and code == 0:
             self._over.set()
         if child.is_leaving:
-            self._say(f"{child.name} has left" if code == 0 else f"{ended.reason} while it left; others have its work")
+            self.say(f"{child.name} has left" if code == 0 else f"{ended.reason} while it left; others have its work")
             return None
         if code == 0 or was_over or self._over.is_set():
             return None
@@ -224,10 +226,10 @@ class ProcessManager:
         if code == NameTaken.exit_code and child.spec.role == WORKER:
             return self._rename(child, ended)
         if code == DiskError.exit_code:
-            self._say(f"{ended.reason}: a disk takes nothing; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
+            self.say(f"{ended.reason}: a disk takes nothing; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
             return DISK_PAUSE_SECONDS
         if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
-            self._say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
+            self.say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
             return BUS_PAUSE_SECONDS
         has_worked = self._has_worked(ended.node, ended.pid)
         child.is_configured |= has_worked
@@ -240,7 +242,7 @@ class ProcessManager:
         if delay is None:
             self._fail(STUCK_EXIT_CODE if child.fault else code, f"{ended.reason}; ending the run")
         else:
-            self._say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
+            self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
         return delay
 
     def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
@@ -250,7 +252,7 @@ class ProcessManager:
             return None
         self._taken.add(taken := child.name)
         child.spec = child.spec.renamed(self._free_name(besides=self._heard()))
-        self._say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
+        self.say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
         self.changed.set()
         return delay
 
@@ -260,11 +262,11 @@ class ProcessManager:
             child.is_kept_running = False
             self._refuse_size(ended.reason)
             return None
-        self._say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
+        self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
         return LONGEST_BACK_OFF_SECONDS
 
     async def _keep_server_up(self, server: BusServer) -> None:
-        reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self._say)
+        reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self.say)
         self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
 
     # -- number of workers ---------------------------------------------------------------------------------------------
@@ -288,7 +290,7 @@ class ProcessManager:
         else:
             if moved := added or workers[wanted:]:
                 names = ", ".join(child.name for child in moved)
-                self._say(f"{len(workers)} -> {wanted} rollout workers: {'+' if added else '-'} {names}")
+                self.say(f"{len(workers)} -> {wanted} rollout workers: {'+' if added else '-'} {names}")
         self.changed.set()
 
     def status(self) -> FleetStatus:
@@ -316,7 +318,7 @@ class ProcessManager:
         """The fleet stays as large as it is."""
         self._size = len(self._workers())
         self._problem = f"{reason}; the fleet stays at {self._size} rollout worker{'s' * (self._size != 1)}"
-        self._say(self._problem)
+        self.say(self._problem)
         self.changed.set()
 
     def _workers(self) -> list[ChildProcess]:
@@ -331,13 +333,13 @@ class ProcessManager:
     def _on_findings(self, findings: Iterable[Finding]) -> None:
         """Report faults that begin or end; restart processes of ours that do not recover."""
         self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
-        if not self._is_refused() and any(finding.fault in BUS_FAULTS for finding in findings):
+        if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
             self._bus_was_away = time.monotonic()
         begun, ended = self._lasting.update(findings)
         for finding in begun if not self._over.is_set() else ():  # a run that ends lacks its processes, and says why
-            self._say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
+            self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
         for finding in ended:
-            self._say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
+            self.say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
         for finding in findings:
             if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
                 self._heal(finding)
@@ -366,12 +368,12 @@ class ProcessManager:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _fail(self, code: int, reason: str) -> None:
-        self._say(reason)
+        self.say(reason)
         self._reason = reason
         self._failure = code if code > 0 else 1
         self._over.set()
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # where it goes is full; nothing depends on it
             print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
 
@@ -379,7 +381,7 @@ class ProcessManager:
         """Ctrl-C: the first drains the run, the second kills everything."""
         self._interrupts += 1
         if self._interrupts == 1:
-            self._say("draining; once more to stop at once")
+            self.say("draining; once more to stop at once")
             self._over.set()
         else:
             self._signal_all(signal.SIGKILL)

@@ -31,6 +31,8 @@ from asyncrl.state.history import HISTORY_FILE
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
 """In the environment of processes that `asyncrl run` starts: the learner's public key."""
 _FOLDER: Final = "keys"
+KEY_FILES: Final = (f"{_FOLDER}/learner", f"{_FOLDER}/learner.pub")
+"""In the folder of a run that signs."""
 _LIFE_DIGITS: Final = 18
 
 _OURS: Final[dict[tuple[int, Path], Signatures]] = {}

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -33,8 +34,11 @@ from typing import Any, Final
 
 from asyncrl.config.renamed import translated
 from asyncrl.errors import ConfigError, MessageError, NoHistory
+from asyncrl.logs import is_at, put_back
 from asyncrl.messages import upgrade
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, FATES, HistoryEntry
+
+log = logging.getLogger("asyncrl.learner")
 
 HISTORY_FILE: Final = "history.jsonl"
 
@@ -54,7 +58,7 @@ class History:
         self._file = path.open("a+b", buffering=0)
         self._drop_torn_line()
         self._pending = bytearray()
-        self._position = self._file.tell()
+        self._position = self._written = self._file.tell()
         self._lock = threading.Lock()  # of the file and what is pending
 
     @property
@@ -117,10 +121,24 @@ class History:
 
     def _flush(self) -> None:
         try:
+            self._mend()
             while self._pending:
-                del self._pending[: self._file.write(bytes(self._pending)) or 0]
+                count = self._file.write(bytes(self._pending)) or 0
+                self._written += count
+                del self._pending[:count]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _mend(self) -> None:
+        """Somebody may have removed the file while we write it, or cut it: what is gone is a blank line (H4)."""
+        if not is_at(self._path, self._file):
+            self._file = put_back(self._path, self._file)
+        gone = self._written - os.fstat(self._file.fileno()).st_size
+        if gone > 0:
+            log.error(
+                "%s: %d bytes were cut off while it is in use; `asyncrl audit` says of which steps", self._path, gone
+            )
+            self._file.write(b" " * (gone - 1) + b"\n")
 
     def _drop_torn_line(self) -> None:
         """A full disk or a lost machine may have cut the last line short; no checkpoint counts on that one (H1)."""

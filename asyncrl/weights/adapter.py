@@ -38,6 +38,10 @@ class ChannelAdapter(Adapter):
     def release(self, weights: WeightVersion) -> None:
         """See WeightChannel."""
 
+    def restore(self) -> WeightVersion | None:
+        """See WeightChannel. A folder that somebody deleted stays away: the next version is another."""
+        return None
+
     @property
     def sender(self) -> Sender | None:
         """See WeightChannel."""

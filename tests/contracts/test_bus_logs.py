@@ -38,6 +38,16 @@ async def test_a_log_is_read_from_a_cursor(bus: Bus) -> None:
     assert [record.sequence for record in await first(bus, 1, after=2)] == [3]
 
 
+async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus) -> None:
+    """What is done of a log is counted from there."""
+    assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
+    await publish_groups(bus, 1)
+    assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 1
+    await bus.trim(TRAJECTORIES, through=1)
+    assert (await bus.log_state(TRAJECTORIES, mark=LogMark())).first == 2
+    assert await bus.losses() == []
+
+
 async def test_a_cursor_at_the_end_waits_for_what_comes_next(bus: Bus) -> None:
     await publish_groups(bus, 1, 2)
     async with bus.read(TRAJECTORIES, after=2) as records:

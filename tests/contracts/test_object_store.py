@@ -80,6 +80,15 @@ async def test_what_is_removed_is_gone_and_what_never_was_too(stores: tuple[Any,
         await read(reader, "a")
 
 
+async def test_every_object_is_whole_until_something_of_it_is_gone(stores: tuple[Any, Any]) -> None:
+    writer, _ = stores
+    await put(writer, "a", os.urandom(2 * CHUNK_BYTES + 1))
+    await put(writer, "empty", b"")
+    assert await asyncio.to_thread(writer.whole) == {"a", "empty"}
+    await asyncio.to_thread(writer.remove, "a")
+    assert await asyncio.to_thread(writer.whole) == {"empty"}
+
+
 # -- JetStream alone ---------------------------------------------------------------------------------------------------
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
@@ -120,6 +129,39 @@ async def test_a_writer_that_died_leaves_nothing_visible_and_the_next_one_remove
     assert await asyncio.to_thread(store.names) == {"whole"}
     assert isinstance(store, JetStreamObjects)
     assert await chunks_stored(second, store) == 2  # a chunk, and what it is
+
+
+async def test_an_object_of_which_somebody_took_a_chunk_is_not_whole(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(nats_server)
+    store = bus.objects()
+    await put(store, "a", os.urandom(3 * CHUNK_BYTES))
+    await put(store, "b", b"1")
+    await bus._connection.api(f"STREAM.MSG.DELETE.{bus._layout.objects_stream}", {"seq": 2})
+    assert await asyncio.to_thread(store.names) == {"a", "b"}
+    assert await asyncio.to_thread(store.whole) == {"b"}
+
+
+async def test_a_store_that_somebody_deletes_or_alters_is_made_again_and_a_write_waits_for_it(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(nats_server)
+    store = bus.objects()
+    await put(store, "a", b"1")
+    assert await bus.losses(mends=True) == []
+    stream = bus._layout.objects_stream
+    await bus._connection.api(f"STREAM.DELETE.{stream}")
+    writing = asyncio.create_task(put(store, "b", b"2"))
+    (loss,) = await bus.losses(mends=True)
+    assert (loss.name, loss.topics, loss.problem, loss.is_mended) == (stream, (), "was deleted", True)
+    await writing
+    assert await asyncio.to_thread(store.whole) == {"b"}
+    config = (await bus._connection.api(f"STREAM.INFO.{stream}"))["config"]
+    await bus._connection.api(f"STREAM.UPDATE.{stream}", {**config, "max_bytes": 1000, "discard": "old"})
+    (loss,) = await bus.losses(mends=True)
+    assert loss.problem == "was altered: discard new -> old, max_bytes -1 -> 1000"
+    assert await bus.losses(mends=True) == []
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

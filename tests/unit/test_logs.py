@@ -125,3 +125,14 @@ def test_a_log_that_may_not_be_opened_is_waited_for_if_it_was_written_before(
     with pytest.raises(AsyncRLError, match=r"run.directory: cannot write .*learner.log: Permission denied") as raised:
         log_to(path)
     assert exit_code_of(raised.value) == code
+
+
+def test_a_log_that_somebody_removed_is_begun_again(tmp_path: Path) -> None:
+    handler = LogFile(tmp_path / "w0.log")
+    log = logging.Logger("w0")
+    log.addHandler(handler)
+    log.warning("one")
+    (tmp_path / "w0.log").unlink()
+    log.warning("two")
+    handler.close()
+    assert (tmp_path / "w0.log").read_text() == "two\n"

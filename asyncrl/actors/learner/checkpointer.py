@@ -18,7 +18,7 @@ from asyncrl.errors import BusError
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.table import GroupTable
-from asyncrl.protocols import Bus
+from asyncrl.protocols import Bus, LogMark
 from asyncrl.state import checkpoint
 
 log = logging.getLogger("asyncrl.learner")
@@ -88,7 +88,11 @@ class Checkpointer:
 
     async def _trim(self, *, through: int) -> None:
         """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
+        sequence, stored = self._table.last_read
+        mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
         try:
+            if (await self._bus.log_state(TRAJECTORIES, mark=mark)).problem:
+                return  # another log, whose records are not what we have read; the reader says so
             await self._bus.trim(TRAJECTORIES, through=through)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from asyncrl import os_process
 from asyncrl.actors.base import Actor
 from asyncrl.actors.learner.batcher import Batcher, Prepared
+from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
@@ -85,6 +86,9 @@ class Learner(Actor):
         self._disk = disk or Disk(trainer.waits)
         self._in_progress = in_progress or InProgress()
         self._samples = samples
+        self._keeper = BusKeeper(
+            bus, suspect_prompts=reader.lost_prompts.suspect, restore_weights=trainer.restore_weights
+        )
         self._sifter = Sifter(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
         self._evaluator = evaluator
         self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
@@ -97,7 +101,12 @@ class Learner(Actor):
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._trainer.start()
+        looking_after = asyncio.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")  # a load takes minutes
+        try:
+            await self._trainer.start()
+        finally:
+            looking_after.cancel()
+            await asyncio.wait((looking_after,))
         self._last_end = time.monotonic()
 
     async def run(self) -> None:
@@ -105,6 +114,7 @@ class Learner(Actor):
         async with asyncio.TaskGroup() as group:
             prompts = group.create_task(self._reader.follow_prompts(), name=f"{self.name}.follow-prompts")
             reading = group.create_task(self._reader.read(), name=f"{self.name}.read")
+            looking_after = group.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")
             watching = group.create_task(self._reader.watch_prompts(), name=f"{self.name}.watch-prompts")
             evaluating = await self._start_evaluator(group)
             if self.table.incarnation > 0 or self._trainer.must_publish_at_start or self._evaluates_first:
@@ -114,7 +124,7 @@ class Learner(Actor):
             self._load_seconds = os_process.age_seconds()
             await self._train(group)
             await self._finish(group)
-            for task in (prompts, reading, watching, keeping, *evaluating):
+            for task in (prompts, reading, watching, keeping, looking_after, *evaluating):
                 task.cancel()
 
     async def _start_evaluator(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:

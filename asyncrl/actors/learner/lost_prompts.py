@@ -29,6 +29,10 @@ class LostPrompts:
         self._suspects: set[int] = set()
         self._logs_changed, self._looks = table.logs_changed, 0
 
+    def suspect(self) -> None:
+        """Somebody deleted, purged or replaced what prompts or trajectories are on: list both for a while."""
+        self._looks = MANY_LOOKS
+
     async def watch(self) -> None:
         """waits for: the next look"""
         while True:

@@ -123,6 +123,10 @@ class Trainer:
         self._weights.num_engines = num_engines
         await self._weights.publish(snapshot, incarnation=incarnation, policy_version=policy_version, group=group)
 
+    async def restore_weights(self) -> None:
+        """Store and announce again what is missing of the newest version."""
+        await self._weights.restore()
+
     async def weights_published(self) -> None:
         """Wait until the newest version is announced."""
         await self._weights.wait()

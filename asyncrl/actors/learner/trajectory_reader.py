@@ -60,6 +60,7 @@ class TrajectoryReader:
         self._in_progress = in_progress or InProgress()
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
+        self.lost_prompts = LostPrompts(bus, table=table, link=link)
         self._failed_of: set[str] = set()  # workers, since a group was buffered
         self._explained = ""
         """What a filter raised last; its traceback is in the log."""
@@ -86,7 +87,7 @@ class TrajectoryReader:
     async def watch_prompts(self) -> None:
         """waits for: the prompt source's look at the bus, then its own looks for prompts that the bus has lost"""
         await self._reconciled.wait()
-        await LostPrompts(self._bus, table=self._table, link=self._link).watch()
+        await self.lost_prompts.watch()
 
     async def _find_log(self) -> None:
         """See whether the log is the one that was read so far; of another, or one that went back, the cursor means

@@ -89,6 +89,14 @@ class WeightPublisher:
         if self._writing is not None:
             await self._writing
 
+    async def restore(self) -> None:
+        """Announce the newest version anew, if the channel had to store it again. Nothing while one is written."""
+        if self._writing is None or not self._writing.done():
+            return
+        version = await asyncio.get_running_loop().run_in_executor(self._thread, self._channel.restore)
+        if version is not None and self._writing.done():  # else a newer one is on its way
+            await self._announce(version)
+
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 

@@ -165,10 +165,16 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
 
 
 def newest_attempt(found: Mapping[str, GroupSegment], group_id: int, *, before: int) -> list[GroupSegment]:
-    """The segments of the newest attempt below ``before`` that has any, from the first up to the first missing one."""
+    """The segments of the newest attempt below ``before`` that has any, from the first up to the first missing one.
+
+    Those of another worker are none of it: a prompt that the bus lost is published again, and its attempts are counted
+    anew while somebody may hold it still.
+    """
     for attempt in range(before - 1, 0, -1):
         segments: list[GroupSegment] = []
         while (segment := found.get(_segment_key(group_id, attempt, len(segments)))) is not None:
+            if segments and segment.worker != segments[0].worker:
+                break
             segments.append(segment)
         if segments:
             return segments

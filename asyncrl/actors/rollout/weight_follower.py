@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ ReceiverOf = Callable[[Intake], Receiver | None]
 
 ATTEMPTS = 5
 RETRY_SECONDS = 1.0
+LAST_RETRY_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
 NONCE_BYTES = 16
 STARVED_SECONDS = 10.0
@@ -45,8 +47,8 @@ class WeightFollower(Actor):
     on_demand  when a prompt asks for newer weights than the engine has, and nothing runs
 
     Versions published during a load are skipped. What the learner sends from memory is preferred to its folder; if
-    sending fails, the folder is loaded as soon as it is there. A folder that cannot be loaded is tried again until a
-    newer one comes; after ATTEMPTS the worker ends, or prompts that ask for the version would wait for ever.
+    sending fails, the folder is loaded as soon as it is there. A folder that cannot be read is waited for: the learner
+    may store it again, and a newer one may come. One that the engine does not load ends the worker after ATTEMPTS.
     In flight, engines take turns by leases of the bus: at most LOADING_SHARE of them are paused at any instant.
     Whoever needs one version for a while, an evaluation, holds it (``held``): nothing newer is loaded meanwhile.
     """
@@ -278,24 +280,27 @@ class WeightFollower(Actor):
     # -- how -----------------------------------------------------------------------------------------------------------
 
     async def _catch_up(self) -> None:
-        for attempt in range(1, ATTEMPTS + 1):
-            newest = self._newest_order
+        for attempt in itertools.count(1):
+            tried, order = self._wanted, self._newest_order
             try:
                 await self._take()
                 return
             except WeightsError as error:
                 # A slow worker may find that a version was collected meanwhile: it takes the next one.
-                level = logging.INFO if self._newest_order > newest else logging.WARNING
-                self.log.log(level, "version %d, attempt %d: %s", newest[1], attempt, error)
+                level = logging.INFO if self._newest_order > order else logging.WARNING
+                if str(error) != self.problem or attempt <= ATTEMPTS:
+                    self.log.log(level, "version %d, attempt %d: %s", order[1], attempt, error)
                 self.problem = str(error)
-                if attempt == ATTEMPTS:
-                    if self._held is None or self._held.order != newest:
-                        raise
+                is_held = self._held is not None and self._held.order == order
+                if attempt >= ATTEMPTS and is_held:  # the learner evaluates it elsewhere
                     self._held, self._held_problem = None, str(error)
                     self._tell()
                     return
-            if await self._superseded(newest):
-                return
+                if attempt >= ATTEMPTS and not isinstance(error, _Unreadable):
+                    raise
+            with self.waiting("weights that it can read", on=LEARNER, note=f"of version {order[1]}"):
+                if await self._superseded(tried, seconds=min(attempt * RETRY_SECONDS, LAST_RETRY_SECONDS)):
+                    return
 
     async def _take(self) -> None:
         """The newest version, from the learner's memory or else from its folder. Raises WeightsError."""
@@ -319,7 +324,10 @@ class WeightFollower(Actor):
             return  # the folder is still being written
         note = f"of version {stored.policy_version}"
         with self.waiting("the weight folder", on="folder", note=note, progress=self._progress):
-            folder = await asyncio.to_thread(self._verify, stored)
+            try:
+                folder = await asyncio.to_thread(self._verify, stored)
+            except WeightsError as error:
+                raise _Unreadable(str(error)) from error
         async with self._turn():
             with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
                 report = await self._engine.load(replace(stored, uri=str(folder)))
@@ -373,11 +381,20 @@ class WeightFollower(Actor):
             report.load_seconds,
         )
 
-    async def _superseded(self, order: tuple[int, int]) -> bool:
-        """Whether a newer version is announced within RETRY_SECONDS."""
+    @property
+    def _wanted(self) -> Mapping[str, WeightVersion]:
+        """What there is to load, by key."""
+        return dict(self._newest) if self._held is None else {"held": self._held}
+
+    async def _superseded(self, tried: Mapping[str, WeightVersion], *, seconds: float) -> bool:
+        """Whether another version, or the same one at another place, is wanted within ``seconds``."""
         try:
-            async with asyncio.timeout(RETRY_SECONDS), self._changed:
-                await self._changed.wait_for(lambda: self._newest_order > order)
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: self._wanted != tried)
         except TimeoutError:
             return False
         return True
+
+
+class _Unreadable(WeightsError):
+    """A version's folder or objects are not there, or not what was announced. No other worker could read them."""

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +24,7 @@ from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
 from asyncrl.bus.jetstream.errors import Refused
+from asyncrl.bus.jetstream.keeper import StreamKeeper
 from asyncrl.bus.jetstream.last_per_subject import last_of_each
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease
@@ -31,7 +32,7 @@ from asyncrl.bus.jetstream.log_reader import log_state, opened_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
-from asyncrl.bus.jetstream.streams import Streams
+from asyncrl.bus.jetstream.streams import Streams, batches, subjects
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
@@ -39,8 +40,8 @@ from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Seen, Signatures
-from asyncrl.messages.topics import ALL, PROMPTS, Service, Topic
-from asyncrl.protocols import Deliveries, LogMark, LogState, ObjectStore, Record
+from asyncrl.messages.topics import ALL, Service, Topic
+from asyncrl.protocols import Deliveries, LogMark, LogState, Loss, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
 
@@ -53,8 +54,6 @@ A = TypeVar("A")
 _STORE_FAILED: Final = 10077
 _FEW: Final = 8
 """Up to this many states are read one by one."""
-_AT_ONCE: Final = 64
-"""Concurrent requests for one state each."""
 
 
 class JetStreamBus:
@@ -72,8 +71,9 @@ class JetStreamBus:
         self._connection, self._layout, self._objects = connection, layout, objects
         self._role, self._creates_consumers = access.role, access.creates_consumers
         self._signatures, self._kept = signatures, KeptStates(signatures)
-        streams = Streams(connection, layout, role=access.role)
-        self._stream, self._made = streams.of, streams.made
+        self._streams = Streams(connection, layout, role=access.role)
+        self._stream, self._made = self._streams.of, self._streams.made
+        self._keeper = StreamKeeper(connection, layout, made=self._made, role=access.role)
         self._workers = SharedConsumers(connection, layout, role=access.role)
         self.rejections = Rejections()
 
@@ -109,6 +109,8 @@ class JetStreamBus:
             replicas=replicas,
         )
 
+        takes_part = access.role in ("learner", "rollout-worker")
+
         async def open_it(it: Connection) -> Connection:
             try:
                 await it.open(
@@ -121,16 +123,15 @@ class JetStreamBus:
             except BaseException:
                 await it.close()
                 raise
+            it.awaits_streams = takes_part
             return it
 
         objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)
         bus = cls(connection, layout, access=access, objects=objects, signatures=signatures)
         try:
             await open_it(connection)
-            every = (*ALL, Lease.TOPIC) if access.role in ("learner", "rollout-worker") else (PROMPTS,)
-            topics = {layout.stream(topic): topic for topic in every}  # an older run has fewer, and can be looked at
-            await asyncio.gather(*(bus._stream(topic) for topic in topics.values()))  # concurrently: one round trip
-            if access.role in ("learner", "rollout-worker"):
+            await bus._streams.open((*ALL, Lease.TOPIC))
+            if takes_part:
                 await bus._workers.start()
         except BaseException:
             await connection.close()
@@ -208,7 +209,13 @@ class JetStreamBus:
         # Purging beyond the end would also move the end.
         through = min(through, await self.last_sequence(topic))
         if through > 0:
-            await self._connection.api(f"STREAM.PURGE.{await self._stream(topic)}", {"seq": through + 1})
+            stream = await self._stream(topic)
+            self._keeper.trims(stream, through=through)
+            await self._connection.api(f"STREAM.PURGE.{stream}", {"seq": through + 1})
+
+    async def losses(self, *, mends: bool = False) -> list[Loss]:
+        self._keeper.has_objects = self._objects.is_made
+        return await self._keeper.look(mends=mends)
 
     async def depth(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["messages"])
@@ -230,12 +237,12 @@ class JetStreamBus:
             return
         await self._kept.put(topic, key, data, lambda: self._set(topic, key, data, {}))
 
-    async def restore(self) -> list[str]:
+    async def restore(self, *, anew: bool = False) -> list[str]:
         async def read(topic: Topic[Any], key: str) -> bytes | None:
             last = await self._last(topic, self._layout.subject(topic, key))
             return None if last is None or is_removed(last.headers) else last.data
 
-        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}))
+        return await self._kept.restore(read, lambda topic, key, data: self._set(topic, key, data, {}), anew=anew)
 
     @contextlib.asynccontextmanager
     async def watch(self, topic: Topic[M], *, key: str = "") -> AsyncIterator[AsyncIterator[M]]:
@@ -272,7 +279,7 @@ class JetStreamBus:
                 if (message := self._value(topic, key, item.data, item.headers, seen)) is not None:
                     found[key] = message
             return found
-        for some in _batches(subjects):
+        for some in batches(subjects):
             lasts = await asyncio.gather(*(self._last(topic, subject) for subject in some))
             for subject, last in zip(some, lasts, strict=True):
                 key = self._layout.key(topic, subject)
@@ -305,7 +312,7 @@ class JetStreamBus:
         if key.endswith("/"):
             keys = [self._layout.key(topic, subject) for subject in await self._subjects(topic, under=key)]
         headers = REMOVED | (GONE_SOON if topic.seconds_to_live else {})
-        for some in _batches(keys):
+        for some in batches(keys):
             await asyncio.gather(*(self._set(topic, one, b"", headers) for one in some))
 
     def _encoded(self, topic: Topic[M], message: M, key: str) -> bytes:
@@ -385,17 +392,5 @@ class JetStreamBus:
         return await self._connection.api(f"STREAM.INFO.{await self._stream(topic)}")
 
     async def _subjects(self, topic: Topic[Any], *, under: str = "") -> list[str]:
-        """Subjects that hold a message; the server returns at most 100,000 of them at a time."""
-        verb = f"STREAM.INFO.{await self._stream(topic)}"
-        found: list[str] = []
-        while True:
-            body = {"subjects_filter": self._layout.under(topic, under), "offset": len(found)}
-            page = await self._connection.api(verb, body)
-            subjects = page["state"].get("subjects") or {}
-            found += subjects
-            if not subjects or len(found) >= page.get("total", 0):
-                return found
-
-
-def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))
+        stream = await self._stream(topic)
+        return list(await subjects(self._connection, stream, matching=self._layout.under(topic, under)))

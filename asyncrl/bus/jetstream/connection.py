@@ -9,7 +9,9 @@ The only file that imports nats.
    A slow link is not mistaken for a dead server: repeated requests get time to arrive, and a connection that still
    transfers data is kept (test_a_slow_way_is_given_the_time_that_a_message_takes).
 3. No call waits forever for a server that is up but does not answer: BusError after a minute.
-4. An acked call has taken effect on the server when it returns: acks are requests that the server confirms.
+4. A call about a stream that somebody deleted waits until the learner has made it again, where ``awaits_streams``
+   (test_whoever_needs_a_stream_that_is_gone_waits_for_it).
+5. An acked call has taken effect on the server when it returns: acks are requests that the server confirms.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import contextlib
 import json
 import logging
 import re
-import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,7 +30,19 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.bus.jetstream.cancellation import guarded
-from asyncrl.bus.jetstream.errors import BUSY, IN_PROCESS, Busy, Nobody, PublishAck, Refused, Reply
+from asyncrl.bus.jetstream.connecting import connect_error, expect_signs_of_life, require_version
+from asyncrl.bus.jetstream.errors import (
+    BUSY,
+    IN_PROCESS,
+    NO_STREAM,
+    STREAM_GONE,
+    Busy,
+    Nobody,
+    PublishAck,
+    Refused,
+    Reply,
+    stream_of,
+)
 from asyncrl.bus.jetstream.pending_requests import PendingRequests
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import BusError, ConfigError, Forbidden, NoAnswer, Unanswered
@@ -41,8 +54,6 @@ _ANSWER_SECONDS: Final = 5.0
 _SLOW_BYTES_PER_SECOND: Final = 32 * 2**10
 """Slowest link that is tolerated: the time to send the unanswered bytes at this rate is added to the above."""
 _PING_SECONDS: Final = 5
-_DEAD_SECONDS: Final = 15
-"""TCP_USER_TIMEOUT: the kernel drops a connection if nothing, pings included, is acknowledged for this long."""
 _FROZEN_SECONDS: Final = 60
 """For a server whose kernel acknowledges but which is silent; longer, because pings queue behind messages."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
@@ -52,7 +63,6 @@ _NOBODY_SECONDS: Final = 30.0
 """How long a request without a responder is repeated: a server that just started may still be opening its streams, or a
 cluster electing their leaders."""
 _LEAVE_SECONDS: Final = 5.0
-_OLDEST: Final = (2, 10)
 _FORBIDDEN: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _PASSING: Final = (
     TimeoutError,
@@ -72,6 +82,8 @@ class Connection:
         self._client: Any = Client()
         self.name = without_secrets(url)
         self.generation = 0
+        self.awaits_streams = False
+        """Whether a stream that is not there is waited for: of whoever takes part in a run."""
         self._online = asyncio.Event()
         self._over = asyncio.Event()
         self._is_starting = True
@@ -115,24 +127,15 @@ class Connection:
             ) from None
         except ConfigError:
             raise
-        except (nats.errors.Error, ValueError) as error:
-            if isinstance(error, ValueError) or isinstance(error.__context__, ValueError):  # may quote a password
-                raise ConfigError(
-                    f"bus.url {self.name}: not an address; write nats://HOST:PORT, for a cluster "
-                    "nats://A:PORT,nats://B:PORT"
-                ) from None
-            raise ConfigError(f"bus.url {self.name}: {error}") from None
-        except ssl.SSLError as error:
-            raise ConfigError(f"bus.url {self.name}: TLS: {error.reason or error}; see bus.tls_ca") from None
+        except (nats.errors.Error, ValueError, ssl.SSLError) as error:
+            raise connect_error(self.name, error) from None
         finally:
             self._is_starting = False
-        self._expect_signs_of_life()
+        expect_signs_of_life(self._client)
         self._online.set()
         self._pending = PendingRequests(inbox=inbox, answers=answers)
         await self.subscribe(f"{self._pending.inbox}.*", self._pending.on_answer)
-        version = self._client.connected_server_version
-        if (version.major, version.minor) < _OLDEST:
-            raise ConfigError(f"bus.url {self.name}: nats-server {version} is too old; asyncrl needs 2.10")
+        require_version(self.name, self._client.connected_server_version)
         try:
             await self.api("INFO")
         except Forbidden as error:
@@ -179,6 +182,7 @@ class Connection:
         """
         pause, asked = _FIRST_PAUSE_SECONDS, 0
         generation, since = self.generation, time.monotonic()
+        stream, was_there = stream_of(subject, headers or {}) if self.awaits_streams else "", False
         while True:
             await self.online()
             if only_in not in (None, self.generation):
@@ -192,6 +196,11 @@ class Connection:
                 return Reply(message.data, message.headers or {}, asked > 1)
             waited = time.monotonic() - since
             if not self._over.is_set() and waited >= min(patience, self._nobody_seconds if is_nobody else patience):
+                if is_nobody and stream:
+                    is_there = not await self._is_gone(stream)
+                    if not (is_there and was_there):  # gone, or made again since we asked
+                        was_there, since = is_there, time.monotonic()
+                        continue
                 if is_nobody:
                     raise Nobody(f"bus {self.name}: no responder for {subject}; was the server's store deleted?")
                 raise Unanswered(
@@ -216,11 +225,28 @@ class Connection:
             return None
         return bytes(message.data)
 
+    async def _is_gone(self, stream: str) -> bool:
+        """Whether there is no such stream."""
+        try:
+            await self.api(f"STREAM.INFO.{stream}", awaits_stream=False)
+        except Refused as refused:
+            return refused.code == NO_STREAM
+        return False
+
     async def api(
-        self, verb: str, body: Mapping[str, Any] | None = None, *, patience: float = _PATIENCE_SECONDS
+        self,
+        verb: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        patience: float = _PATIENCE_SECONDS,
+        awaits_stream: bool = True,
     ) -> dict[str, Any]:
-        """One request of the JetStream API. Raises Refused, and Unanswered as ``request``."""
-        answer = await self.store(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"", patience=patience)
+        """One request of the JetStream API. Raises Refused, and Unanswered as ``request``.
+
+        awaits_stream  False: a stream that is not there is an error
+        """
+        data = json.dumps(body).encode() if body else b""
+        answer = await self.store(f"$JS.API.{verb}", data, patience=patience, awaits_stream=awaits_stream)
         if "error" in answer.found:
             raise Refused(verb, answer.found["error"])
         return answer.found
@@ -232,8 +258,10 @@ class Connection:
         *,
         headers: Mapping[str, str] | None = None,
         patience: float = _PATIENCE_SECONDS,
+        awaits_stream: bool = True,
     ) -> PublishAck:
-        """JetStream's reply, which may be an error; temporary errors are retried for a minute.
+        """JetStream's reply, which may be an error; temporary errors are retried for a minute, and a stream that is
+        gone is waited for.
 
         Raises Busy after that, and Unanswered as ``request`` does.
         """
@@ -244,17 +272,19 @@ class Connection:
                 in_doubt |= answer.in_doubt
                 found: dict[str, Any] = json.loads(answer.data)
                 code = found.get("error", {}).get("err_code")
-                if code not in BUSY:
+                is_gone = code in STREAM_GONE and awaits_stream and self.awaits_streams
+                if code not in BUSY and not is_gone:
                     return PublishAck(found, in_doubt)
-                if time.monotonic() - since >= _PATIENCE_SECONDS:
+                if not is_gone and time.monotonic() - since >= _PATIENCE_SECONDS:
                     raise Busy(f"bus {self.name}: {subject}", found["error"])
-                in_doubt |= code != IN_PROCESS
+                in_doubt |= code != IN_PROCESS and not is_gone
                 if pause == _LAST_PAUSE_SECONDS and not is_slow:
                     is_slow = True
                     self._num_busy += 1
                     if self._num_busy == 1:  # one line for all waiting requests
                         description = found["error"].get("description")
-                        logger.warning("bus %s: %s: %s; retrying for a minute", self.name, subject, description)
+                        until = "waiting for the learner to make it again" if is_gone else "retrying for a minute"
+                        logger.warning("bus %s: %s: %s; %s", self.name, subject, description, until)
                 await self._rest(pause)
                 pause = min(2 * pause, _LAST_PAUSE_SECONDS)
         finally:
@@ -351,16 +381,8 @@ class Connection:
         if not self._is_starting and not self._is_closing:
             logger.warning("bus %s: connection lost; all requests wait until it is back", self.name)
 
-    def _expect_signs_of_life(self) -> None:
-        """Set TCP timeouts, as a dead host just goes silent (Linux; elsewhere pings detect it, later)."""
-        option = getattr(socket, "TCP_USER_TIMEOUT", None)
-        writer = getattr(self._client._transport, "_io_writer", None)
-        way = writer.get_extra_info("socket") if writer is not None else None
-        if option is not None and way is not None:
-            way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
-
     async def _on_reconnect(self) -> None:
-        self._expect_signs_of_life()
+        expect_signs_of_life(self._client)
         self.generation += 1
         self._said = ""
         self._online.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,10 +14,20 @@ IN_PROCESS: Final = 10158
 LEADERLESS: Final = {10004, 10008, 10009, IN_PROCESS}
 """Errors of a cluster without a leader (election, or too few servers): incomplete results; temporarily unavailable; no
 longer leader; a message stuck being stored."""
-IS_GONE: Final = "not found", "no message found"  # errors 10043 and 10057; 10057 has other meanings too
+IS_GONE: Final = "not found", "no message found", "stream store EOF"
+"""Descriptions of errors 10043 and 10057 (which has other meanings too); the last: the stream never had so many."""
 BUSY: Final = {*LEADERLESS, 10012, 10167}
 """Temporary JetStream errors: also a consumer's store that cannot be created while one of that name is being removed,
 and too many requests."""
+
+NO_STREAM: Final = 10059
+STREAM_GONE: Final = {NO_STREAM, 10054, 10060, 10109}
+"""No such stream; one that takes no message of ours, as somebody altered it: too large, of another stream's name,
+sealed."""
+
+_ABOUT_STREAM: Final = re.compile(
+    r"\$JS\.API\.(?:STREAM\.(?:MSG\.)?[A-Z]+|DIRECT\.GET|CONSUMER\.(?:MSG\.)?[A-Z]+)\.([^.]+)"
+)
 
 
 class Refused(BusError):
@@ -26,6 +37,15 @@ class Refused(BusError):
         self.code = int(error.get("err_code", 0))
         self.description = str(error.get("description", ""))
         super().__init__(f"{what}: the bus refuses: {self.description} (JetStream error {self.code})")
+
+
+def stream_of(subject: str, headers: Mapping[str, str]) -> str:
+    """The stream that a request is about; "" for one that is about none."""
+    if "Nats-Expected-Stream" in headers:
+        return headers["Nats-Expected-Stream"]
+    if (found := _ABOUT_STREAM.match(subject)) is None:
+        return ""
+    return found[1]
 
 
 class Busy(BusError):

@@ -59,7 +59,8 @@ async def opened_log(
 async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
     """The log now. A stream that lost its end counts on from there: the entry of the mark is then another, or none."""
     info = await wire.api(f"STREAM.INFO.{stream}")
-    identity, first, last = str(info["created"]), int(info["state"]["first_seq"]), int(info["state"]["last_seq"])
+    last = int(info["state"]["last_seq"])
+    identity, first = str(info["created"]), max(1, int(info["state"]["first_seq"]))  # 0 while it has had no entry
     problem = ""
     if mark.log and mark.log != identity:
         problem = f"it was made anew at {identity}"

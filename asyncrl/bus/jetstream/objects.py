@@ -29,6 +29,7 @@ from typing import Any, Final, TypeVar
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import HEADER_BYTES, Layout
+from asyncrl.bus.jetstream.streams import subjects
 from asyncrl.bus.jetstream.watch import last_stored, leaders_message
 from asyncrl.errors import BusError, ObjectGone
 from asyncrl.protocols import ObjectInfo
@@ -53,7 +54,7 @@ class JetStreamObjects:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connecting: asyncio.Task[Connection] | None = None
         self._thread: threading.Thread | None = None
-        self._is_made = False
+        self.is_made = False  # the stream, by this process
         self._is_closed = False
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -99,9 +100,20 @@ class JetStreamObjects:
         self._make()
         return {_name(subject) for subject in self._subjects("M")}
 
+    def whole(self) -> set[str]:
+        self._make()
+        counts = self._counts(">")
+        names = [_name(subject) for subject in counts if subject.startswith(f"$O.{self._bucket}.M.")]
+        infos = self._in_order(self._ask_info(name) for name in names)
+        return {
+            info["name"]
+            for info in infos
+            if info is not None and counts.get(f"$O.{self._bucket}.C.{info['nuid']}", 0) == info["chunks"]
+        }
+
     def _make(self) -> None:
         """Create the stream; remove what a killed writer left in it."""
-        if self._is_made:
+        if self.is_made:
             return
         config = self._layout.objects_config()
         try:
@@ -115,12 +127,18 @@ class JetStreamObjects:
         for subject in self._subjects("C"):
             if subject not in whole:
                 self._purge(subject)
-        self._is_made = True
+        self.is_made = True
 
     def _subjects(self, kind: str) -> list[str]:
-        body = {"subjects_filter": f"$O.{self._bucket}.{kind}.>"}
-        found = self._call(self._api(f"STREAM.INFO.{self._stream}", body))
-        return list(found["state"].get("subjects") or {})
+        return list(self._counts(f"{kind}.>"))
+
+    def _counts(self, under: str) -> dict[str, int]:
+        """Subjects and their numbers of messages."""
+
+        async def ask() -> dict[str, int]:
+            return await subjects(await self._connected(), self._stream, matching=f"$O.{self._bucket}.{under}")
+
+        return self._call(ask())
 
     def _purge(self, subject: str) -> None:
         self._call(self._api(f"STREAM.PURGE.{self._stream}", {"filter": subject}))

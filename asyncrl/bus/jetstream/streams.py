@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.errors import IS_GONE, Refused
+from asyncrl.bus.jetstream.errors import IS_GONE, NO_STREAM, Refused
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.errors import ConfigError, Forbidden, NoSuchRun
-from asyncrl.messages.topics import Topic
+from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES, Topic
 
 logger = logging.getLogger(__name__)
 
-_NAME_IN_USE: Final = 10058
-_NO_STREAM: Final = 10059
-_OTHER_SETTINGS: Final = (10052, _NAME_IN_USE, 10061, 10065, 10069)
+ALWAYS: Final = (PROMPTS, TRAJECTORIES, PROGRESS, ACTORS)
+"""Topics that a run of every version has."""
+
+NAME_IN_USE: Final = 10058
+OTHER_SUBJECTS: Final = 10065
+OTHER_SETTINGS: Final = (10052, NAME_IN_USE, 10061, OTHER_SUBJECTS, 10069)
 """Invalid for this stream; name in use; replicas that cannot change; subjects of another stream; no such update."""
 _FEW_PEERS: Final = 10005  # no suitable peers for placement
 _NO_PEERS: Final = (_FEW_PEERS, 10074)  # replicas > 1 in non-clustered mode
@@ -26,6 +30,8 @@ _PEERS_SECONDS: Final = 30.0
 _PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
+_AT_ONCE: Final = 64
+"""Concurrent requests for one state each."""
 
 
 class Streams:
@@ -33,9 +39,31 @@ class Streams:
 
     def __init__(self, connection: Connection, layout: Layout, *, role: str) -> None:
         self._connection, self._layout, self._role = connection, layout, role
-        self.made: set[str] = set()
-        """Known to exist."""
+        self.made: dict[str, dict[str, Any]] = {}
+        """Known to exist, with what the server says of them."""
         self._is_waiting = False  # for the run's streams
+
+    async def open(self, topics: Iterable[Topic[Any]]) -> None:
+        """Those of a run, concurrently: one round trip. Raises NoSuchRun if there is none of them: who only looks sees
+        what is left of a run, and one that an older version made has fewer."""
+        one_each = {self._layout.stream(topic): topic for topic in topics}
+        if self._role in ("learner", "rollout-worker"):
+            await asyncio.gather(*(self.of(topic) for topic in one_each.values()))
+            return
+        await asyncio.gather(*(self._find(name) for name in one_each))
+        if not self.made:
+            await self._require(next(iter(one_each)))
+
+    async def _find(self, name: str) -> None:
+        """Nothing if it is not there, or if the server's roles are of an older version, which did not know it."""
+        try:
+            self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
+        except Refused as refused:
+            if not refused.description.endswith(IS_GONE):
+                raise
+        except Forbidden:
+            if name in {self._layout.stream(topic) for topic in ALWAYS}:
+                raise
 
     async def of(self, topic: Topic[Any]) -> str:
         """The name of the topic's stream, which is created or resized on first use."""
@@ -48,7 +76,7 @@ class Streams:
         config = self._layout.stream_config(topic)
         where = f"bus {self._connection.name}: {name}"
         try:
-            await self._make(name, config)
+            self.made[name] = await self._make(name, config)
         except Refused as refused:
             if refused.code in _NO_PEERS:
                 raise ConfigError(
@@ -60,26 +88,21 @@ class Streams:
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
                     f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
                 ) from None
-            if refused.code in _OTHER_SETTINGS:
+            if refused.code in OTHER_SETTINGS:
                 raise ConfigError(
                     f"{where}: exists with other settings ({refused.description}); use the settings it had "
                     "(bus.storage, bus.replicas) or choose another run.name"
                 ) from None
             raise
-        self.made.add(name)
         return name
 
-    async def _make(self, name: str, config: dict[str, Any]) -> None:
+    async def _make(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
         """waits for: the servers of a starting cluster"""
         since = time.monotonic()
         while True:
             try:
-                await self._connection.api(f"STREAM.CREATE.{name}", config)
-                return
+                return await made_stream(self._connection, config)
             except Refused as refused:
-                if refused.code == _NAME_IN_USE:
-                    await self._connection.api(f"STREAM.UPDATE.{name}", config)
-                    return
                 if refused.code != _FEW_PEERS or time.monotonic() - since >= _PEERS_SECONDS:
                     raise
             if not self._is_waiting:
@@ -93,20 +116,19 @@ class Streams:
     async def _require(self, name: str) -> None:
         """Raise ConfigError, listing the existing runs, if this one does not exist."""
         try:
-            await self._connection.api(f"STREAM.INFO.{name}")
+            self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
         except Refused as refused:
             if not refused.description.endswith(IS_GONE):
                 raise
             if self.made:
                 raise ConfigError(
                     f"bus {self._connection.name}: run {self._layout.run!r} has no {name}: an older version of asyncrl "
-                    "made it"
+                    "made it, or somebody deleted that; then the run's learner makes it again"
                 ) from None
             raise NoSuchRun(
                 f"bus {self._connection.name}: no run {self._layout.run!r} there; set run.name to one of: "
                 f"{await self._runs()}"
             ) from None
-        self.made.add(name)
 
     async def _runs(self) -> str:
         """The existing runs. Raises Forbidden if the role may not list them."""
@@ -119,10 +141,10 @@ class Streams:
         pause, others = 0.05, ""
         while True:
             try:
-                await self._connection.api(f"STREAM.INFO.{name}")
-                break
+                self.made[name] = await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False)
+                return
             except Refused as refused:
-                if refused.code != _NO_STREAM:
+                if refused.code != NO_STREAM:
                     raise
             if pause == _LONG_PAUSE and not self._is_waiting:
                 self._is_waiting = True  # for all streams: one line
@@ -136,4 +158,30 @@ class Streams:
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONG_PAUSE + 0.1)
-        self.made.add(name)
+
+
+async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Create a stream, or give the one that is there this configuration; what the server says of it. Raises Refused."""
+    name = config["name"]
+    try:
+        return await connection.api(f"STREAM.CREATE.{name}", config, awaits_stream=False)
+    except Refused as refused:
+        if refused.code != NAME_IN_USE:
+            raise
+    return await connection.api(f"STREAM.UPDATE.{name}", config, awaits_stream=False)
+
+
+async def subjects(connection: Connection, stream: str, *, matching: str) -> dict[str, int]:
+    """Subjects of a stream that hold messages, and how many; the server returns at most 100,000 of them at a time."""
+    found: dict[str, int] = {}
+    while True:
+        page = await connection.api(f"STREAM.INFO.{stream}", {"subjects_filter": matching, "offset": len(found)})
+        some = page["state"].get("subjects") or {}
+        found |= some
+        if not some or len(found) >= page.get("total", 0):
+            return found
+
+
+def batches(subjects: Sequence[str]) -> Iterator[Sequence[str]]:
+    """As many at a time as may be asked for concurrently."""
+    return (subjects[start : start + _AT_ONCE] for start in range(0, len(subjects), _AT_ONCE))

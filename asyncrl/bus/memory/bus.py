@@ -18,7 +18,7 @@ from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import Service, Topic
-from asyncrl.protocols import Deliveries, Delivery, LogMark, LogState, ObjectStore, Record
+from asyncrl.protocols import Deliveries, Delivery, LogMark, LogState, Loss, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
 
@@ -146,15 +146,18 @@ class MemoryBus:
         for gone in [one for one in values if one == key or (key.endswith("/") and one.startswith(key))]:
             del values[gone]
 
-    async def restore(self) -> list[str]:
+    async def restore(self, *, anew: bool = False) -> list[str]:
         async def read(topic: Topic[Any], key: str) -> bytes | None:
             found = self._state(topic).present().get(key)
             return None if found is None else found.data
 
-        return await self._kept.restore(read, self._put)
+        return await self._kept.restore(read, self._put, anew=anew)
 
     async def _put(self, topic: Topic[Any], key: str, data: bytes) -> None:
         self._state(topic).put(key, data)
+
+    async def losses(self, *, mends: bool = False) -> list[Loss]:
+        return []  # nobody else reaches it
 
     async def depth(self, topic: Topic[Any]) -> int:
         await _let_others_run()

@@ -245,5 +245,8 @@ class Objects:
     def names(self) -> set[str]:
         return set(self._objects)
 
+    def whole(self) -> set[str]:
+        return self.names()
+
     def remove(self, name: str) -> None:
         self._objects.pop(name, None)

@@ -98,10 +98,22 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostPart:
+    """A stream, bucket or consumer of the bus that is not as it was, and what became of it (protocols.Loss)."""
+
+    name: str
+    problem: str
+    is_gone: bool = False
+    is_mended: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What a watcher knows.
 
     bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
+    bus_losses   what of it was lost lately;  is_bus_blind: of whom we listen to nothing is there
     listened     seconds that the watcher has heard
     """
 
@@ -111,6 +123,8 @@ class Observation:
     bus_refuses: float = 0.0
     bus_problem: str = ""
     bus_process: Process = ""
+    bus_losses: tuple[LostPart, ...] = ()
+    is_bus_blind: bool = False
     is_finished: bool = False
 
 

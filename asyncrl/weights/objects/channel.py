@@ -29,7 +29,7 @@ from asyncrl.weights.objects import chain, delta
 from asyncrl.weights.objects.chain import Chain, Link
 from asyncrl.weights.objects.fetched import FetchedVersions
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("asyncrl.learner")
 
 _LOCAL_VERSIONS: Final = 2
 """Versions on the learner's disk: the newest, and the previous one, from which its delta is made."""
@@ -92,6 +92,8 @@ class ObjectsChannel(ChannelAdapter):
         self._keep, self._full_every, self._delta_share = keep, full_every, delta_share
         self._chain: Chain = ()
         self._retained: dict[tuple[int, int], Chain] = {}
+        self._is_broken = False  # something that the chain needs is gone
+        self._published = WeightVersion(incarnation=0, policy_version=0)  # the newest, once there is a chain
         self._stored_bytes = 0
         self.published_bytes = 0
 
@@ -105,10 +107,38 @@ class ObjectsChannel(ChannelAdapter):
         before = self._stored_bytes
         try:
             self._chain = self._store(snapshot, version)
+            self._is_broken = False
         except (BusError, OSError) as error:
             raise WeightsError(f"cannot store weights {incarnation}-{policy_version}: {error}") from error
         self.published_bytes = self._stored_bytes - before
-        return replace(version, uri=self._chain[-1].uri)  # type: ignore[no-any-return]
+        self._published = replace(version, uri=self._chain[-1].uri)
+        return self._published
+
+    def restore(self) -> WeightVersion | None:
+        """Of a version of which something is gone: stored in full, from the learner's own folder.
+
+        Raises WeightsError when that is gone, too: the next version is stored in full, whatever it is a delta from.
+        """
+        if not self._chain or chain.names(self._chain) <= self._objects.whole():
+            return None
+        self._is_broken = True
+        newest, size = self._chain[-1], self._published.num_bytes
+        link = Link(
+            incarnation=newest.incarnation, policy_version=newest.policy_version, sha256=newest.sha256, full=size
+        )
+        try:
+            if safetensors_file.sha256(self._file(link)) != link.sha256:
+                raise WeightsError(f"weights {link.name} are gone from the object store, and damaged in its folder")
+            self._put_whole(link, (link,))
+            self._remove_others((link,))
+        except OSError as error:
+            raise WeightsError(
+                f"weights {link.name} are gone from the object store, and cannot be stored again: {error}"
+            ) from error
+        self._chain, self._is_broken = (link,), False
+        log.warning("weights %s were gone from the object store: stored again, %s bytes", link.name, f"{size:,}")
+        self._published = replace(self._published, uri=link.uri)
+        return self._published
 
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version, fetched if it is not on this machine yet. Raises WeightsError."""
@@ -130,8 +160,8 @@ class ObjectsChannel(ChannelAdapter):
     def _store(self, snapshot: Snapshot, version: WeightVersion) -> Chain:
         """Store this version; returns the chain that ends with it."""
         before = self._chain if self._chain and self._chain[-1].order < version.order else ()
-        if before and before[-1].incarnation != version.incarnation:
-            before = ()  # another history
+        if before and (self._is_broken or before[-1].incarnation != version.incarnation):
+            before = ()  # nothing to change, or another history
         with tempfile.TemporaryFile(dir=self._directory) as changes:
             delta_bytes = self._write_delta(changes, before[-1], version, snapshot) if before else 0
             is_whole = not delta_bytes or chain.is_full_due(before, every=self._full_every)
@@ -145,15 +175,21 @@ class ObjectsChannel(ChannelAdapter):
             links = chain.grown(before, link, keep=self._keep, behind=self._full_every)
             metadata = {"chain": chain.to_text(links)}
             if link.full:
-                with self._file(link).open("rb") as whole:
-                    self._objects.put(link.full_name, self._blocks(whole), metadata=metadata)
+                self._put_whole(link, links)
             if link.delta:
                 changes.seek(0)
                 self._objects.put(link.delta_name, self._blocks(changes), metadata=metadata)
+        self._remove_others(links)
+        return links
+
+    def _put_whole(self, link: Link, links: Chain) -> None:
+        with self._file(link).open("rb") as whole:
+            self._objects.put(link.full_name, self._blocks(whole), metadata={"chain": chain.to_text(links)})
+
+    def _remove_others(self, links: Chain) -> None:
         retained = [link for older in tuple(self._retained.values()) for link in older]
         for name in self._objects.names() - chain.names([*links, *retained]):
             self._objects.remove(name)
-        return links
 
     def _write_delta(self, stream: IO[bytes], old: Link, new: WeightVersion, snapshot: Snapshot) -> int:
         """Returns the delta's size; 0 if it is not worth storing."""

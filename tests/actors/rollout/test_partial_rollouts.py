@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.rollout.group_progress import GroupProgress, assembled
+from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan
+from asyncrl.messages.rollout import GroupSegment
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
 from asyncrl.protocols import Bus, Generate, Generation, PartialGeneration
 from asyncrl.rollouts.builtin import single_turn
@@ -385,3 +386,13 @@ async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus
         await heir.until_published(bus, 1)
         assert await bus.states(SEGMENTS) == {}
     assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
+
+
+def test_segments_of_two_workers_that_counted_the_same_attempt_are_not_mixed() -> None:
+    """The bus lost the prompt, and it was published again while the first worker still held it."""
+
+    def segment(worker: str) -> GroupSegment:
+        return GroupSegment(group_id=7, worker=worker, calls=())
+
+    found = {"7/1/0": segment("w1"), "7/1/1": segment("w1"), "7/1/2": segment("w0"), "7/1/3": segment("w0")}
+    assert [one.worker for one in newest_attempt(found, 7, before=2)] == ["w1", "w1"]

@@ -12,9 +12,10 @@ import pytest
 from asyncrl.actors.rollout import weight_follower
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import EngineError, WeightsError
-from asyncrl.messages import WeightVersion
-from asyncrl.messages.topics import TRANSFERS
+from asyncrl.messages import WeightVersion, replace
+from asyncrl.messages.topics import TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
+from asyncrl.policies.health.faults import LEARNER
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
 from tests.harness.weights import SNAPSHOT, Engine, Sender, Transfer, announce, follow, hold, learner, running
@@ -162,7 +163,30 @@ async def test_versions_that_came_while_one_was_loaded_are_skipped(bus: MemoryBu
     assert engine.took == [("sent", 1), ("sent", 4)]
 
 
-async def test_a_folder_that_nobody_can_read_ends_the_worker(bus: MemoryBus) -> None:
+async def test_a_version_that_is_not_there_is_waited_for_until_the_learner_has_stored_it_again(bus: MemoryBus) -> None:
+    engine, tries = Engine(receives=False), 0
+
+    def verify(weights: WeightVersion) -> Path:
+        nonlocal tries
+        tries += 1
+        if weights.uri != "again":
+            raise WeightsError("not in the object store")
+        return Path()
+
+    follower = follow(bus, engine)
+    follower._verify = verify
+    await announce(bus, 1, folder=True)
+    async with running(follower):
+        await until(lambda: tries > 2 * weight_follower.ATTEMPTS)
+        assert follower.problem == "not in the object store"
+        await until(lambda: [wait.on for wait in follower.present_waits()] == [LEARNER])
+        found = (await bus.states(WEIGHTS))[""]
+        await bus.put(WEIGHTS, replace(found, uri="again"))
+        await until(lambda: engine.version == (0, 1))
+    assert follower.problem == ""
+
+
+async def test_a_folder_that_the_engine_does_not_load_ends_the_worker(bus: MemoryBus) -> None:
     engine = Engine(receives=False)
     engine.unreadable = {1}
     await announce(bus, 1, folder=True)

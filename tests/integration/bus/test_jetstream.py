@@ -18,7 +18,8 @@ from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.errors import Reply
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.errors import BusError, ConfigError
-from asyncrl.messages.topics import EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.fleet import FleetSize
+from asyncrl.messages.topics import EVENTS, FLEET, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness.buses import group, progress, prompt, publish_groups, publish_prompts, taken
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
@@ -187,16 +188,18 @@ async def test_a_log_larger_than_what_may_be_on_the_way_is_read_whole(
         assert [int((await anext(records)).key) for _ in range(40)] == list(range(40))
 
 
-async def test_a_store_that_was_removed_is_an_error_and_no_silence(
+async def test_a_store_that_was_removed_is_an_error_to_whoever_looks_only(
     own_server: EmbeddedServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A learner and its workers wait for it: test_jetstream_keeper.py."""
     monkeypatch.setattr("asyncrl.bus.jetstream.connection._NOBODY_SECONDS", 0.0)
-    bus = await connect(own_server, storage="memory")
+    run = (await connect(own_server, storage="memory"))._layout.run
+    onlooker = await connect(own_server, run=run, access=Credentials(role="operator", token=own_server.token))
     await restart(own_server)  # the memory store is empty now
     with pytest.raises(BusError, match="store"):
-        await bus.publish(TRAJECTORIES, group(1), key="1")
+        await onlooker.put(FLEET, FleetSize(rollout_workers=1, request=""))
     with pytest.raises(BusError, match="stream not found"):
-        await bus.depth(PROMPTS)
+        await onlooker.depth(PROMPTS)
 
 
 async def test_a_state_whose_ack_was_lost_is_stored_once(

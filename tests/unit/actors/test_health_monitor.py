@@ -20,6 +20,7 @@ from asyncrl.messages import Heartbeat
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import LEARNER, WORKER, Finding, Observation
+from asyncrl.protocols import Loss
 from tests.harness import buses
 from tests.harness.learning import memory_bus
 
@@ -196,11 +197,15 @@ class Flaky:
     def __init__(self) -> None:
         self.bus = memory_bus()
         self.deaf = self.full = False
+        self.lost: list[Loss] = []
 
     async def states(self, topic: Any) -> Any:
         if self.deaf:
             raise BusError("no answer")
         return await self.bus.states(topic)
+
+    async def losses(self) -> list[Loss]:
+        return self.lost
 
     async def put(self, topic: Any, message: Any, *, key: str = "") -> None:
         if self.full:
@@ -243,6 +248,33 @@ async def test_a_bus_that_stores_nothing_is_named_by_its_own_words(clock: Clock)
         observation = await watcher.look()
     (found,) = diagnose(observation)
     assert (found.fault, "8 s: insufficient resources" in found.text) == ("bus storage", True)
+    await watcher.close()
+
+
+async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+    for number in (1, 2):
+        clock.now += 1
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        assert diagnose(await watcher.look()) == []
+    bus.lost = [Loss(name="KV_actors", topics=("actors",), problem="was deleted", is_gone=True)]
+    bus.deaf = True  # whoever reads it would wait
+    for _ in range(8):
+        clock.now += 1
+        (found,) = diagnose(await watcher.look())
+    assert (found.fault, found.actor, found.seconds) == ("lost", "KV_actors", 7)
+    bus.deaf, bus.lost = False, [Loss(name="KV_actors", topics=("actors",), problem="was made anew", is_mended=True)]
+    await bus.forget(ACTORS, key="learner")
+    clock.now += 1
+    (found,) = diagnose(await watcher.look())
+    assert "the learner has made it again" in found.remedy
+    bus.lost = []
+    await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
+    clock.now += watching.LOSS_SECONDS
+    assert [one.fault for one in diagnose(await watcher.look())] == ["lost"]
+    clock.now += 1
+    assert diagnose(await watcher.look()) == []
     await watcher.close()
 
 

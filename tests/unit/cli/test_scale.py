@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl import config
+from asyncrl.actors import fleet_scaler
 from asyncrl.actors.fleet_scaler import FleetScaler
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.cli import scale
@@ -18,6 +19,17 @@ from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 
 DEMO = ROOT / "examples" / "demo.toml"
+
+
+class Full:
+    """Has room for two."""
+
+    changed = asyncio.Event()
+
+    def resize(self, size: FleetSize) -> None: ...
+
+    def status(self) -> FleetStatus:
+        return FleetStatus(request="older", rollout_workers=2, problem="no room")
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
@@ -44,16 +56,6 @@ async def test_a_size_asked_for_while_another_is_refused_is_not_overwritten() ->
             if topic is FLEET_STATUS:
                 await super().put(FLEET, newer)
 
-    class Full:
-        """Has room for two."""
-
-        changed = asyncio.Event()
-
-        def resize(self, size: FleetSize) -> None: ...
-
-        def status(self) -> FleetStatus:
-            return FleetStatus(request="older", rollout_workers=2, problem="no room")
-
     bus = Busy(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
     fleet_of_two = Full()
     sizer = FleetScaler(lambda: asyncio.sleep(0, bus), fleet_of_two)
@@ -63,6 +65,20 @@ async def test_a_size_asked_for_while_another_is_refused_is_not_overwritten() ->
         await asyncio.sleep(0)
     telling.cancel()
     assert (await bus.states(FLEET))[""] == newer
+
+
+async def test_a_size_that_the_bus_lost_is_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_scaler, "KEEP_SECONDS", 0.001)
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    sizer = FleetScaler(lambda: asyncio.sleep(0, bus), Full())
+    asked = FleetSize(rollout_workers=5, request="to 5")
+    keeping = asyncio.create_task(sizer._keep(bus))
+    async with asyncio.timeout(20), bus.watch(FLEET) as sizes:
+        sizer._asked = asked
+        assert await anext(sizes) == asked
+        await bus.forget(FLEET, key="")
+        assert await anext(sizes) == asked
+    keeping.cancel()
 
 
 async def test_a_size_that_nobody_hears_is_kept_for_later(monkeypatch: pytest.MonkeyPatch) -> None:

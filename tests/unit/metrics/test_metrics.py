@@ -189,3 +189,14 @@ def test_an_evaluation_has_a_line_of_its_own() -> None:
         "evaluation of step 20: aime mean@8 0.400 (0.350 to 0.450), aime pass@8 0.750  12.5 s, 3 steps ago"
     )
     assert cut.endswith("INCOMPLETE")
+
+
+def test_rows_that_somebody_removed_while_they_are_written_are_put_back(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        sink.write(step, {})
+    (tmp_path / "metrics.jsonl").unlink()
+    sink.write(3, {})
+    sink.close()
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import NoSuchRun
-from asyncrl.run import launch, registry
+from asyncrl.run import registry
+from asyncrl.run.kept_files import AddressFile
 from asyncrl.run.opened_run import open_run
 from asyncrl.run.run_folder import RecordedRun, run_at
 
@@ -26,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     settings = {"model": {"path": "model"}, "data": {"path": "rows.jsonl"}, "run": {"name": "n1"}}
     entry = {"kind": "begun", "incarnation": 0, "step": 0, "kept": 0, "max_staleness": 4, "settings": settings}
     (folder / "history.jsonl").write_text(json.dumps(entry) + "\n")
-    launch._write_address(folder / registry.BUS_FILE, HERE)
+    AddressFile.of(folder, HERE).write()
     return folder
 
 

@@ -116,6 +116,37 @@ def test_positions_mean_the_same_behind_a_cut(path: Path, left: int) -> None:
     assert "bytes were gone when the learner was resumed" in gone.problem
 
 
+@pytest.mark.parametrize("deed", ["removed", "replaced", "folder renamed away"])
+def test_a_history_that_somebody_takes_while_it_is_written_is_put_back_whole(path: Path, deed: str) -> None:
+    history = History(path, incarnation=0)
+    history.trained([1, 2], step=1, max_staleness=0)
+    if deed == "removed":
+        path.unlink()
+    elif deed == "replaced":
+        other = path.with_name("other")
+        other.write_text("nonsense\n")
+        other.rename(path)
+    else:
+        path.parent.rename(path.parent.with_name("away"))
+    history.trained([3], step=2, max_staleness=0)
+    assert [entry.groups for entry in read(path)] == [(1, 2), (3,)]
+    assert path.stat().st_size == history.position
+    path.unlink()
+    history.close()
+    assert [entry.groups for entry in read(path)] == [(1, 2), (3,)]
+
+
+def test_a_history_that_is_cut_while_it_is_written_keeps_its_positions(path: Path) -> None:
+    history = History(path, incarnation=0)
+    for step in (1, 2, 3):
+        history.trained([step], step=step, max_staleness=0)
+    os.truncate(path, 20)
+    history.trained([4], step=4, max_staleness=0)
+    history.close()
+    assert [(entry.kind, entry.groups) for entry in read(path)] == [(DAMAGED, ()), ("trained", (4,))]
+    assert path.stat().st_size == history.position
+
+
 def test_lines_without_a_checksum_are_read(path: Path) -> None:
     """As older versions wrote them."""
     path.parent.mkdir()

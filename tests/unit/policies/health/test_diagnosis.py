@@ -23,6 +23,7 @@ from asyncrl.policies.health.faults import (
     SPACE_IN_LOG,
     WORKER,
     Finding,
+    LostPart,
     Observation,
     Seen,
 )
@@ -339,6 +340,26 @@ def test_a_finished_run_has_no_findings_but_of_its_bus() -> None:
     observation = observed(TABLE["there is no worker at all"])
     assert diagnose(replace(observation, is_finished=True)) == []
     assert [one.fault for one in diagnose(replace(observation, is_finished=True, bus_silent=9.0))] == ["bus"]
+
+
+@pytest.mark.parametrize(
+    ("part", "fault", "says"),
+    [
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_gone=True), "lost", "with --resume"),
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_mended=True), "lost", "has made it again"),
+        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_mended=True), "altered", "made it again"),
+    ],
+)
+def test_what_the_bus_lost_is_named_beside_all_else_and_alone_while_nobody_can_be_heard(
+    part: LostPart, fault: str, says: str
+) -> None:
+    hung = replace(HEALTHY, waits=ALL_ELSE | {"w2": (on("engine", 9),)})
+    found = diagnose(replace(observed(hung), bus_losses=(part,)))
+    assert [one.fault for one in found] == [fault, "engine"]
+    assert found[0].text == f"nats-server: {part.name} {part.problem}"
+    assert says in found[0].remedy
+    assert [one.fault for one in diagnose(replace(observed(hung), bus_losses=(part,), is_bus_blind=True))] == [fault]
+    assert diagnose(replace(observed(hung), bus_losses=(part,), is_finished=True)) == []
 
 
 def test_a_finding_keeps_its_key_while_it_lasts() -> None:

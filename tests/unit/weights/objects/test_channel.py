@@ -18,7 +18,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.memory.stores import Objects
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import BusError, WeightsError
-from asyncrl.messages import WeightVersion
+from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.topics import WEIGHTS
 from asyncrl.protocols import LoadReport
 from asyncrl.tensors.snapshot import Snapshot
@@ -96,6 +96,35 @@ def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(r
         rig.check(host.folder(rig.publish(version)))
     assert rig.store.took() == ["0-1.full", *(f"0-{version}.delta" for version in range(2, 11))]
     assert rig.learner.published_bytes < rig.weight.numel() * 2 / 50
+
+
+@pytest.mark.parametrize("gone", ["0-1.full", "0-3.delta"])
+def test_a_version_of_which_something_is_gone_is_stored_again_in_full(rig: Rig, gone: str) -> None:
+    for version in (1, 2, 3):
+        weights = rig.publish(version)
+    assert rig.learner.restore() is None
+    rig.store.remove(gone)
+    restored = rig.learner.restore()
+    assert restored == replace(weights, uri="0-3.full")
+    rig.check(rig.host().folder(restored))
+    assert rig.store.names() == {"0-3.full"}
+    assert rig.learner.restore() is None
+    rig.check(rig.host().folder(rig.publish(4)))
+    assert "0-4.delta" in rig.store.names()
+
+
+def test_a_version_that_cannot_be_stored_again_is_said_and_the_next_one_is_full(rig: Rig) -> None:
+    rig.publish(1)
+    weights = rig.publish(2)
+    rig.store.remove(weights.uri)
+    shutil.rmtree(rig.root / "learner" / "0-2")
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="0-2 are gone from the object store, and cannot be stored again"):
+            rig.learner.restore()
+    weights = rig.publish(3)
+    assert weights.uri == "0-3.full"
+    assert rig.learner.restore() is None
+    rig.check(rig.host().folder(weights))
 
 
 def test_a_late_joiner_fetches_the_last_whole_one_and_what_changed_since(rig: Rig) -> None:

@@ -1,0 +1,83 @@
+"""Makes again what somebody took from the bus in the middle of a run, and says so in a line.
+
+    a stream or a consumer    made again as it was (bus/jetstream/keeper.py); nobody else may, and everybody waits
+    states                    put again, so that whoever watches them hears of them
+    prompts, trajectories     groups that are on neither any more are published again (lost_prompts.py)
+    weights                   stored again and announced anew (weight_publisher.py)
+
+Heartbeats, leases and partial rollouts come again by themselves; events of the past, and what was partly generated, are
+gone. What was trained is in the history and the checkpoints, which are on no bus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from asyncrl.errors import BusError, WeightsError
+from asyncrl.messages.topics import ALL, PROMPTS, TRAJECTORIES
+from asyncrl.protocols import Bus, Loss
+
+LOOK_SECONDS: Final = 2.0
+_STATES: Final = {topic.name for topic in ALL if topic.kind == "state" and not topic.seconds_to_live}
+
+log = logging.getLogger("asyncrl.learner")
+
+
+class BusKeeper:
+    def __init__(
+        self, bus: Bus, *, suspect_prompts: Callable[[], None], restore_weights: Callable[[], Awaitable[None]]
+    ) -> None:
+        """suspect_prompts: some may be lost;  restore_weights: store again what is missing of the newest version"""
+        self._bus = bus
+        self._suspect_prompts, self._restore_weights = suspect_prompts, restore_weights
+        self._said: dict[str, str] = {}  # what cannot be made again -> why
+        self._are_states_lost = False
+
+    async def run(self) -> None:
+        """Until cancelled. Two loops: what is published again waits for its stream, and the other one makes that.
+
+        consumes: nothing    waits for: the clock, every LOOK_SECONDS    woken by: nobody
+        """
+        async with asyncio.TaskGroup() as group:
+            for step in (self.mend, self.publish_again):
+                group.create_task(self._repeat(step))
+
+    async def mend(self) -> None:
+        """One look at the bus. Raises BusError."""
+        losses = await self._bus.losses(mends=True)
+        for loss in losses:
+            self._say(loss)
+        self._said = {loss.name: loss.problem for loss in losses if not loss.is_mended}
+        topics = {name for loss in losses if loss.is_mended for name in loss.topics}
+        if topics & {PROMPTS.name, TRAJECTORIES.name}:
+            self._suspect_prompts()
+        self._are_states_lost |= bool(topics & _STATES)
+
+    async def publish_again(self) -> None:
+        """Raises BusError or WeightsError for what cannot be stored."""
+        if self._are_states_lost:
+            self._are_states_lost = False
+            await self._bus.restore(anew=True)
+        await self._restore_weights()
+
+    async def _repeat(self, step: Callable[[], Awaitable[None]]) -> None:
+        problem = ""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                await step()
+            except (BusError, WeightsError, OSError) as error:  # the next look may do better
+                if str(error) != problem:
+                    log.warning("what the bus lost is not all there again: %s", error)
+                problem = str(error)
+            else:
+                problem = ""
+
+    def _say(self, loss: Loss) -> None:
+        if loss.is_mended:
+            log.warning("the bus: %s %s; it is as it was made again", loss.name, loss.problem)
+        elif self._said.get(loss.name) != loss.problem:
+            log.error("the bus: %s %s; all who need it wait, and it is tried again", loss.name, loss.problem)

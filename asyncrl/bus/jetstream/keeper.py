@@ -1,0 +1,190 @@
+"""Looks whether the run's streams and the workers' consumer are what they were, and makes them again.
+
+Somebody with the server's own password may delete, purge, alter or replace a stream in the middle of a run, and a
+server may come back without its store. Only the learner's role mends: it owns JetStream. What cannot be altered back (a
+sealed stream, one of another storage) is deleted and made anew: nothing is on a stream that cannot be published again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import NO_STREAM, STREAM_GONE, Refused
+from asyncrl.bus.jetstream.layout import WORKERS, Layout
+from asyncrl.bus.jetstream.lease import Lease
+from asyncrl.bus.jetstream.sighting import Sighting, altered, lost
+from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream
+from asyncrl.messages.topics import ALL, Topic
+from asyncrl.protocols import Loss
+
+_NO_CONSUMER: Final = 10014
+_REMOVAL_SECONDS: Final = 0.5
+"""The server reports a deletion before it removes the files, and would remove those of what is created meanwhile."""
+_FIXED: Final = ({*OTHER_SETTINGS} | STREAM_GONE) - {NO_STREAM, NAME_IN_USE, OTHER_SUBJECTS}
+"""Refusals of an update that deleting the stream helps against."""
+
+
+class StreamKeeper:
+    """``made``: the streams that are known to exist, as the server described them then."""
+
+    def __init__(
+        self, connection: Connection, layout: Layout, *, made: Mapping[str, Mapping[str, Any]], role: str
+    ) -> None:
+        self._connection, self._layout, self._role = connection, layout, role
+        self._made = made
+        self._seen: dict[str, Sighting] = {}
+        self._consumers: dict[str, Sighting | None] = {}  # by stream
+        self._trimmed: dict[str, int] = {}
+        self.has_objects = False
+        """Whether this process made the object store."""
+
+    def trims(self, stream: str, *, through: int) -> None:
+        """We are about to take a log's entries up to this sequence off it."""
+        self._trimmed[stream] = max(through, self._trimmed.get(stream, 0))
+
+    async def look(self, *, mends: bool) -> list[Loss]:
+        """What changed since the last look, or since the streams were made. Raises BusError."""
+        topics: dict[str, list[Topic[Any]]] = {}
+        for topic in (*ALL, Lease.TOPIC):
+            topics.setdefault(self._layout.stream(topic), []).append(topic)
+        always = {self._layout.stream(topic) for topic in ALWAYS}
+        looks = [
+            self._stream(name, held, mends=mends)
+            for name, held in topics.items()
+            if name in self._made or name in always or mends
+        ]
+        if self._role == "learner":
+            looks.append(self._objects(mends=mends))
+        losses = [loss for loss in await asyncio.gather(*looks) if loss is not None]
+        if self._role == "learner":
+            gone = {loss.name for loss in losses if loss.is_gone}
+            lost_streams = {loss.name for loss in losses}
+            for topic in (topic for topic in ALL if topic.kind == "work"):
+                stream = self._layout.stream(topic)
+                if stream in gone:
+                    continue
+                loss = await self._workers(topic, mends=mends)
+                if loss is not None and stream not in lost_streams:  # without its stream the consumer is gone, too
+                    losses.append(loss)
+        return losses
+
+    async def _stream(self, name: str, topics: list[Topic[Any]], *, mends: bool) -> Loss | None:
+        if name not in self._seen and name in self._made:
+            self._seen[name] = Sighting.of(self._made[name])
+        kind = "" if topics[0].seconds_to_live else topics[0].kind
+        if kind == "log" and not mends:
+            kind = ""  # the learner trims it, and who only looks does not hear of it
+        config = self._layout.stream_config(topics[0])
+        return await self._compared(name, config, tuple(t.name for t in topics), kind=kind, mends=mends)
+
+    async def _objects(self, *, mends: bool) -> Loss | None:
+        """Another process may have made the store; who wrote what is in it, the weight channel knows."""
+        name = self._layout.objects_stream
+        if name not in self._seen:
+            if (now := await self._info(name)) is not None:
+                self._seen[name] = now
+            if now is not None or not self.has_objects:
+                return None
+        config = self._layout.objects_config()
+        return await self._compared(name, config, (), kind="", mends=mends)
+
+    async def _compared(
+        self,
+        name: str,
+        config: dict[str, Any],
+        topics: tuple[str, ...],
+        *,
+        kind: str,
+        mends: bool,
+    ) -> Loss | None:
+        before, now = self._seen.get(name), await self._info(name)
+        if now is None:
+            problem = "was deleted"
+        elif before is None:  # it was gone when we came
+            self._seen[name] = now
+            return None
+        else:
+            problem = lost(before, now, kind=kind, trimmed=self._trimmed.get(name, 0))
+            if changed := altered(before, now):
+                problem = f"{problem} and {changed}" if problem else changed
+            if problem and not changed:
+                self._forget_trims(name, before, now)
+            if not changed:
+                self._seen[name] = now
+                return Loss(name=name, topics=topics, problem=problem, is_mended=True) if problem else None
+        if not mends:
+            if now is not None and before is not None:
+                self._seen[name] = replace(now, config=before.config)  # said until somebody has mended it
+            return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
+        try:
+            self._seen[name] = Sighting.of(await self._made_again(config, is_gone=now is None))
+        except Refused as refused:
+            problem += f", and cannot be made again ({refused.description})"
+            return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
+        self._forget_trims(name, before, self._seen[name])
+        return Loss(name=name, topics=topics, problem=problem, is_mended=True)
+
+    def _forget_trims(self, name: str, before: Sighting | None, now: Sighting) -> None:
+        if before is None or now.created != before.created or now.last < before.last:
+            self._trimmed.pop(name, None)
+
+    async def _info(self, name: str) -> Sighting | None:
+        """None if it is gone."""
+        try:
+            return Sighting.of(await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))
+        except Refused as refused:
+            if refused.code != NO_STREAM:
+                raise
+            return None
+
+    async def _made_again(self, config: dict[str, Any], *, is_gone: bool) -> dict[str, Any]:
+        if is_gone:
+            await asyncio.sleep(_REMOVAL_SECONDS)
+        try:
+            return await made_stream(self._connection, config)
+        except Refused as refused:
+            if refused.code not in _FIXED:
+                raise
+        await self._connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
+        await asyncio.sleep(_REMOVAL_SECONDS)
+        return await made_stream(self._connection, config)
+
+    # -- the workers' consumer -----------------------------------------------------------------------------------------
+
+    async def _workers(self, topic: Topic[Any], *, mends: bool) -> Loss | None:
+        """shared_consumer.py makes it again as soon as it is deleted; here also one that was altered."""
+        stream = self._layout.stream(topic)
+        before, now = self._consumers.get(stream), await self._consumer_info(stream)
+        if before is None and now is not None:
+            before = Sighting(now.created, {**now.config, **self._layout.workers()})
+        name = f"{stream} {WORKERS}"
+        problem = "was deleted" if now is None or before is None else altered(before, now)
+        if now is not None and not problem:
+            problem = "was deleted and made anew" if before is not None and before.created != now.created else ""
+            self._consumers[stream] = now
+            return Loss(name=name, topics=(topic.name,), problem=problem, is_mended=True) if problem else None
+        if mends:
+            await self._make_consumer(stream, is_there=now is not None)
+            self._consumers[stream] = await self._consumer_info(stream)
+        return Loss(name=name, topics=(topic.name,), problem=problem, is_gone=now is None, is_mended=mends)
+
+    async def _consumer_info(self, stream: str) -> Sighting | None:
+        try:
+            info = await self._connection.api(f"CONSUMER.INFO.{stream}.{WORKERS}", awaits_stream=False)
+        except Refused as refused:
+            if refused.code not in (_NO_CONSUMER, NO_STREAM):
+                raise
+            return None
+        return Sighting.of(info)
+
+    async def _make_consumer(self, stream: str, *, is_there: bool) -> None:
+        """Anew: the server takes some changes back in an update, and others, such as a pause, not."""
+        if is_there:
+            await self._connection.api(f"CONSUMER.DELETE.{stream}.{WORKERS}", awaits_stream=False)
+        await asyncio.sleep(_REMOVAL_SECONDS)
+        config = {"stream_name": stream, "config": self._layout.workers()}
+        await self._connection.api(f"CONSUMER.CREATE.{stream}.{WORKERS}", config, awaits_stream=False)
