@@ -1,0 +1,103 @@
+"""Evaluation on a real SGLang server that trains meanwhile: every token is of the evaluated weights, by its logprob."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.engines.sglang.engine import SGLangEngine
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.topics import EVALUATION_ANSWERS
+from asyncrl.policies.evaluation.questions import EvaluationSet, Question
+from asyncrl.policies.evaluation.results import Measured
+from asyncrl.tensors.snapshot import Snapshot
+from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness import fakes
+from tests.harness.engines import PROMPT, TOLERANCE, Model
+from tests.harness.evaluation import evaluating_worker, section
+from tests.integration.sglang.test_transfers import on_a_server
+
+STEPS = 4
+
+
+class SharedServer:
+    """The session's server as a worker's engine: neither started nor closed by it."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+        self.intake = None
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class TwoModels(fakes.Channel):
+    """Even versions are the old model, odd ones the new one."""
+
+    def __init__(self, old: Model, new: Model) -> None:
+        self._models = (old, new)
+
+    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
+        return self.of(policy_version).version(policy_version, incarnation=incarnation)
+
+    def of(self, policy_version: int) -> Model:
+        return self._models[policy_version % 2]
+
+
+@on_a_server
+@pytest.mark.parametrize("place", ["shared", "dedicated"])
+async def test_every_answer_is_of_the_evaluated_weights(
+    place: Any, sglang_server: SGLangEngine, old_model: Model, new_model: Model, tmp_path: Path
+) -> None:
+    await sglang_server.load(old_model.version(0))
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    channel = TwoModels(old_model, new_model)
+    loop = fakes.Loop(bus, tmp_path, steps=STEPS, channel=channel)
+    letter = old_model.text(np.array([PROMPT[1]], np.int32))
+    loop.evaluation = section(place=place, every_steps=1)
+    loop.evaluation_sets = [
+        EvaluationSet(
+            name="sums",
+            questions=[Question(prompt="", tokens=PROMPT[: 2 + index % 3]) for index in range(6)],
+            sampling=SamplingParams(max_new_tokens=24, stop=(letter,), is_trained=False),
+            measured=Measured(num_prompts=6, num_samples=2),
+        )
+    ]
+    server = SharedServer(sglang_server)
+    if place == "shared":
+        workers = [evaluating_worker(bus, server, name="w0")]
+    else:
+        workers = [
+            fakes.worker(bus, fakes.Engine()),
+            evaluating_worker(bus, server, name="e0", is_dedicated=True),
+        ]
+    await fakes.run_all(loop, *workers)
+    results = {int(row["step"]): row for row in loop.recorder.rows if "evaluation/complete" in row}
+    assert {0, STEPS} <= set(results)
+    for version, row in results.items():
+        assert row["evaluation/complete"] == 1.0
+        assert row["evaluation/mixed"] == 0.0
+        assert row["evaluation/sums/mean@2"] == version
+    assert loop.backend.steps == STEPS
+    async with bus.read(EVALUATION_ANSWERS) as records:
+        for _ in range(6):
+            group = (await anext(records)).message.group  # of the last evaluation
+            for answer in group.trajectories:
+                (span,) = answer.version_spans
+                assert span.policy_version == STEPS
+                model = channel.of(span.policy_version)
+                expected = model.logprobs(group.prompt_tokens, answer.tokens)
+                assert np.abs(answer.behavior_logprobs - expected).max() < TOLERANCE
+                text = model.text(answer.tokens)
+                assert letter not in text[: -len(letter)]
+                assert (answer.finish_reason == "length") == (len(answer.tokens) == 24 and not text.endswith(letter))
