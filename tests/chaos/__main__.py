@@ -15,7 +15,7 @@ from typing import Final
 
 from tests.chaos import report
 from tests.chaos.kill import Kill
-from tests.chaos.run_files import ANSWERS
+from tests.chaos.run_files import ANSWERS, evaluating
 from tests.chaos.storm import Storm
 from tests.chaos.victims import FAULTS
 from tests.harness.forked import ForkServer
@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
     parser.add_argument("--liar", action="store_true", help="a worker in each run answers prompts with lies")
+    parser.add_argument("--evaluate", choices=("shared", "dedicated"), help="evaluate in each run all the time")
     parser.add_argument("--limit-seconds", type=float, default=math.inf, help="stop killing after this, then finish")
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line per kill as it happens, then the totals")
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
@@ -86,6 +87,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
         say=say,
         note=note,
         has_liar=options.liar,
+        overrides=evaluating(folder.absolute(), options.evaluate) if options.evaluate else (),
     )
     started = time.monotonic()
     problem, audit = "", {}
@@ -103,7 +105,8 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     end = {"seconds": round(time.monotonic() - started, 1), "runs": storm.runs, "problem": problem}
     if options.liar:
         end |= {"lies": storm.lies, "honest": len(storm.seen.honest)}
-    tokens = {} if options.liar else storm.tokens  # the liar's are on the log, and no engine sampled them
+    is_counted = not (options.liar or options.evaluate)  # the liar's are sampled by nobody, an evaluation's elsewhere
+    tokens = storm.tokens if is_counted else {}
     row = {"storm": options.seed} | end | {"tokens": tokens, "audit": audit}
     report.append(options.json, row)
     say(problem or f"{len(storm.kills)} kills; " + ("clean" if report.is_clean(row) else f"NOT CLEAN: {audit}"))
@@ -126,6 +129,7 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
             "--port": port,
         }
         flags = [f"--{name}" for name in ("forked", "liar") if getattr(options, name)]
+        flags += ["--evaluate", options.evaluate] if options.evaluate else []
         command = [sys.executable, "-m", "tests.chaos", *flags, *(str(word) for pair in words.items() for word in pair)]
         running.append(subprocess.Popen(command))
     try:

@@ -98,6 +98,16 @@ learning_rate = 1e-4
 """
 
 
+def evaluating(folder: Path, place: str) -> list[str]:
+    """Overrides with which a storm's run evaluates its own prompts all the time. place: shared or dedicated"""
+    return [
+        "evaluation.every_steps=5",
+        f"evaluation.place={place}",
+        "evaluation.timeout_seconds=120",
+        f'evaluation.datasets=[{{name = "prompts", path = "{folder}/prompts.jsonl", samples = 2, limit = 24}}]',
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """write: the model and the prompts, into a folder, from a seed.  modules: what the run's processes import."""

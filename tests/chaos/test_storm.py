@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.kill import Kill
 from tests.chaos.report import SUMMED, table, total
+from tests.chaos.run_files import evaluating
 from tests.chaos.storm import Storm
 from tests.chaos.victims import FAULTS, KILLS, deal
 from tests.harness.forked import ForkServer
@@ -36,6 +38,24 @@ def test_processes_started_without_the_fork_server_recover_from_every_kind_of_ki
     audit = asyncio.run(storm.blow(len(KILLS)))
     assert {kill.kind for kill in storm.kills} == set(KILLS)
     assert audit["exit_code"] == 0, audit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("place", ["shared", "dedicated"])
+def test_kills_while_it_is_evaluated_leave_no_wrong_result(place: str, tmp_path: Path, forks: ForkServer) -> None:
+    """The audit works the newest result out anew from its answers; the others are complete or say that they are not."""
+    storm = Storm(tmp_path, seed=3, forks=forks, overrides=evaluating(tmp_path, place))
+    audit = asyncio.run(storm.blow(len(KILLS)))
+    assert audit["exit_code"] == 0, audit
+    assert (audit["lost"], audit["duplicated"], audit["evaluation_problems"]) == (0, 0, 0), audit
+    assert audit["evaluations"] > 0
+    assert audit["evaluation_answers"] >= 24
+    rows = [json.loads(line) for line in (storm.run_directory / "metrics.jsonl").read_text().splitlines()]
+    results = [row for row in rows if "evaluation/complete" in row]
+    assert all(row["evaluation/complete"] == (row["evaluation/prompts/missing"] == 0) for row in results)
+    assert all(row["evaluation/prompts/prompts"] == 24 for row in results)
+    assert results[-1]["evaluation/complete"] == 1.0
 
 
 def test_every_kind_of_kill_is_equally_frequent_and_a_seed_gives_the_same_storm() -> None:
