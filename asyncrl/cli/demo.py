@@ -68,10 +68,11 @@ def report(metrics: Path, *, seconds: float) -> int:
     print(f"every number of every step is in {metrics}")
     print(f"what the model writes: asyncrl samples {metrics.parent}")
     print(f"its curves, lanes and answers on a web page: asyncrl board {metrics.parent}")
-    print(
-        f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s; on held-out prompts, evaluated {len(held_out)} "
-        f"times meanwhile: {held_out[0]:.2f} -> {held_out[-1]:.2f}"
-    )
+    found = f"reward {rewards[0]:.2f} -> {last:.2f} in {seconds:.0f} s"
+    if held_out:
+        times = f"evaluated {len(held_out)} times meanwhile"
+        found += f"; on held-out prompts, {times}: {held_out[0]:.2f} -> {held_out[-1]:.2f}"
+    print(found)
     if rewards[0] < LOW and last > HIGH:
         return 0
     print(f"bin/demo: the reward should rise from below {LOW} to above {HIGH}", file=sys.stderr)

@@ -175,20 +175,21 @@ class Console:
 
 
 def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
-    """A line on the evaluation of the version that ``step`` made: of each data set the mean, and pass@k of the most."""
-    parts = []
+    """A line on the evaluation of the version that ``step`` made: mean, pass@k for the largest k, and majority."""
+    parts: dict[tuple[str, str], str] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.removeprefix("evaluation/").partition("/")
-        if "/" in metric or "[" in dataset or not metric.startswith(("mean@", "pass@", "majority@")):
-            continue
-        if metric == "pass@1" or isinstance(value, Histogram):
+        what, at, _ = metric.partition("@")
+        if not at or "/" in metric or "[" in dataset or isinstance(value, Histogram) or metric == "pass@1":
             continue
         low, high = (metrics.get(f"{name}/{bound}") for bound in ("low", "high"))
-        spread = f" ({low:.3f} to {high:.3f})" if isinstance(low, float) and isinstance(high, float) else ""
-        parts.append(f"{dataset} {metric} {value:.3f}{spread if metric.startswith('mean@') else ''}")
+        is_spread = what == "mean" and isinstance(low, float) and isinstance(high, float)
+        spread = f" ({low:.3f} to {high:.3f})" if is_spread else ""
+        parts[dataset, what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... the last stays
     seconds, lag = metrics.get("evaluation/seconds", 0.0), metrics.get("evaluation/lag_steps", 0.0)
+    found = ", ".join(parts.values()) or "no answers"
     whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
-    return f"evaluation of step {step}: {', '.join(parts) or 'no answers'}  {seconds:.1f} s, {lag:.0f} steps ago{whole}"
+    return f"evaluation of step {step}: {found}  {seconds:.1f} s, {lag:.0f} steps ago{whole}"
 
 
 def check_sinks(run: RunConfig) -> None:
