@@ -8,7 +8,7 @@ the workers, whose heartbeats one process sends, each every 2 s. A fifth of them
 tenth has a newer version, and there is a step every 2 s: many more changes than a fleet with long answers has.
 
 stream     bytes a second of server-sent events;  page: those of lanes that a browser loads before, plain and compressed
-cpu        share of one core;  memory: of the board's process, after a quarter of the time and at the end
+cpu        share of one core;  memory: of the board's process, at each fifth of the time
 """
 
 from __future__ import annotations
@@ -117,11 +117,13 @@ async def _watched(url: str, pid: int, *, seconds: float) -> dict[str, Any]:
     async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
         async with session.get(f"{url}api/stream") as stream:
             await stream.content.readuntil(b'"kind":"lanes"')
-            began, cpu, received, memory = time.monotonic(), cpu_seconds(pid), 0, 0
+            began, cpu, received, memory = time.monotonic(), cpu_seconds(pid), 0, list[int]()
             while (passed := time.monotonic() - began) < seconds:
                 received += len(await stream.content.readany())
-                memory = memory or (rss_bytes(pid) if passed > seconds / 4 else 0)
+                if passed > (len(memory) + 1) * seconds / 5:
+                    memory.append(rss_bytes(pid))
             used = cpu_seconds(pid) - cpu
+            memory.append(rss_bytes(pid))
         lanes = {}
         for name, headers in (("page_bytes", {"Accept-Encoding": "identity"}), ("page_bytes_compressed", {})):
             async with session.get(f"{url}api/runs/0/lanes", headers=headers) as answer:
@@ -129,8 +131,8 @@ async def _watched(url: str, pid: int, *, seconds: float) -> dict[str, Any]:
     return {
         "stream_bytes_per_second": received / passed,
         "cpu_share": used / passed,
-        "memory_quarter_bytes": memory,
-        "memory_end_bytes": rss_bytes(pid),
+        "memory_bytes": memory,
+        "memory_bytes_behind_page": rss_bytes(pid),
         **lanes,
     }
 
@@ -147,7 +149,8 @@ def main() -> int:
             f"{workers:5d} workers: stream {row['stream_bytes_per_second'] / 1e3:.1f} kB/s, "
             f"page {row['page_bytes'] / 1e3:.0f} kB ({row['page_bytes_compressed'] / 1e3:.0f} compressed), "
             f"cpu {row['cpu_share']:.0%} of a core, "
-            f"memory {row['memory_quarter_bytes'] / 2**20:.0f}, later {row['memory_end_bytes'] / 2**20:.0f} MiB"
+            f"memory {', '.join(f'{one / 2**20:.0f}' for one in row['memory_bytes'])} MiB, "
+            f"behind the page {row['memory_bytes_behind_page'] / 2**20:.0f}"
         )
         if options.json:
             with options.json.open("a") as file:

@@ -57,8 +57,8 @@ class RunFeed:
         return self._groups
 
     async def lanes(self) -> dict[str, Any]:
-        """What each actor did."""
-        if self.state.lanes.lanes:
+        """What each actor did: what is heard of a run that is up, what was recorded of one that is not."""
+        if self.state.beats:
             return self.state.lanes_as_json()
         return self.state.lanes_as_json(await asyncio.to_thread(self.watched.timeline))
 

@@ -134,10 +134,10 @@ class RunState:
         return {name: [self.curves[name].steps, self.curves[name].values] for name in names if name in self.curves}
 
     def lanes_as_json(self, timeline: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        """Of the last minutes, if somebody was heard; else of the recorded ``timeline``, or of the steps' metrics."""
-        if self.lanes.lanes:
-            return self.lanes.as_json()
-        return recorded_lanes(timeline) if timeline else self._step_lanes.as_json()
+        """Of the recorded ``timeline``, if there is one; of the last minutes, if somebody was heard; or of metrics."""
+        if timeline:
+            return recorded_lanes(timeline)
+        return self.lanes.as_json() if self.lanes.lanes else self._step_lanes.as_json()
 
 
 _SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per_second", "rollout/workers", "time")

@@ -21,7 +21,6 @@ from asyncrl.run import registry, run_folder
 from asyncrl.run.file_tail import FileTail
 from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.looker import Looker
-from asyncrl.run.timeline import newest_rows
 
 METRICS_FILE: Final = "metrics.jsonl"
 MOST_TIMELINE_BYTES: Final = 8 * 2**20
@@ -91,6 +90,8 @@ class WatchedRun:
 
     def timeline(self) -> list[Row]:
         """The newest rows of its timeline.jsonl. Blocks."""
+        from asyncrl.run.timeline import newest_rows  # it imports torch, which a board of live runs can do without
+
         return newest_rows(self.directory, most_bytes=MOST_TIMELINE_BYTES) if self.directory is not None else []
 
     def rows(self) -> RowTail | None:

@@ -18,8 +18,8 @@ const CHARTS = [
   ["Rollout workers", ["rollout/workers"]],
 ];
 const DASHES = [[], [6, 4], [2, 3]];
-const MOST_OF_EVALUATION = 24;
-const JUDGED = /^evaluation\/([^[\]]+)\/((?:mean@|pass@|pass\^|majority@)[^/]+)$/; // of a whole data set; others can be added by name
+const MOST_OF_EVALUATION = 12;
+const JUDGED = /^evaluation\/([^[\]]+)\/((?:mean@|majority@|pass@(?!1$))[^/]+)$/; // of a whole data set; the others by their names
 
 export class Charts {
   constructor() {
@@ -39,10 +39,10 @@ export class Charts {
   async begin(runs) {
     this.runs = runs.map((run) => ({ name: run.name, names: new Set(run.curves), curves: {}, isHidden: false }));
     const names = new Set(runs.flatMap((run) => run.curves));
-    for (const name of [...names].sort()) this.placeEvaluation(name);
     for (const [title, metrics] of CHARTS) {
       if (metrics.some((name) => names.has(name)) || !names.size) this.place(title, metrics);
     }
+    for (const name of [...names].sort()) this.placeEvaluation(name);
     byId("metrics").replaceChildren(...[...names].sort().map((name) => el("option", { value: name })));
     await this.load([...this.charts.values()].flatMap((chart) => chart.metrics));
   }
@@ -107,7 +107,8 @@ export class Charts {
   place(title, metrics, isEvaluation = false) {
     if (this.charts.has(title)) return;
     const box = el("div", { class: "chart", "data-title": title }, el("h3", {}, title));
-    const first = isEvaluation ? [...byId("charts").children].find((other) => !other.dataset.title.startsWith("Evaluation")) ?? null : null;
+    const isBehind = (other) => other.dataset.title !== "Reward" && !other.dataset.title.startsWith("Evaluation");
+    const first = isEvaluation ? [...byId("charts").children].find(isBehind) ?? null : null;
     byId("charts").insertBefore(box, first);
     this.charts.set(title, { metrics, box, isEvaluation, plot: null, shape: "" });
     this.isDirty = true;
@@ -135,7 +136,7 @@ export class Charts {
   options(lines, width) {
     const front = getComputedStyle(document.body).color;
     const axis = { stroke: front, grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
-    const label = (line) => (this.runs.length > 1 ? `${line.run.name} ` : "") + line.name;
+    const label = (line) => (this.runs.length > 1 ? `${line.run.name} ` : "") + line.name.replace(/^evaluation\//, "");
     return {
       width,
       height: 200,
@@ -145,6 +146,7 @@ export class Charts {
       bands: bands(lines),
       series: [{ label: "step" }, ...lines.map((line) => ({
         label: label(line), stroke: colour(line.number), dash: DASHES[line.index % DASHES.length], spanGaps: true,
+        class: isBound(line.name) ? "bound" : null,
         width: isBound(line.name) ? 0 : 1.5, points: { show: line.points[0].length < 40 && !isBound(line.name), size: 4 },
       }))],
     };

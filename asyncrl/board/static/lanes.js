@@ -76,10 +76,9 @@ export class Lanes {
     run.end = change.end;
     run.totals = change.totals;
     if (!run.isLoaded) return;
-    if (run.source !== "heartbeats") { // it was not up when the page was loaded
-      run.lanes = new Map();
-      run.source = "heartbeats";
-      run.window = 900;
+    if (run.source !== "heartbeats") { // it was not up when they were loaded
+      run.isLoaded = false;
+      return;
     }
     for (const lane of change.new) run.lanes.set(lane.id, { ...lane, segments: [] });
     for (const [id, state, text, version] of change.changed) {

@@ -28,14 +28,21 @@ async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
     recorded: Path, tmp_path: Path, open_board: OpenBoard, browse: Browse
 ) -> None:
     evaluations = (
-        {"step": step, "evaluation/complete": 1.0, "evaluation/sums/mean@8": step / 50} for step in (0, 4, 8)
+        {
+            "step": step,
+            "evaluation/complete": 1.0,
+            "evaluation/sums/mean@8": step / 50,
+            "evaluation/sums/mean@8/low": 0.0,
+            "evaluation/sums/mean@8/high": 1.0,
+        }
+        for step in (0, 4, 8)
     )
     other = write_rows(tmp_path / "two", *(row(step) for step in range(1, 11)), *evaluations)
     async with open_board(recorded, other) as board:
         page = await browse(board.url)
         titles = await page.locator(".chart h3").all_text_contents()
         assert "Reward" in titles
-        assert titles[0] == "Evaluation on sums: mean@8"
+        assert titles[:2] == ["Reward", "Evaluation on sums: mean@8"]
         reward = page.locator('[data-title="Reward"]')
         await reward.locator("canvas").wait_for()
         assert await reward.locator(".u-series").count() == 3  # the step, and a line for each run
