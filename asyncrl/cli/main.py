@@ -35,6 +35,7 @@ VERBS: Final = {
     "tap": "Print what flows on a topic of a run that is up, as it flows.",
     "trace": "Write a timeline of a run for Perfetto or Chrome.",
     "diff": "Show where two runs differ: settings, batches, and the first step whose numbers do.",
+    "profile-engine": "Profile an SGLang server of this machine for some seconds.",
     "audit": "Account for every prompt group of a run: trained, dropped, pending or lost; exit code 1 if any is lost.",
     "replay": "Train a run again from its recorded log, without sampling.",
     "evaluate": "Evaluate saved models on data sets, with no run up.",
@@ -56,6 +57,7 @@ EXAMPLES: Final = """examples:
   asyncrl tap runs/demo trajectories                   what flows on a topic now
   asyncrl trace runs/demo --steps 10:20                a timeline for ui.perfetto.dev
   asyncrl diff runs/a runs/b                           where two runs differ, and from which step on
+  asyncrl profile-engine runs/my-run w0 --seconds 5    what an SGLang server spends its time on
   asyncrl audit runs/demo                              what became of every prompt group
   asyncrl replay runs/demo --set algorithm.name=gspo   train again from the recorded log
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml

@@ -228,6 +228,7 @@ class SGLangEngine(EngineAdapter):
     async def close(self) -> None:
         await self._client.close()
         if self._server:
+            self._log_path.with_suffix(".url").unlink(missing_ok=True)
             await self._server.close()
         self._reader.shutdown(wait=False)
 
@@ -286,6 +287,8 @@ class SGLangEngine(EngineAdapter):
                 f"SGLang at {self.url} did not respond within {self._options.start_seconds:g} s; {where}"
             ) from error
         log.info("SGLang at %s is up after %.0f s", self.url, time.monotonic() - began)
+        if self._server is not None:  # for `asyncrl profile-engine`
+            await asyncio.to_thread(self._log_path.with_suffix(".url").write_text, self.url)
 
     async def _is_healthy(self) -> bool:
         try:
