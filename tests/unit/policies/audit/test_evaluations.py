@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Evaluation, EvaluationAnswers
-from asyncrl.policies.audit.evaluations import account_of_evaluations
+from asyncrl.messages.rollout import failed_group
+from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations, logged_answers
+from tests.harness.evaluation import sums
 
 NEWEST = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2, is_over=True)
 
 
-def answers(index: int, *rewards: float, version: int = 20, number: int = 1) -> EvaluationAnswers:
+def answers(index: int, *rewards: float, version: int = 20, number: int = 1, length: int = 2) -> EvaluationAnswers:
     trajectories = tuple(
         Trajectory(
-            tokens=[3, 4],
-            response_mask=[True, True],
-            behavior_logprobs=[-0.1, -0.2],
+            tokens=[3] * length,
+            response_mask=[True] * length,
+            behavior_logprobs=[-0.1] * length,
             version_spans=(VersionSpan(start=0, incarnation=0, policy_version=version),),
             reward=reward,
         )
@@ -26,6 +32,15 @@ def answers(index: int, *rewards: float, version: int = 20, number: int = 1) -> 
     )
     group = TrajectoryGroup(group_id=NEWEST.group_id(index), prompt_tokens=[1], trajectories=trajectories)
     return EvaluationAnswers(number=number, dataset="sums", group=group, votes=("",) * len(rewards))
+
+
+def failed(index: int) -> EvaluationAnswers:
+    group = failed_group(NEWEST.group_id(index), worker="w0", error="cannot judge")
+    return EvaluationAnswers(number=1, dataset="sums", group=group)
+
+
+def account(rows: Mapping[tuple[int, int], Mapping[str, Any]], log: Sequence[EvaluationAnswers]) -> EvaluationAccount:
+    return account_of_evaluations(rows, newest=NEWEST, answers=map(logged_answers, log))
 
 
 def row(mean: float, *, complete: float = 1.0) -> dict[str, Any]:
@@ -40,19 +55,53 @@ def test_a_result_is_what_its_first_whole_answers_say() -> None:
         answers(1, 1.0, 1.0),
         answers(1, 5.0, 5.0, number=0),
     ]
-    made = account_of_evaluations({(0, 0): row(0.1), (0, 20): row(0.75)}, newest=NEWEST, answers=log)
+    made = account({(0, 0): row(0.1), (0, 20): row(0.75)}, log)
     assert (made.evaluations, made.incomplete, made.answers, made.mixed) == (2, 0, 4, 1)
     assert made.problems == ()
 
 
 def test_a_wrong_result_is_named() -> None:
-    made = account_of_evaluations({(0, 20): row(0.9)}, newest=NEWEST, answers=[answers(0, 1.0, 0.0)])
+    made = account({(0, 20): row(0.9)}, [answers(0, 1.0, 0.0), answers(1, 1.0, 0.0)])
     assert made.problems == ("step 20: evaluation/sums/mean@2 is 0.9, by its answers 0.5",)
+
+
+def test_a_complete_result_without_all_answers_is_named() -> None:
+    made = account({(0, 20): row(0.5)}, [answers(0, 1.0, 0.0), failed(1), answers(1, 1.0, 0.0)])
+    assert made.problems == ("step 20: complete, but 1 of 2 prompts have answers",)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        pytest.param([answers(0, 1.0), answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="too few answers"),
+        pytest.param([answers(0, math.nan, 1.0), answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="no number"),
+        pytest.param([answers(0, 1.0, 0.0), answers(1, 1.0, 1.0), failed(1)], id="an error after good answers"),
+        pytest.param([failed(0), answers(0, 9.0, 9.0), answers(1, 1.0, 1.0)], id="good answers after an error"),
+    ],
+)
+def test_what_the_learner_reports_of_a_log_is_right(log: list[EvaluationAnswers]) -> None:
+    """Both go by one rule of which answers count."""
+    learner = EvaluationRound(NEWEST, [sums(2)])
+    for one in log:
+        learner.take(one)
+    assert learner.is_done
+    reported = learner.metrics(seed=0) | {"evaluation/complete": float(learner.is_complete)}
+    assert account({(0, 20): reported}, log).problems == ()
+
+
+def test_answers_that_came_after_a_timeout_make_no_problem() -> None:
+    late = [answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)]
+    assert account({(0, 20): row(0.5, complete=0.0)}, late).problems == ()
+
+
+def test_tokens_are_not_kept() -> None:
+    long, short = (logged_answers(answers(0, 1.0, 0.0, length=length)) for length in (10_000, 2))
+    assert len(pickle.dumps(long)) == len(pickle.dumps(short))
 
 
 @pytest.mark.parametrize("rows", [{}, {(0, 10): row(0.3, complete=0.0)}])
 def test_what_is_not_reported_is_not_compared(rows: dict[tuple[int, int], dict[str, Any]]) -> None:
-    made = account_of_evaluations(rows, newest=NEWEST, answers=[answers(0, 1.0, 0.0)])
+    made = account(rows, [answers(0, 1.0, 0.0)])
     assert made.problems == ()
     assert made.incomplete == len(rows)
 
