@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.metrics import schema
 from tests.harness.evaluation import evaluating_worker, section, sums
@@ -208,3 +211,11 @@ async def test_a_resumed_learner_takes_up_the_evaluation_that_its_death_interrup
     assert sorted(results(evaluated)) == [0]
     assert results(evaluated)[0]["evaluation/complete"] == 1.0
     assert results(evaluated)[0]["evaluation/sums/mean@2"] == 0.0
+
+
+@pytest.mark.parametrize("end", [lambda text: {}[text], sys.exit])
+def test_a_vote_that_raises_or_exits_is_no_vote_and_is_said_once(end: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rewards: Any = {"sums": SimpleNamespace(function=SimpleNamespace(vote=end))}
+    by_dataset = DatasetRewards(rewards)
+    assert [by_dataset.vote("sums", "answer") for _ in range(3)] == ["", "", ""]
+    assert caplog.text.count("sums: its answers have no vote") == 1

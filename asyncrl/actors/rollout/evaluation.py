@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -11,6 +12,7 @@ from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.worker import RolloutWorker
+from asyncrl.config import plugins
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.health.faults import EVALUATION_WORKER
 from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
@@ -24,6 +26,9 @@ class DatasetRewards:
 
     def __init__(self, rewards: Mapping[str, RewardFn]) -> None:
         self._rewards = rewards
+        self._log = logging.getLogger("asyncrl.evaluation")
+        self._explained: set[str] = set()
+        """Data sets whose failing vote is in the log."""
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
         return await self._rewards[samples[0].dataset](samples)
@@ -33,9 +38,21 @@ class DatasetRewards:
             await reward.close()
 
     def vote(self, dataset: str, completion: str) -> str:
-        """What an answer comes down to: what its reward looks at (``vote`` of a reward's object), or else all of it."""
+        """What an answer comes down to: what its reward looks at (``vote`` of a reward's object), or else all of it.
+
+        "" where the user's function raises or exits: one vote less is no reason to end a worker.
+        """
         vote: Callable[[str], str] | None = getattr(getattr(self._rewards[dataset], "function", None), "vote", None)
-        return completion.strip() if vote is None else str(vote(completion))
+        if vote is None:
+            return completion.strip()
+        try:
+            with plugins.exits_contained():
+                return str(vote(completion))
+        except Exception as error:  # a user's function: whatever it raises is data, not a crash
+            if dataset not in self._explained:
+                self._explained.add(dataset)
+                self._log.warning("%s: its answers have no vote: vote() raised %s", dataset, plugins.described(error))
+            return ""
 
 
 def evaluation_stage(
