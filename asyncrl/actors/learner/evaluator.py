@@ -222,9 +222,9 @@ class Evaluator:
         done.set()
 
     async def _end(self, asked: EvaluationRound, *, seconds: float) -> None:
+        """Report it, and only then call it over: a learner that is killed in between counts the answers again."""
         evaluation = asked.evaluation
         version = evaluation.weights.policy_version
-        await self._bus.put(EVALUATION, replace(evaluation, is_over=True))
         row = await asyncio.to_thread(asked.metrics, seed=self._seed)
         engines = max(1, await self._engines(WORKER, EVALUATION_WORKER), len(asked.workers))
         row |= {
@@ -240,8 +240,9 @@ class Evaluator:
             log.warning("evaluation of version %d: prompt %d has no answer: %s", version, index, reason)
         if self._best is not None and asked.is_complete:
             await self._keep_best(evaluation.weights, row)
-        await asyncio.to_thread(self._channel.release, evaluation.weights)
         await self._report(version, row | {"learner/incarnation": float(evaluation.weights.incarnation)})
+        await self._bus.put(EVALUATION, replace(evaluation, is_over=True))
+        await asyncio.to_thread(self._channel.release, evaluation.weights)
 
     async def _keep_best(self, weights: WeightVersion, row: Mapping[str, float]) -> None:
         assert self._best is not None
