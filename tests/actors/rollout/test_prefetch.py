@@ -97,7 +97,8 @@ async def test_what_is_given_back_before_it_began_has_used_no_attempt(bus_factor
     engine = gated()
     await publish_prompts(bus, 0, 1)
     async with working(await bus_factory(), engine, ahead=1, max_attempts=2) as (worker, task):
-        await fakes.until(lambda: engine.running == 2)
+        source = worker._stages[0]._source
+        await fakes.until(lambda: engine.running == 2 and len(source._prefetch._ready) == 1)
         worker.drain()
         engine.gate.set()
         await task
