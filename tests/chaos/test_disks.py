@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def full(disk: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
     for mode in ("ro", "rw"):
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True)
+        while subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=False).returncode:
+            time.sleep(0.05)  # busy: a file is being written just now
         if mode == "ro":
             yield
 

@@ -184,7 +184,9 @@ asyncio.run(main())
 def all_gone(pidfds: list[int], *, seconds: float = 30.0) -> bool:
     """Wait until the processes ended (a pidfd is readable then)."""
     for fd in pidfds:
-        if not select.select([fd], [], [], seconds)[0]:
+        ended = select.poll()  # select() takes no descriptor above 1,023
+        ended.register(fd, select.POLLIN)
+        if not ended.poll(1000 * seconds):
             return False
         os.close(fd)
     return True
