@@ -161,8 +161,11 @@ class Bus(Protocol):
         """The log as it is now, and whether it is the one of ``mark``."""
         ...
 
-    async def trim(self, topic: Topic[Any], *, through: int) -> None:
-        """Delete log entries up to and including sequence ``through``."""
+    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
+        """Delete log entries up to and including sequence ``through``.
+
+        log  identity (LogState) of the log whose sequence that is: another one is left alone; empty is any
+        """
         ...
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:

@@ -48,6 +48,16 @@ async def test_a_log_that_never_had_an_entry_begins_with_the_first_one(bus: Bus)
     assert await bus.losses() == []
 
 
+async def test_a_log_is_trimmed_only_if_it_is_the_one_that_is_meant(bus: Bus) -> None:
+    """A sequence of a log that is gone says nothing of the one that was made in its place."""
+    await publish_groups(bus, 1, 2)
+    here = (await bus.log_state(TRAJECTORIES, mark=LogMark())).identity
+    await bus.trim(TRAJECTORIES, through=2, log="another")
+    assert [record.sequence for record in await first(bus, 2)] == [1, 2]
+    await bus.trim(TRAJECTORIES, through=1, log=here)
+    assert [record.sequence for record in await first(bus, 1)] == [2]
+
+
 async def test_a_cursor_at_the_end_waits_for_what_comes_next(bus: Bus) -> None:
     await publish_groups(bus, 1, 2)
     async with bus.read(TRAJECTORIES, after=2) as records:

@@ -93,6 +93,6 @@ class Checkpointer:
         try:
             if (await self._bus.log_state(TRAJECTORIES, mark=mark)).problem:
                 return  # another log, whose records are not what we have read; the reader says so
-            await self._bus.trim(TRAJECTORIES, through=through)
+            await self._bus.trim(TRAJECTORIES, through=through, log=mark.log)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)

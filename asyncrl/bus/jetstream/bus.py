@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -28,7 +29,7 @@ from asyncrl.bus.jetstream.keeper import StreamKeeper
 from asyncrl.bus.jetstream.last_per_subject import last_of_each
 from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layout, is_removed
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.log_reader import log_state, opened_log
+from asyncrl.bus.jetstream.log_reader import log_state, opened_log, trim_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
@@ -205,13 +206,10 @@ class JetStreamBus:
     async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
         return await log_state(self._connection, await self._stream(topic), mark)
 
-    async def trim(self, topic: Topic[Any], *, through: int) -> None:
-        # Purging beyond the end would also move the end.
-        through = min(through, await self.last_sequence(topic))
-        if through > 0:
-            stream = await self._stream(topic)
-            self._keeper.trims(stream, through=through)
-            await self._connection.api(f"STREAM.PURGE.{stream}", {"seq": through + 1})
+    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
+        stream = await self._stream(topic)
+        note = functools.partial(self._keeper.trims, stream)
+        await trim_log(self._connection, stream, through=through, log=log, note=note)
 
     async def losses(self, *, mends: bool = False) -> list[Loss]:
         self._keeper.has_objects = self._objects.is_made

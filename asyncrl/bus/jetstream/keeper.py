@@ -42,7 +42,7 @@ class StreamKeeper:
         self.has_objects = False
         """Whether this process made the object store."""
 
-    def trims(self, stream: str, *, through: int) -> None:
+    def trims(self, stream: str, through: int) -> None:
         """We are about to take a log's entries up to this sequence off it."""
         self._trimmed[stream] = max(through, self._trimmed.get(stream, 0))
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import NO_STREAM, Refused
 from asyncrl.bus.jetstream.layout import reader
 from asyncrl.bus.jetstream.objects import ChunkWindow
 from asyncrl.bus.jetstream.ordered_consumer import OrderedConsumer, Wire
@@ -69,6 +71,22 @@ async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
     elif mark.stored and (found := await leaders_message(wire, stream, {"seq": mark.sequence})) is not None:
         problem = "" if found.stored == mark.stored else f"entry {mark.sequence} is not the one that was read"
     return LogState(identity=identity, first=first, problem=problem)
+
+
+async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> None:
+    """See Bus.trim. ``note`` is told up to where, before it is done.
+
+    A stream that is gone is not waited for, as it would be elsewhere: what is made in its place has other entries.
+    """
+    try:
+        info = await connection.api(f"STREAM.INFO.{stream}", awaits_stream=False)
+        through = min(through, int(info["state"]["last_seq"]))  # purging beyond the end would also move the end
+        if through > 0 and log in ("", str(info["created"])):
+            note(through)
+            await connection.api(f"STREAM.PURGE.{stream}", {"seq": through + 1}, awaits_stream=False)
+    except Refused as refused:
+        if refused.code != NO_STREAM:
+            raise
 
 
 class LogReader:

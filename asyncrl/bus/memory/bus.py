@@ -97,9 +97,11 @@ class MemoryBus:
         is_other = log.last_sequence < mark.sequence if not mark.log else mark.log != log.identity
         return LogState(identity=log.identity, first=log.first_sequence, problem="it is a new log" if is_other else "")
 
-    async def trim(self, topic: Topic[Any], *, through: int) -> None:
+    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
         await _let_others_run()
-        self._log(topic).trim(through)
+        kept = self._log(topic)
+        if log in ("", kept.identity):
+            kept.trim(through)
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
         await _let_others_run()

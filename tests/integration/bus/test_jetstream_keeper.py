@@ -192,6 +192,17 @@ async def test_another_stream_on_our_subjects_is_said_and_waited_for(
     assert await published
 
 
+async def test_a_log_that_is_gone_is_not_waited_for_by_a_trim(nats_server: EmbeddedServer, connect: Connect) -> None:
+    """What is made in its place has other entries under those sequences; they have not been read."""
+    bus = await connect(nats_server)
+    await publish_groups(bus, 1, 2, 3)
+    await bus._connection.api(f"STREAM.DELETE.{bus._layout.stream(TRAJECTORIES)}")
+    await bus.trim(TRAJECTORIES, through=2)
+    assert "was deleted" in await mended(bus)
+    await publish_groups(bus, 4, 5)
+    assert [record.sequence for record in await first(bus, 2)] == [1, 2]
+
+
 async def test_entries_that_somebody_purged_are_told_from_those_that_we_trimmed(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
