@@ -199,6 +199,9 @@ class TrajectoryReader:
         return ""
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
+        if gone := self._table.skip(record.sequence):
+            log.warning("entries %d to %d of the trajectory log are gone, and were never read", gone[0], gone[-1])
+            self.lost_prompts.suspect()
         sender = record.message.worker if record.message is not None else ""
         if sender in self._validator.quarantined and await self._validator.is_another_life(sender):
             log.warning("worker %s was started again: it is judged anew", sender)

@@ -114,6 +114,16 @@ class GroupTable:
         for waiting in (self.buffered, self.training):
             waiting.update({group_id: replace(one, sequence=first - 1) for group_id, one in waiting.items()})
 
+    def skip(self, before: int) -> list[int]:
+        """The log goes on at ``before``: what it lacks behind the last record read will not come, and holds up no trim.
+
+        Returns those sequences. Their groups stay outstanding.
+        """
+        if before <= self.cursor + 1:
+            return []
+        held = {one.sequence for one in (*self.buffered.values(), *self.training.values())}
+        return [s for s in range(self.cursor + 1, before) if s not in held and self.consumed.add(s)]
+
     def arrive(
         self,
         sequence: int,

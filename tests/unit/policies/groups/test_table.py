@@ -92,6 +92,27 @@ def test_a_group_with_an_error_fails_at_once_and_says_why() -> None:
     assert 1 in made.consumed
 
 
+def test_records_that_are_gone_unread_hold_up_no_trim_and_leave_their_groups_outstanding() -> None:
+    made = table(4)
+    made.arrive(1, group(0), now=0.0)
+    assert made.skip(2) == []
+    assert made.skip(4) == [2, 3]
+    made.arrive(4, group(3), now=0.0)
+    made.take(list(made.buffered.values()))
+    made.trained(max_staleness=0)
+    assert made.consumed.watermark == 5
+    assert set(made.outstanding) == {1, 2}
+
+
+def test_a_record_that_is_read_again_takes_nothing_from_those_that_wait() -> None:
+    made = table(3)
+    for number in range(3):
+        made.arrive(number + 1, group(number), now=0.0)
+    made.arrive(1, group(0), now=0.0)
+    assert made.skip(4) == []
+    assert 2 not in made.consumed
+
+
 def test_the_next_group_that_is_made_ends_a_row_of_failures() -> None:
     made = table(2)
     made.arrive(1, group(0, error="reward raised"), now=0.0)
