@@ -6,19 +6,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
-import secrets
 import time
-import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.actors.base import Actor
+from asyncrl.actors.rollout.load_turns import turn_to_load
+from asyncrl.actors.rollout.transfer_offer import offered
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import WeightVersion
-from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
+from asyncrl.messages.topics import SENT, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer
 from asyncrl.policies.health.faults import FIRST_SECONDS, FOLLOWER, LEARNER, SENDER
 from asyncrl.policies.staleness.admission import version_to_begin
@@ -31,12 +30,8 @@ ReceiverOf = Callable[[Intake], Receiver | None]
 ATTEMPTS = 5
 RETRY_SECONDS = 1.0
 LAST_RETRY_SECONDS = 10.0
-ANSWER_SECONDS = 10.0
-NONCE_BYTES = 16
 STARVED_SECONDS = 10.0
 """An idle engine whose only groups are of a lost history begins them after this long without a new version."""
-LOADING_SHARE = 1 / 8
-"""Of the engines, rounded up: this many may be paused by a load at once."""
 
 
 class WeightFollower(Actor):
@@ -49,7 +44,7 @@ class WeightFollower(Actor):
     Versions published during a load are skipped. What the learner sends from memory is preferred to its folder; if
     sending fails, the folder is loaded as soon as it is there. A folder that cannot be read is waited for: the learner
     may store it again, and a newer one may come. One that the engine does not load ends the worker after ATTEMPTS.
-    In flight, engines take turns by leases of the bus: at most LOADING_SHARE of them are paused at any instant.
+    In flight, engines take turns by leases of the bus: at most an eighth of them are paused at any instant.
     Whoever needs one version for a while, an evaluation, holds it (``held``): nothing newer is loaded meanwhile.
     """
 
@@ -84,6 +79,7 @@ class WeightFollower(Actor):
         self._follows = follows
         self._held: WeightVersion | None = None
         self._held_problem = ""
+        self._is_loading = False  # the engine's version may change at any moment
         self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
@@ -164,10 +160,11 @@ class WeightFollower(Actor):
             try:
                 note = f"of version {weights.policy_version}"
                 with self.waiting("the weights of an evaluation", note=note):
-                    await self._changed.wait_for(lambda: self._held is None or self._engine.version == weights.order)
+                    await self._changed.wait_for(lambda: self._held is None or self._has_exactly(weights))
             except BaseException:
                 self._held = None
                 self._tell()
+                self._changed.notify_all()
                 raise
             if self._held is None:
                 raise WeightsError(self._held_problem)
@@ -210,10 +207,8 @@ class WeightFollower(Actor):
             on_change()
 
     async def _wait_for_change(self) -> None:
-        """Call with ``_changed`` held. An idle engine whose version stays the same for too long is starved.
-
-        It begins groups of a lost history then: the groups that would bring the learner to the version they ask for may
-        be lost, and too old is better than never.
+        """Call with ``_changed`` held. An idle engine that stays at one version for too long begins groups of a lost
+        history: those that would bring the learner to what they ask for may be lost, and too old is better than never.
         """
         version = self._engine.version
         try:
@@ -258,6 +253,9 @@ class WeightFollower(Actor):
     @property
     def _newest_announced(self) -> tuple[int, int]:
         return max((weights.order for weights in self._newest.values()), default=(-1, -1))
+
+    def _has_exactly(self, weights: WeightVersion) -> bool:
+        return not self._is_loading and self._engine.version == weights.order
 
     def _is_newer(self) -> bool:
         """Or another one than the version that is held."""
@@ -329,8 +327,11 @@ class WeightFollower(Actor):
             except WeightsError as error:
                 raise _Unreadable(str(error)) from error
         async with self._turn():
-            with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
-                report = await self._engine.load(replace(stored, uri=str(folder)))
+            with self._loading(held) as is_wanted:
+                if not is_wanted:
+                    return
+                with self.waiting("its engine to load weights", on="load", note=note, first=FIRST_SECONDS):
+                    report = await self._engine.load(replace(stored, uri=str(folder)))
             self._note(report)
 
     async def _receive(self, receiver: Receiver, *, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
@@ -341,20 +342,25 @@ class WeightFollower(Actor):
         async with turn:
             offer = await self._offer(receiver)
             note = f"of version {offer.policy_version}"
-            with self.waiting("its engine to receive weights", on="load", note=note, first=FIRST_SECONDS):
-                report = await receiver.receive(offer)
+            with self._loading(None) as is_wanted:
+                if not is_wanted:
+                    return
+                with self.waiting("its engine to receive weights", on="load", note=note, first=FIRST_SECONDS):
+                    report = await receiver.receive(offer)
             self._note(report)
+
+    @contextlib.contextmanager
+    def _loading(self, held: WeightVersion | None) -> Iterator[bool]:
+        """Whether the version to load is still wanted: not if another is held since. None is held meanwhile."""
+        self._is_loading = self._held is held
+        try:
+            yield self._is_loading
+        finally:
+            self._is_loading = False
 
     async def _offer(self, receiver: Receiver) -> TransferOffer:
         with self.waiting("the learner's offer of weights", on=SENDER):
-            request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
-            offer = await self.bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
-        if offer is None:
-            raise WeightsError("no learner answers that it sends weights")
-        if offer.problem:
-            await receiver.leave()
-            raise WeightsError(f"the learner sends no weights: {offer.problem}")
-        return offer
+            return await offered(self.bus, receiver)
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -363,23 +369,17 @@ class WeightFollower(Actor):
             yield
             return
         num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)
-        turns = max(1, math.ceil(num_engines * LOADING_SHARE))
-        lease = self.bus.lease(f"load-{zlib.crc32(self.name.encode()) % turns}", holder=self.name)
         async with contextlib.AsyncExitStack() as stack:
             with self.waiting("its turn to load weights", on=FOLLOWER):
-                await stack.enter_async_context(lease)
+                await stack.enter_async_context(turn_to_load(self.bus, worker=self.name, num_engines=num_engines))
             yield
 
     def _note(self, report: LoadReport) -> None:
         self.last_load, self.loaded_at = report, time.time()
         self.loads += 1
         self.problem = ""
-        self.log.info(
-            "loaded version %d: paused %.3f s, %.3f s in all",
-            self._engine.version[1],
-            report.pause_seconds,
-            report.load_seconds,
-        )
+        pause, whole = report.pause_seconds, report.load_seconds
+        self.log.info("loaded version %d: paused %.3f s, %.3f s in all", self._engine.version[1], pause, whole)
 
     @property
     def _wanted(self) -> Mapping[str, WeightVersion]:

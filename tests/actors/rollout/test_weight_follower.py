@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.actors.rollout import weight_follower
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.errors import EngineError, WeightsError
+from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.topics import TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
@@ -367,58 +367,3 @@ async def test_an_engine_that_generates_waits_for_its_turn_and_says_so(bus: Memo
             await until(lambda: "turn" in follower.heartbeat().waits_for)
             assert engine.version == (0, 0)
         await until(lambda: engine.version == (0, 1))
-
-
-# -- one version for a while -------------------------------------------------------------------------------------------
-
-
-async def test_a_version_that_is_held_is_kept_and_then_the_newest_is_loaded(bus: MemoryBus) -> None:
-    engine = Engine(receives=False)
-    follower = follow(bus, engine)
-    changes: list[bool] = []
-    async with running(follower):
-        with follower.watched(lambda: changes.append(follower.is_held_back)):
-            for version in (1, 2, 3):
-                await announce(bus, version, folder=True)
-            await until(lambda: engine.version == (0, 3))
-            async with follower.held(WeightVersion(incarnation=0, policy_version=1, uri="1")):
-                assert engine.version == (0, 1)
-                assert follower.is_held_back
-                await announce(bus, 4, folder=True)
-                async with follower.generation(0), follower.exactly((0, 1)):
-                    assert engine.version == (0, 1)
-                with pytest.raises(EngineError, match="is evaluated"):
-                    async with follower.exactly((0, 4)):
-                        pass
-            await until(lambda: engine.version == (0, 4))
-    assert not follower.is_held_back
-    assert changes[-1] is False and True in changes
-
-
-async def test_a_version_that_cannot_be_loaded_is_not_held_and_nothing_else_suffers(bus: MemoryBus) -> None:
-    engine = Engine(receives=False)
-
-    def verify(weights: WeightVersion) -> Path:
-        if weights.policy_version == 1:
-            raise WeightsError("removed for newer versions")
-        return Path("there")
-
-    follower = follow(bus, engine, verify=verify)
-    async with running(follower):
-        await announce(bus, 3, folder=True)
-        await until(lambda: engine.version == (0, 3))
-        with pytest.raises(WeightsError, match="removed for newer versions"):
-            async with follower.held(WeightVersion(incarnation=0, policy_version=1, uri="1")):
-                pass
-        await announce(bus, 4, folder=True)
-        await until(lambda: engine.version == (0, 4))
-
-
-async def test_who_follows_nothing_loads_what_is_held_alone(bus: MemoryBus) -> None:
-    engine = Engine(receives=False)
-    follower = follow(bus, engine, follows=False)
-    async with running(follower):
-        await announce(bus, 5, folder=True)
-        async with follower.held(WeightVersion(incarnation=0, policy_version=2, uri="2")):
-            assert engine.version == (0, 2)
-        assert engine.took == [("folder", 2)]

@@ -1,0 +1,27 @@
+"""Asks the learner for weights from its memory, as a receiver's next transfer."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from asyncrl.errors import WeightsError
+from asyncrl.messages import replace
+from asyncrl.messages.topics import TRANSFERS
+from asyncrl.messages.weight_transfer import TransferOffer
+from asyncrl.protocols import Bus, Receiver
+
+ANSWER_SECONDS: Final = 10.0
+NONCE_BYTES: Final = 16
+
+
+async def offered(bus: Bus, receiver: Receiver) -> TransferOffer:
+    """Raises WeightsError: nobody answers, or the learner sends nothing."""
+    request = replace(receiver.request, nonce=secrets.token_bytes(NONCE_BYTES))
+    offer = await bus.ask(TRANSFERS, request, seconds=ANSWER_SECONDS)
+    if offer is None:
+        raise WeightsError("no learner answers that it sends weights")
+    if offer.problem:
+        await receiver.leave()
+        raise WeightsError(f"the learner sends no weights: {offer.problem}")
+    return offer
