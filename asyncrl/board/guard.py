@@ -76,4 +76,4 @@ class Guard:
         return address.is_loopback or not self._is_local
 
     def _has(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self._token.encode())
+        return hmac.compare_digest(token.encode(errors="replace"), self._token.encode())  # a cookie may be no UTF-8

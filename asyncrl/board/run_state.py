@@ -55,6 +55,8 @@ class RunState:
         sent = []
         for row in rows:
             numbers = {name: value for name, value in row.items() if is_curve(name, value)}
+            if EVALUATION in row:  # what it shares with the rows of steps would rewind their curves to its step
+                numbers = {name: value for name, value in numbers.items() if name.startswith("evaluation/")}
             for name, value in numbers.items():
                 if name in self.curves or len(self.curves) < MOST_CURVES:
                     self.curves.setdefault(name, Curve()).add(row["step"], float(value))

@@ -136,7 +136,7 @@ class Board:
             text=asked.get("text", "")[:200],
             order=asked.get("order", "newest"),
             has_text=asked.get("has_text") == "1",
-            limit=int(limit) if (limit := asked.get("limit", "")).isdecimal() else 100,
+            limit=int(limit) if (limit := asked.get("limit", "")[:9]).isdecimal() else 100,
         )
         return _json({"rows": _finite(list(rows_as_json(rows))), "total": total})
 

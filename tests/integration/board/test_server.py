@@ -91,6 +91,12 @@ async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBo
                 assert answer.status == 404, path
 
 
+async def test_a_limit_of_many_digits_is_a_large_one(with_groups: Path, open_board: OpenBoard) -> None:
+    async with open_board(with_groups) as board:
+        listed = await table(board, f"/api/runs/0/groups?limit={'9' * 5000}")
+    assert len(listed["rows"]) == 3
+
+
 async def test_groups_are_listed_and_opened(with_groups: Path, open_board: OpenBoard) -> None:
     async with open_board(with_groups) as board:
         listed = await table(board, "/api/runs/0/groups?order=newest&limit=2")
@@ -137,6 +143,15 @@ async def test_others_need_the_token_once(recorded: Path, open_board: OpenBoard)
             assert "token" not in str(answer.url)
             cookie = answer.history[0].headers["Set-Cookie"]
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+
+
+async def test_a_cookie_that_is_no_text_is_a_wrong_one(recorded: Path, open_board: OpenBoard) -> None:
+    async with open_board(recorded, host="0.0.0.0", token="s3cret") as board:
+        reader, writer = await asyncio.open_connection("127.0.0.1", board.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: asyncrl-board=\xff\xfe\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+    assert b" 401 " in status
 
 
 async def test_every_answer_forbids_scripts_of_others(recorded: Path, open_board: OpenBoard) -> None:

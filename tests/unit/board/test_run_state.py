@@ -70,6 +70,15 @@ def test_a_run_that_goes_away_leaves_its_lanes() -> None:
     json.dumps(state.overview(), allow_nan=False)
 
 
+def test_an_evaluation_leaves_the_curves_of_steps_as_they_are() -> None:
+    state = RunState("r")
+    state.add_rows([row(step, **{"learner/incarnation": 0.0}) for step in range(1, 11)])
+    evaluated = {"step": 4, "evaluation/complete": 1.0, "learner/incarnation": 0.0}
+    changes = state.add_rows([evaluated])
+    assert state.curves["learner/incarnation"].steps == list(range(1, 11))
+    assert "learner/incarnation" not in changes[0]["rows"][0]
+
+
 def test_an_evaluation_is_a_row_of_its_own_step() -> None:
     state = RunState("r")
     state.add_rows([row(4), row(5)])
