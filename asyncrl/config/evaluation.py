@@ -86,8 +86,9 @@ class EvaluationDataset:
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
         for k in self.k:
+            require(k >= 1, f"k = {k}: pass@k counts from k = 1")
             require(
-                1 <= k <= self.samples,
+                k <= self.samples,
                 f"k = {k}: pass@k needs k answers to a prompt, and samples = {self.samples}; raise samples or lower k",
             )
         require(

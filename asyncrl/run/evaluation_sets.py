@@ -109,7 +109,11 @@ def _tags(dataset: EvaluationDataset, count: int) -> tuple[tuple[str, ...], ...]
     if not dataset.tag_key:
         return ((),) * count
     rows = open_rows(Path(dataset.path), check=lambda row, where: None)
-    return tuple(_of_row(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+    tags = tuple(_of_row(rows.row(index).get(dataset.tag_key), rows.where(index), dataset) for index in range(count))
+    if count and not any(tags):
+        keys = ", ".join(sorted(rows.row(0)))
+        raise ConfigError(f"tag_key = {dataset.tag_key!r}: no prompt has such a tag; the first row has: {keys}")
+    return tags
 
 
 def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ...]:

@@ -166,8 +166,13 @@ def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
     """Of each data set of [evaluation], by name: its own, or the run's."""
     from asyncrl.rewards.load import load_reward
 
-    of_run = load_reward(run.reward)
-    return {one.name: of_run if one.reward is None else load_reward(one.reward) for one in run.evaluation.datasets}
+    of_run, found = load_reward(run.reward), {}
+    for dataset in run.evaluation.datasets:
+        try:
+            found[dataset.name] = of_run if dataset.reward is None else load_reward(dataset.reward)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: {error}") from None
+    return found
 
 
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:

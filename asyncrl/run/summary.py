@@ -35,6 +35,7 @@ class Summary:
     num_prompts  prompts in the data
     num_looked_at, num_too_long  prompts that were tokenised, and those of them that are over ``most_prompt_tokens`` and
                                  will be dropped
+    evaluation   prompts of each data set of [evaluation]
     gpus         which GPUs each process gets, for a person
     """
 
@@ -50,6 +51,7 @@ class Summary:
     num_looked_at: int
     num_too_long: int
     most_prompt_tokens: int
+    evaluation: Mapping[str, int]
     gpus: str
 
     @property
@@ -88,6 +90,7 @@ def summarize(run: RunConfig) -> Summary:
     algorithm = registry.algorithm(run)
     rows = registry.open_rows(run)
     num_looked_at = rows.look()
+    sets = registry.open_evaluation_sets(run) if run.evaluation.datasets else []
     return Summary(
         settings=run,
         algorithm=algorithm.name,
@@ -101,6 +104,7 @@ def summarize(run: RunConfig) -> Summary:
         num_looked_at=num_looked_at,
         num_too_long=rows.dropped,
         most_prompt_tokens=rows.most_tokens,
+        evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
     )
 
@@ -138,6 +142,7 @@ def _consequences(summary: Summary) -> list[str]:
         f"data              {summary.num_prompts:,} prompts, {summary.num_trained_prompts:,} trained",
         f"prompts looked at {summary.num_looked_at:,}, {summary.num_too_long:,} of them over "
         f"{summary.most_prompt_tokens:,} tokens (dropped)",
+        *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
         f"samples per step  {summary.samples_per_step}",
         f"largest message   {summary.largest_message_bytes:,} bytes of {run_config.bus.max_message_bytes:,}",
         f"GPUs              {summary.gpus}",

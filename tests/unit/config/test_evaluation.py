@@ -38,6 +38,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "evaluation, problem",
     [
+        ({"datasets": [AIME | {"k": [0]}]}, "aime: k = 0: pass@k counts from k = 1"),
         ({"datasets": [AIME | {"k": [1, 16]}]}, "aime: k = 16: pass@k needs k answers to a prompt, and samples = 8"),
         ({"datasets": [AIME, AIME]}, "two are called 'aime'"),
         ({"datasets": [AIME | {"name": "a/b"}]}, "name must be letters"),

@@ -223,3 +223,32 @@ def test_prompts_that_are_all_too_long_are_found_by_check(make_run: RunMaker, tm
 def test_a_class_that_does_not_describe_itself_is_refused(make_run: RunMaker) -> None:
     with pytest.raises(ConfigError, match="derive its class from asyncrl.engines.adapter.EngineAdapter"):
         check(make_run("engine.kind=pathlib:Path"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "keys", "problem"),
+    [
+        (['{"prompt": '], "", r"evaluation.datasets: held_out: .*rows.jsonl"),
+        (['{"prompt": "1"}', '{"prompt": "12"}'], "max_prompt_tokens = 1", "held_out: prompt 2 has more than 1 tokens"),
+        (['{"prompt": "12", "label": "3"}'], "max_new_tokens = 10000", "held_out: 10,000 new tokens leave no room"),
+        (['{"prompt": "12", "label": "3"}'], 'reward = {kind = "nope"}', "evaluation.datasets: held_out: reward.kind"),
+    ],
+)
+def test_data_sets_of_an_evaluation_are_read_too(
+    make_run: RunMaker, tmp_path: Path, lines: list[str], keys: str, problem: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    make_run()
+    path = tmp_path / "run.toml"
+    table = f'[[evaluation.datasets]]\nname = "held_out"\npath = "{tmp_path}/rows.jsonl"\n{keys}\n'
+    path.write_text(path.read_text() + table)
+    with pytest.raises(ConfigError, match=problem):
+        summarize(config.load(path))
+
+
+def test_what_is_evaluated_is_in_the_summary(make_run: RunMaker, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "label": "3"}\n' * 3)
+    make_run()
+    path = tmp_path / "run.toml"
+    path.write_text(path.read_text() + f'[[evaluation.datasets]]\nname = "a"\npath = "{tmp_path}/rows.jsonl"\n')
+    assert "evaluation        a: 3 prompts" in str(summarize(config.load(path)))

@@ -79,3 +79,8 @@ def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
 def test_a_tag_is_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a tag or a list of tags, got 3"):
         opened(tmp_path, [{"prompt": "1", "label": "2", "topic": 3}], tag_key="topic")
+
+
+def test_a_tag_key_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tag_key = 'subject': no prompt has such a tag; the first row has: label"):
+        opened(tmp_path, tag_key="subject")
