@@ -21,6 +21,8 @@ class BestModel:
     def __init__(self, folder: Path, *, metric: str) -> None:
         """metric: DATASET/METRIC"""
         self._folder, self._metric = folder, metric
+        if not folder.exists() and self._beside("old").exists():  # an earlier life ended between two renames
+            self._beside("old").rename(folder)
         self._best = _value(folder / RESULT_FILE, metric)
 
     def look(self, model: Path, metrics: Mapping[str, float], *, step: int) -> bool:
@@ -28,7 +30,7 @@ class BestModel:
         value = metrics.get(f"evaluation/{self._metric}")
         if value is None or (self._best is not None and value <= self._best):
             return False
-        fresh, old = (self._folder.with_name(f".{self._folder.name}-{what}") for what in ("new", "old"))
+        fresh, old = self._beside("new"), self._beside("old")
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(model, fresh, copy_function=_link)
@@ -42,6 +44,9 @@ class BestModel:
         log.info("the best model so far is of step %d: %s = %.4f", step, self._metric, value)
         self._best = value
         return True
+
+    def _beside(self, what: str) -> Path:
+        return self._folder.with_name(f".{self._folder.name}-{what}")
 
 
 def _value(file: Path, metric: str) -> float | None:

@@ -36,6 +36,15 @@ def test_a_resumed_run_knows_how_good_the_best_was(tmp_path: Path) -> None:
     assert (tmp_path / "best" / "model.safetensors").read_text() == "two"
 
 
+def test_a_learner_that_died_between_two_renames_has_lost_nothing(tmp_path: Path) -> None:
+    measured = {"evaluation/a/mean@1": 0.5}
+    BestModel(tmp_path / "best", metric="a/mean@1").look(version(tmp_path / "0-1", "one"), measured, step=1)
+    (tmp_path / "best").rename(tmp_path / ".best-old")
+    again = BestModel(tmp_path / "best", metric="a/mean@1")
+    assert not again.look(version(tmp_path / "1-2", "two"), {"evaluation/a/mean@1": 0.4}, step=2)
+    assert (tmp_path / "best" / "model.safetensors").read_text() == "one"
+
+
 @pytest.mark.parametrize("metrics", [{}, {"evaluation/b/mean@1": 1.0}])
 def test_without_the_metric_nothing_is_kept(metrics: dict[str, float], tmp_path: Path) -> None:
     assert not BestModel(tmp_path / "best", metric="a/mean@1").look(tmp_path, metrics, step=1)
