@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -123,6 +124,7 @@ class ForkedCommand:
         directory: Path,
     ) -> None:
         self._connection = connection
+        self._lock = threading.Lock()  # one thread waits while another looks
         self._unread = b""
         self._code: int | None = None
         self._connection.sendall(_request(arguments, environment, directory, [str(output)] * 2))
@@ -132,10 +134,11 @@ class ForkedCommand:
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        if self._code is None and (ended := self._heard()) is not None:
-            self._code = int(ended["code"])
-            self._connection.close()
-        return self._code
+        with self._lock:
+            if self._code is None and (ended := self._heard()) is not None:
+                self._code = int(ended["code"])
+                self._connection.close()
+            return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
@@ -154,15 +157,10 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
     def _heard(self) -> dict[str, Any] | None:
-        self._connection.setblocking(False)
-        try:
-            new = self._connection.recv(4096)
+        with contextlib.suppress(BlockingIOError):
+            new = self._connection.recv(4096, socket.MSG_DONTWAIT)
             assert new, "the fork server ended"
             self._unread += new
-        except BlockingIOError:
-            pass
-        finally:
-            self._connection.setblocking(True)
         line, end, rest = self._unread.partition(b"\n")
         if not end:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,5 +28,16 @@ def test_a_process_is_started_and_its_end_is_told(
     try:
         assert server.call("--version") == (0, f"asyncrl {VERSION}\n")
         assert server.call("check", "nowhere.toml")[0] == 2
+    finally:
+        server.close()
+
+
+def test_several_threads_may_wait_for_one_process(tmp_path: Path) -> None:
+    server = ForkServer(tmp_path, (), imported=())
+    try:
+        for _ in range(10):
+            command = server.run(["--version"], environment=os.environ, output=Path(os.devnull))
+            with ThreadPoolExecutor(3) as threads:
+                assert [future.result() for future in [threads.submit(command.wait, 60) for _ in range(3)]] == [0, 0, 0]
     finally:
         server.close()
