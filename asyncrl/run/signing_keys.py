@@ -11,12 +11,13 @@ on without one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -113,14 +114,29 @@ def _made(run: RunConfig) -> SigningKey | None:
     directory, folder = run.run_directory, run.run_directory / _FOLDER
     if not directory.is_dir() or (directory / HISTORY_FILE).exists():
         return None
-    key = SigningKey.generate()
     try:
         folder.mkdir(exist_ok=True)
-        key_files.write(folder / "learner", key.text(), mode=0o600)
+        with _alone_in(folder):
+            if (kept := _secret(folder)) is not None:
+                return kept
+            key = SigningKey.generate()
+            key_files.write(folder / "learner", key.text(), mode=0o600)
         key_files.write(folder / "learner.pub", key.public, mode=0o644)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot keep the learner's key there: {error.strerror}") from None
     return key
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time, where the file system locks folders: several of a run may start in the same moment."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _secret(folder: Path) -> SigningKey | None:

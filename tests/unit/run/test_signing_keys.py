@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from asyncrl.bus.nats_server import config as nats_config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.codec import encode
+from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import PROGRESS
 from asyncrl.run import signing_keys, single_learner
 from asyncrl.state.history import HISTORY_FILE
@@ -36,6 +40,23 @@ def test_it_is_made_with_the_run_and_stays(run: RunConfig) -> None:
     key = signing_keys.learner_key(run)
     (run.run_directory / HISTORY_FILE).touch()
     assert signing_keys.learner_key(run) == key == signing_keys.signatures(run, role="learner").learner
+
+
+def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
+
+    def slowly() -> SigningKey:
+        time.sleep(0.05)  # others are in the middle of it, too
+        return generate()
+
+    def made() -> str:
+        together.wait(30)
+        return signing_keys.learner_key(run)
+
+    monkeypatch.setattr(signing_keys.SigningKey, "generate", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        keys = {future.result() for future in [threads.submit(made) for _ in range(4)]}
+    assert keys == {(run.run_directory / "keys" / "learner.pub").read_text().strip()}
 
 
 def test_its_secret_is_its_owners_alone(run: RunConfig) -> None:
