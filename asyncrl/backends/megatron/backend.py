@@ -90,7 +90,7 @@ class MegatronBackend(BackendAdapter):
                 'pip install asyncrl[megatron], or use "reference"'
             )
         if run.learner.megatron:
-            from asyncrl.backends.megatron.model import refuse_options  # takes seconds
+            from asyncrl.backends.megatron.transformer_config import refuse_options  # takes seconds
 
             job = Job(
                 models={},

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from asyncrl.backends import huggingface, micro_batches, models
 from asyncrl.backends.frozen import is_trained
-from asyncrl.backends.megatron import model as megatron_model
 from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.model import build_model
 from asyncrl.backends.megatron.packed_attention import uses_varlen
+from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.errors import BackendError
@@ -36,10 +37,10 @@ class LoadedModel:
         self._temperature = job.temperature
         self._agreement = agreement
         self._device, self._dtype = device, job.torch_dtype
-        self._tensor_parallel = megatron_model.tensor_parallel_group()
+        self._tensor_parallel = tensor_parallel_group()
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
         self._maps = huggingface.weight_map(self._shape, head=self._model.head)
-        self._network = megatron_model.build_model(job, self._shape, device, head=self._model.head)
+        self._network = build_model(job, self._shape, device, head=self._model.head)
         self._network.requires_grad_(self._model.is_trained)
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._network.named_parameters())
         if (settings := self._model.optimizer) is not None:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from asyncrl.backends import models
-from asyncrl.backends.megatron import cpu_shim
-from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
@@ -43,7 +42,7 @@ class MegatronRank:
         try:
             store = _join(place, device, store)
             self._agreement = Agreement(store, place, tensor_parallel=job.tensor_parallel)
-            megatron_model.join(place, job.tensor_parallel)
+            process_groups.join(place, job.tensor_parallel)
             self._loaded = {
                 name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device, self._agreement)
                 for name, model in job.models.items()
@@ -108,11 +107,11 @@ class MegatronRank:
             if not self._agreement.all_failed():
                 raise
             scores = Scores(problem=f"{type(error).__name__}: {error}")
-        return scores if megatron_model.tensor_parallel_group().rank() == 0 else None
+        return scores if process_groups.tensor_parallel_group().rank() == 0 else None
 
     def close(self) -> None:
         """Destroy the process groups; they are global, and a later rank in this process needs new ones."""
-        megatron_model.leave()
+        process_groups.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # gloo's sockets are in cycles: 70 descriptors a backend

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from asyncrl.backends import micro_batches, optimizer_state
-from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.rank_commands import Job
@@ -42,10 +42,10 @@ class TrainedModel(LoadedModel):
         self._name = name
         self._objective: Objective = self._model.objective
         self._settings: OptimizerSettings = self._model.optimizer
-        self._data_parallel = megatron_model.data_parallel_group()
+        self._data_parallel = process_groups.data_parallel_group()
         self._is_distributed = job.is_distributed_optimizer
-        self._buffers = megatron_model.with_gradient_buffers(self._network, job)
-        self._optimizer = megatron_model.build_optimizer(job, self._settings, self._buffers, device)
+        self._buffers = optimizer.with_gradient_buffers(self._network, job)
+        self._optimizer = optimizer.build_optimizer(job, self._settings, self._buffers, device)
         self._moments = HostMoments(self._optimizer.optimizer) if job.is_offloading else None
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
@@ -58,7 +58,7 @@ class TrainedModel(LoadedModel):
         self._optimizer.zero_grad()
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
-            megatron_model.reduce_gradients(self._buffers)
+            optimizer.reduce_gradients(self._buffers)
             _reduce(totals.sums, self._data_parallel)
             _reduce(totals.maxima, self._data_parallel, dist.ReduceOp.MAX)
             self._optimizer.prepare_grads()

@@ -1,0 +1,40 @@
+"""Megatron-Core's process groups: who holds which part of a model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.rank_commands import Place
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+def join(place: Place, tensor_parallel: int) -> None:
+    """Create Megatron's process groups; neighbouring ranks share a model."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        distributed_timeout_minutes=place.timeout_seconds / 60,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(1)  # nothing draws from it, but recomputation needs it to exist
+
+
+def leave() -> None:
+    """Destroy Megatron's process groups: they are global, and a later rank in this process needs new ones."""
+    parallel_state.destroy_model_parallel()
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model and train different data."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+    return group
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """The ranks that together hold one copy of the model."""
+    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group

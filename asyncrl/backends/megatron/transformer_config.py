@@ -1,0 +1,97 @@
+"""Megatron-Core's TransformerConfig for a model and a job, and what of it users may set (learner.megatron)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from typing import Any, Final
+
+import torch
+
+from asyncrl.backends import huggingface
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.rank_commands import Job
+from asyncrl.errors import ConfigError
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.transformer import TransformerConfig
+
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(**_own_fields(job, shape, dtype), **job.transformer)
+
+
+def _own_fields(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    return dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.feed_forward_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_size,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=shape.has_qk_norm,
+        add_qkv_bias=shape.has_qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        use_te_activation_func=True,  # means: the layer specification names the activation
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=job.tensor_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,  # gradients are summed over ranks, not averaged
+        perform_initialization=False,  # the folder's weights come next
+        # These need kernels of Transformer Engine or Apex:
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        **_RECOMPUTE[job.recompute],
+    )
+
+
+_NOT_OURS: Final = re.compile(
+    "pipeline_|.*_parallel|moe_|num_moe|expert_|fp8|fp4|cuda_graph|enable_cuda_graph|cpu_offloading|mtp_|multi_latent|"
+    "inference_|flash_decode|tp_comm_|recompute_|.*_func$|timers|hierarchical_|heterogeneous"
+)
+"""Fields for what our model does not have, or for what is an option of ours: ranks, learner.options."""
+
+
+def refuse_options(job: Job, shape: huggingface.ModelShape) -> None:
+    """Raises ConfigError unless ``job.transformer`` are fields of TransformerConfig that are not ours, of values that
+    Megatron takes."""
+    known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    own = _own_fields(job, shape, job.torch_dtype)
+    for name, value in job.transformer.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"learner.megatron: {name} is no field of Megatron's TransformerConfig{hint}")
+        if name in own:
+            raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
+        if _NOT_OURS.match(name):
+            raise ConfigError(f"learner.megatron: {name} is for what asyncrl's model does not do; remove it")
+        default = known[name]
+        if isinstance(default, bool | int | float) and isinstance(default, bool) != isinstance(value, bool):
+            expected = "true or false" if isinstance(default, bool) else "a number"
+            raise ConfigError(f"learner.megatron: {name} must be {expected}, got {value!r}")
+    try:
+        with quiet():
+            transformer_config(job, shape, job.torch_dtype)
+    except (TypeError, ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"learner.megatron: Megatron refuses {dict(job.transformer)}: {reason}") from error
