@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from asyncrl.backends.huggingface import ModelShape
+from asyncrl.backends.families.shape import ModelShape
 
 PEAK_BF16: Final = {
     "H200": 989e12,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from asyncrl.backends import huggingface
+from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.adapter import RunConfig
 
@@ -26,7 +27,7 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     learner = run.learner
     if not (learner.freeze or learner.train_only):
         return
-    maps = huggingface.weight_map(huggingface.read_shape(Path(run.model.path)))
+    maps = weight_map(huggingface.read_shape(Path(run.model.path)))
     names = [name for entry in maps for name in entry.huggingface]
     for key, patterns in (("freeze", learner.freeze), ("train_only", learner.train_only)):
         for pattern in patterns:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, models
+from asyncrl.backends import flops, frozen, huggingface, models, weight_cuts
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
+from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.models import POLICY, AuxiliaryModel
@@ -54,13 +55,13 @@ class Options:
     """How long ranks wait for one another, in seconds; if one takes longer, the learner fails."""
 
 
-def require_trainable(folder: Path, *, where: str, tensor_parallel: int) -> huggingface.ModelShape:
+def require_trainable(folder: Path, *, where: str, tensor_parallel: int) -> ModelShape:
     """The model's shape. Raises ConfigError if the backend cannot train it on ``tensor_parallel`` ranks.
 
     where: the run file's key for the folder
     """
     shape = huggingface.read_shape(folder, where=where)
-    huggingface.require_divisible(shape, tensor_parallel, where=where)
+    weight_cuts.require_divisible(shape, tensor_parallel, where=where)
     return shape
 
 
@@ -147,7 +148,7 @@ class MegatronBackend(BackendAdapter):
         )
         self._timeout_seconds = options.timeout_seconds
         self._ranks = ranks
-        self._shape: huggingface.ModelShape | None = None
+        self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import huggingface, micro_batches, models
+from asyncrl.backends import huggingface, micro_batches, models, weight_cuts
+from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.model import build_model
@@ -21,6 +22,7 @@ from asyncrl.backends.megatron.packed_attention import uses_varlen
 from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
@@ -39,7 +41,7 @@ class LoadedModel:
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
-        self._maps = huggingface.weight_map(self._shape, head=self._model.head)
+        self._maps = weight_map(self._shape, head=self._model.head)
         self._network = build_model(job, self._shape, device, head=self._model.head)
         self._network.requires_grad_(self._model.is_trained)
         self._parameters: dict[str, torch.nn.Parameter] = dict(self._network.named_parameters())
@@ -59,7 +61,7 @@ class LoadedModel:
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for entry in self._maps:
                 parts = [read(name) for name in entry.huggingface]
-                shards = huggingface.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
+                shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
                 parameter: Any = self._parameters[entry.megatron]
                 parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
@@ -104,11 +106,11 @@ class LoadedModel:
         for entry in self._maps:
             shards = self._gathered(self._parameters[entry.megatron].detach(), entry.cut)
             if shards:
-                tensors = huggingface.unfuse(shards, entry.cut, self._shape)
+                tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 weights += zip(entry.huggingface, tensors, strict=True)
         return Snapshot.of(weights, dtype=self._shape.dtype) if weights else None
 
-    def _gathered(self, shard: torch.Tensor, cut: huggingface.Cut) -> list[torch.Tensor]:
+    def _gathered(self, shard: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
         """All shards of a parameter on the first tensor-parallel rank; empty on the others."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         if ranks == 1 or cut == "whole":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.backends import huggingface
+from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 from asyncrl.backends.megatron import cpu_shim
@@ -15,6 +15,7 @@ from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.transformer_config import transformer_config
 from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import Head
+from asyncrl.backends.weight_cuts import padded_vocabulary
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.models.gpt import GPTModel
@@ -24,13 +25,11 @@ with quiet(), cpu_shim.without_compilation():
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's GPTModel on one row of documents: positions restart in each; never materialises all logits."""
 
-    def __init__(
-        self, config: TransformerConfig, shape: huggingface.ModelShape, device: torch.device, *, head: Head
-    ) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, device: torch.device, *, head: Head) -> None:
         super().__init__(
             config=config,
             transformer_layer_spec=layers(config),
-            vocab_size=huggingface.padded_vocabulary(shape, config.tensor_model_parallel_size),
+            vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
             max_sequence_length=0,  # only used by learned positions
             position_embedding_type="none",  # rotary angles are computed below
             # With a value head there is no output layer; a shared one has no weight of its own.
@@ -76,7 +75,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         return hidden.flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def build_model(job: Job, shape: huggingface.ModelShape, device: torch.device, *, head: Head) -> PackedGPT:
+def build_model(job: Job, shape: ModelShape, device: torch.device, *, head: Head) -> PackedGPT:
     """The model without its weights."""
     model = PackedGPT(transformer_config(job, shape, job.torch_dtype), shape, device, head=head)
     model.to(device, job.torch_dtype)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends import huggingface
+from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Job
@@ -26,11 +26,11 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def transformer_config(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(job: Job, shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(**_own_fields(job, shape, dtype), **job.transformer)
 
 
-def _own_fields(job: Job, shape: huggingface.ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
     return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -71,7 +71,7 @@ _NOT_OURS: Final = re.compile(
 """Fields for what our model does not have, or for what is an option of ours: ranks, learner.options."""
 
 
-def refuse_options(job: Job, shape: huggingface.ModelShape) -> None:
+def refuse_options(job: Job, shape: ModelShape) -> None:
     """Raises ConfigError unless ``job.transformer`` are fields of TransformerConfig that are not ours, of values that
     Megatron takes."""
     known = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}

@@ -14,10 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from asyncrl.backends import flops, huggingface, micro_batches
+from asyncrl.backends import flops, huggingface, micro_batches, weight_cuts
 from asyncrl.backends.kernels import fused, token_logprobs
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import pack
 from tests.harness.backends import (
@@ -56,9 +57,10 @@ def edited(folder: Path, copy: Path, **changes: Any) -> Path:
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"attention_bias": True}, ["attention_bias"]),
         ({"hidden_act": "gelu"}, ["gelu"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["yarn", "llama3"]),
     ],
-    ids=["architecture", "bias", "activation", "rope"],
+    ids=["architecture", "bias", "activation", "quantized", "rope"],
 )
 def test_a_model_it_cannot_train_is_a_config_error_that_names_it(
     folder: Path, tmp_path: Path, changes: dict[str, Any], words: list[str]
@@ -119,12 +121,12 @@ def test_weights_survive_being_cut_into_shards(tmp_path: Path, architecture: str
     shape = huggingface.read_shape(tmp_path)
     original = load_file(tmp_path / "model.safetensors")
     seen = set()
-    for entry in huggingface.weight_map(shape):
+    for entry in weight_map(shape):
         parts = [original[name] for name in entry.huggingface]
-        shards = huggingface.fuse(parts, entry.cut, shape, tensor_parallel=tensor_parallel)
+        shards = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=tensor_parallel)
         assert len(shards) == tensor_parallel
         assert len({shard.shape for shard in shards}) == 1
-        for name, tensor in zip(entry.huggingface, huggingface.unfuse(shards, entry.cut, shape), strict=True):
+        for name, tensor in zip(entry.huggingface, weight_cuts.unfuse(shards, entry.cut, shape), strict=True):
             assert torch.equal(tensor, original[name])
             seen.add(name)
     assert seen == set(original)
@@ -134,9 +136,9 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_cut_back(tmp_path: Path
     """50 tokens over 4 ranks: 52 rows, 13 each."""
     shape = huggingface.read_shape(tiny_model(tmp_path))
     rows = torch.randn(50, 3)
-    shards = huggingface.fuse([rows], "vocabulary", shape, tensor_parallel=4)
+    shards = weight_cuts.fuse([rows], "vocabulary", shape, tensor_parallel=4)
     assert [shard.shape[0] for shard in shards] == [13] * 4
-    assert torch.equal(huggingface.unfuse(shards, "vocabulary", shape)[0], rows)
+    assert torch.equal(weight_cuts.unfuse(shards, "vocabulary", shape)[0], rows)
 
 
 # -- logprobs ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends import huggingface
+from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
@@ -88,7 +88,7 @@ def test_a_checkpoint_of_other_shards_is_refused_with_the_setting_that_reads_it(
 
 def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads, 2"):
-        huggingface.require_divisible(huggingface.read_shape(folder), 4)
+        weight_cuts.require_divisible(huggingface.read_shape(folder), 4)
 
 
 @pytest.mark.slow

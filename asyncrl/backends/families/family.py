@@ -1,0 +1,90 @@
+"""What a family says of itself, and how most of them read config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from asyncrl.backends.families.layer_weights import LayerWeights, decoder_layer
+from asyncrl.backends.families.shape import Experts, ModelShape
+
+ROPE_TYPES: Final = ("default", "linear", "llama3")
+
+DENSE_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+    "hidden_act": ("silu",),
+    "attention_dropout": (0.0, None),
+    "quantization_config": (None,),
+}
+"""What is the same in most families; see Family.only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture of transformers.
+
+    architecture  as in config.json
+    models        published ones, for people
+    shape         of a config; raises Unsupported
+    only          keys of config.json, and the values of each that we map; others would be silently wrong
+    layer         the weights of one layer
+    """
+
+    architecture: str
+    models: str
+    shape: Callable[[Any], ModelShape]
+    only: Mapping[str, tuple[Any, ...]]
+    layer: LayerWeights = decoder_layer
+
+
+class Unsupported(ValueError):
+    """A feature of a model that we do not map; its text goes on after "does not support QwenX with"."""
+
+
+def decoder_shape(
+    config: Any, *, has_qkv_bias: bool = False, has_qk_norm: bool = False, experts: Experts | None = None
+) -> ModelShape:
+    """The shape of a decoder with grouped-query attention, by the names that most families use in config.json."""
+    return ModelShape(
+        architecture=config.architectures[0],
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        feed_forward_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_size=head_size(config),
+        vocabulary_size=config.vocab_size,
+        norm_eps=config.rms_norm_eps,
+        is_tied=config.tie_word_embeddings,
+        has_qkv_bias=has_qkv_bias,
+        has_qk_norm=has_qk_norm,
+        dtype=config.dtype or torch.float32,
+        rope_frequencies=rope_frequencies(config),
+        experts=experts,
+    )
+
+
+def head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rope_frequencies(config: Any) -> torch.Tensor:
+    """Computed by transformers, so that scaling matches the engine's. Raises Unsupported."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPE_TYPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Unsupported(f"rope type {kind!r}; supported: {ROPE_TYPES}")
+    if kind == "default":
+        size = head_size(config)
+        return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    if factor != 1.0:
+        raise Unsupported(f"rope type {kind!r} that scales attention by {factor}")
+    return torch.as_tensor(frequencies)

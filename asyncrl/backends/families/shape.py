@@ -1,0 +1,62 @@
+"""What a decoder is made of, whatever family it is from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The feed-forward part of sparse layers: a router sends each token to a few of many experts, SwiGLUs all.
+
+    feed_forward_size  of one expert
+    shared_size        of the expert that every token visits besides; 0: none
+    scores             of the experts for a token: softmax over all of them, or a sigmoid of each
+    is_normalized      the chosen scores are divided by their sum
+    scale              and multiplied by this
+    has_bias           a bias takes part in the choice, not in the score (arXiv:2408.15664)
+    num_groups, groups_per_token  experts are chosen from the best groups; 1: no groups
+    dense_layers       layers with a plain feed-forward part instead
+    """
+
+    num_experts: int
+    experts_per_token: int
+    feed_forward_size: int
+    is_normalized: bool
+    shared_size: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    has_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    dense_layers: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """config.json of a decoder with rotary positions and SwiGLU."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    feed_forward_size: int
+    """Of layers without experts."""
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    vocabulary_size: int
+    norm_eps: float
+    is_tied: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    dtype: torch.dtype
+    rope_frequencies: torch.Tensor
+    """f32[head_size / 2]: radians per position."""
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward part of ``layer`` is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers

@@ -1,0 +1,82 @@
+"""Hugging Face tensors to the shards of one Megatron parameter, and back.
+
+Tensor parallelism is just a number here, so tests need no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncrl.backends.families.layer_weights import Cut
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.errors import ConfigError
+
+
+def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "model.path") -> None:
+    """Raises ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
+    whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
+    for what, number in (
+        ("num_key_value_heads", shape.num_key_value_heads),
+        ("intermediate_size", shape.feed_forward_size),
+    ):
+        if number % tensor_parallel:
+            raise ConfigError(f"learner.tensor_parallel: {tensor_parallel} does not divide {whose}'s {what}, {number}")
+
+
+def padded_vocabulary(shape: ModelShape, tensor_parallel: int) -> int:
+    """Vocabulary size padded to a multiple of the ranks; padding rows never enter a logprob."""
+    return -(-shape.vocabulary_size // tensor_parallel) * tensor_parallel
+
+
+def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_parallel: int) -> list[torch.Tensor]:
+    """Hugging Face tensors to one Megatron shard per tensor-parallel rank."""
+    if cut == "whole":
+        return [parts[0]] * tensor_parallel
+    if cut == "vocabulary":
+        padding = padded_vocabulary(shape, tensor_parallel) - parts[0].shape[0]
+        padded = torch.cat([parts[0], parts[0].new_zeros(padding, parts[0].shape[1])]) if padding else parts[0]
+        return list(padded.chunk(tensor_parallel))
+    if cut == "rows":
+        return list(parts[0].chunk(tensor_parallel, dim=1))
+    if cut == "gate_up":
+        pairs = zip(*(part.chunk(tensor_parallel) for part in parts), strict=True)
+        return [torch.cat(pair) for pair in pairs]
+    if cut in ("expert_rows", "expert_gate_up"):
+        one: Cut = "rows" if cut == "expert_rows" else "gate_up"
+        size = _TENSORS_OF_AN_EXPERT[one]
+        experts = [parts[first : first + size] for first in range(0, len(parts), size)]
+        shards = zip(*(fuse(expert, one, shape, tensor_parallel=tensor_parallel) for expert in experts), strict=True)
+        return [torch.stack(shard) for shard in shards]
+    groups = shape.num_key_value_heads
+    grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return list(torch.cat(grouped, dim=1).flatten(0, 1).chunk(tensor_parallel))
+
+
+_TENSORS_OF_AN_EXPERT = {"rows": 1, "gate_up": 2}
+
+
+def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[torch.Tensor]:
+    """The inverse of ``fuse``: all shards of one Megatron tensor to its Hugging Face tensors, as views if possible."""
+    if cut == "whole":
+        return [shards[0]]
+    if cut == "vocabulary":
+        return [_joined(shards)[: shape.vocabulary_size]]
+    if cut == "rows":
+        return [_joined(shards, dim=1)]
+    if cut == "gate_up":
+        halves = [shard.chunk(2) for shard in shards]
+        return [_joined([half[part] for half in halves]) for part in (0, 1)]
+    if cut in ("expert_rows", "expert_gate_up"):
+        one: Cut = "rows" if cut == "expert_rows" else "gate_up"
+        return [tensor for expert in zip(*shards, strict=True) for tensor in unfuse(expert, one, shape)]
+    whole = _joined(shards)
+    queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
+    grouped = whole.reshape(shape.num_key_value_heads, -1, *whole.shape[1:])
+    parts = torch.split(grouped, [queries, shape.head_size, shape.head_size], dim=1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)

@@ -1,0 +1,72 @@
+"""Every parameter of a model, or of the part that one rank holds, and the Hugging Face tensors that it is made of.
+
+What a layer has is its family's to say (families/); layers of a pipeline's stage and experts of a rank are numbered
+from 0 by Megatron, and by their place in the whole model by Hugging Face.
+Test: test_weights_survive_being_cut_into_shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.backends.families.layer_weights import Cut, Row
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.families.table import FAMILIES
+from asyncrl.backends.models import Head
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """One Megatron parameter, how it is split, and the Hugging Face tensors it is made of."""
+
+    megatron: str
+    cut: Cut
+    huggingface: tuple[str, ...]
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether expert-parallel ranks hold different ones."""
+        return self.cut.startswith("expert_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank holds of a model: layers and experts by their place in the whole."""
+
+    layers: range
+    experts: range
+    has_embedding: bool = True
+    has_output: bool = True
+
+    @classmethod
+    def whole(cls, shape: ModelShape) -> Part:
+        experts = shape.experts.num_experts if shape.experts else 0
+        return cls(layers=range(shape.num_layers), experts=range(experts))
+
+
+def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None = None) -> list[Mapping]:
+    """Every parameter of ``part`` (None: of the whole model) except a value head, which no folder has."""
+    part = part or Part.whole(shape)
+    layer_weights = FAMILIES[shape.architecture].layer
+    maps = [_mapping("", "", _row("embedding.word_embeddings.weight", _EMBEDDING))] if part.has_embedding else []
+    for ours, theirs in enumerate(part.layers):
+        rows = layer_weights(shape, theirs, part.experts)
+        maps += [_mapping(f"decoder.layers.{ours}.", f"model.layers.{theirs}.", row) for row in rows]
+    if part.has_output:
+        maps.append(_mapping("", "", ("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))))
+        if head == "logprobs" and not shape.is_tied:
+            maps.append(_mapping("", "", _row("output_layer.weight", "lm_head.weight")))
+        elif head == "logprobs" and not part.has_embedding:  # a copy: its gradients are added to the embedding's
+            maps.append(_mapping("", "", _row("output_layer.weight", _EMBEDDING)))
+    return maps
+
+
+def _row(megatron: str, huggingface: str) -> Row:
+    return (megatron, "vocabulary", (huggingface,))
+
+
+def _mapping(ours: str, theirs: str, row: Row) -> Mapping:
+    name, cut, tensors = row
+    return Mapping(megatron=ours + name, cut=cut, huggingface=tuple(theirs + tensor for tensor in tensors))
