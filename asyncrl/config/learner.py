@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from asyncrl.config.checks import positive, require
+from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
 
 
@@ -19,9 +20,24 @@ class LearnerSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     ranks: int = 1
-    """Processes of the learner. ranks / tensor_parallel of them train different data."""
+    """Processes of the learner. tensor_parallel x context_parallel x pipeline_parallel of them hold one copy of the
+    model; copies train different data."""
     tensor_parallel: int = 1
-    """Ranks that share one copy of the model, each with a part of every layer."""
+    """Ranks that share every layer, each with a part of its matrices."""
+    sequence_parallel: Literal["auto", "on", "off"] = "auto"
+    """on: tensor-parallel ranks share the tokens too where they do not share matrices, which saves memory. auto: on if
+    there are such ranks."""
+    pipeline_parallel: int = 1
+    """Stages: ranks that share the layers, each with some that follow one another. A stage waits at the ends of a step,
+    the less the more micro-batches a step has for each copy of the model."""
+    virtual_pipeline: int = 1
+    """Parts of the layers on each stage, interleaved with those of the others: the stages wait less and send more."""
+    context_parallel: int = 1
+    """Ranks that share every packed row, for documents that one has no room for."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of every layer of a mixture of experts."""
+    expert_tensor_parallel: int = 1
+    """Ranks that share every expert."""
     gpus: tuple[int, ...] = ()
     """GPU of each rank, counted from 0, when `asyncrl run` starts them; empty takes the first ones."""
     threads: int = 0
@@ -76,13 +92,10 @@ class LearnerSection:
     """Options of the backend."""
 
     def __post_init__(self) -> None:
-        positive(self, "ranks", "tensor_parallel", "groups_per_batch", "micro_batch_tokens")
+        positive(self, "groups_per_batch", "micro_batch_tokens")
         positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
-        require(
-            self.ranks % self.tensor_parallel == 0,
-            f"ranks must be a multiple of tensor_parallel ({self.tensor_parallel}), got {self.ranks}",
-        )
         positive(self, "steps_per_batch")
+        _ = self.layout  # it checks itself
         require(
             all(step >= 1 for step in self.profile_steps),
             f"profile_steps must be numbers of steps, from 1, got {list(self.profile_steps)}",
@@ -127,6 +140,21 @@ class LearnerSection:
         )
 
     @property
+    def layout(self) -> Layout:
+        """How the ranks share the model and the batch."""
+        return Layout(
+            ranks=self.ranks,
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            virtual_pipeline=self.virtual_pipeline,
+            context=self.context_parallel,
+            expert=self.expert_parallel,
+            expert_tensor=self.expert_tensor_parallel,
+            is_sequence_parallel=self.sequence_parallel == "on"
+            or (self.sequence_parallel == "auto" and self.tensor_parallel > 1),
+        )
+
+    @property
     def data_parallel(self) -> int:
-        """Data-parallel ranks: ranks / tensor_parallel."""
-        return self.ranks // self.tensor_parallel
+        """Copies of the model, each of which trains its own share of the batch."""
+        return self.layout.data_parallel

@@ -20,6 +20,7 @@ from asyncrl.backends import flops, huggingface
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.config.layout import Layout
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
@@ -105,8 +106,7 @@ def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Itera
             offload_optimizer=variant.offload,
             timeout_seconds=TIMEOUT_SECONDS,
         ),
-        ranks=variant.data_parallel * variant.tensor_parallel,
-        tensor_parallel=variant.tensor_parallel,
+        layout=Layout(ranks=variant.data_parallel * variant.tensor_parallel, tensor=variant.tensor_parallel),
     )
     try:
         made.start()

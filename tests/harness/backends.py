@@ -18,6 +18,7 @@ from asyncrl.backends.megatron import backend as megatron
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.backends.reference import backend as reference
+from asyncrl.config.layout import Layout
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.algorithms.spec import resolve
@@ -28,13 +29,12 @@ from asyncrl.protocols import Backend
 from tests.harness import contract_adapters
 
 LAYOUTS = {
-    "reference": (1, 1),
-    "megatron-1": (1, 1),
-    "megatron-2": (2, 1),
-    "megatron-tp2": (2, 2),
-    "megatron-4": (4, 2),
+    "reference": Layout(),
+    "megatron-1": Layout(),
+    "megatron-2": Layout(ranks=2),
+    "megatron-tp2": Layout(ranks=2, tensor=2),
+    "megatron-4": Layout(ranks=4, tensor=2),
 }
-"""Processes, and how many of them hold one copy of the model."""
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
 RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
 """Marks of a test whose backend is several processes: what forks them imports for ten seconds, once for all of them."""
@@ -47,12 +47,11 @@ SETTINGS = OptimizerSettings(weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5, max_
 
 
 def num_ranks(kind: str) -> int:
-    return LAYOUTS.get(kind, (1, 1))[0]
+    return LAYOUTS.get(kind, Layout()).ranks
 
 
 def num_shares(kind: str) -> int:
-    ranks, tensor_parallel = LAYOUTS.get(kind, (1, 1))
-    return ranks // tensor_parallel
+    return LAYOUTS.get(kind, Layout()).data_parallel
 
 
 def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
@@ -100,10 +99,7 @@ def started(kind: str, folder: Path, **overrides: Any) -> Iterator[Backend]:
         backend = adapter(folder, options=adapter.options_type(), **arguments)
     else:
         made = megatron.Options(**({"timeout_seconds": 60.0} | options))
-        ranks, tensor_parallel = LAYOUTS[kind]
-        backend = megatron.MegatronBackend(
-            folder, options=made, ranks=ranks, tensor_parallel=tensor_parallel, **arguments
-        )
+        backend = megatron.MegatronBackend(folder, options=made, layout=LAYOUTS[kind], **arguments)
     try:
         backend.start()
         yield backend

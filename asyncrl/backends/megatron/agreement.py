@@ -1,13 +1,15 @@
-"""Whether what went wrong on one tensor-parallel rank went wrong on all of them: only then they are at the same place.
+"""Whether what went wrong on one rank went wrong on all that it meets in a layer: only then they are at the same place.
 
-Ranks that hold one copy of the model meet in every layer. One that fails alone leaves its peers in a collective which
-nothing else may be paired with, so they cannot tell each other there; they do so through the store they joined by.
+Ranks that share layers, rows or experts meet in every layer. One that fails alone leaves its peers in a collective
+which nothing else may be paired with, so they cannot tell each other there; they do so through the store they joined
+by.
 Tests: tests/unit/backends/megatron/test_agreement.py, test_ranks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -22,16 +24,16 @@ WAIT_SECONDS: Final = 60.0
 class Agreement:
     """One per rank. Every failure on which its peers do not agree must end it: they count them alike."""
 
-    def __init__(self, store: Store, place: Place, *, tensor_parallel: int) -> None:
+    def __init__(self, store: Store, place: Place, *, peers: Sequence[int]) -> None:
+        """peers: the ranks that meet in every layer; the place's own may be among them."""
         self._store = store
-        first = place.rank - place.rank % tensor_parallel
         self._rank = place.rank
-        self._peers = [rank for rank in range(first, first + tensor_parallel) if rank != place.rank]
+        self._peers = [rank for rank in peers if rank != place.rank]
         self._wait = timedelta(seconds=min(WAIT_SECONDS, place.timeout_seconds / 2))
         self._failures = 0
 
     def all_failed(self) -> bool:
-        """This rank failed. Whether all that hold the same copy of the model did, too."""
+        """This rank failed. Whether all of its peers did, too."""
         if not self._peers:
             return True
         self._failures += 1

@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, models, weight_cuts
+from asyncrl.backends import flops, frozen, huggingface, models
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron.followers import Followers
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
+from asyncrl.backends.megatron.refusals import require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.config.layout import Layout
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
@@ -55,20 +57,10 @@ class Options:
     """How long ranks wait for one another, in seconds; if one takes longer, the learner fails."""
 
 
-def require_trainable(folder: Path, *, where: str, tensor_parallel: int) -> ModelShape:
-    """The model's shape. Raises ConfigError if the backend cannot train it on ``tensor_parallel`` ranks.
-
-    where: the run file's key for the folder
-    """
-    shape = huggingface.read_shape(folder, where=where)
-    weight_cuts.require_divisible(shape, tensor_parallel, where=where)
-    return shape
-
-
 class MegatronBackend(BackendAdapter):
     """Rank 0 runs in the caller's process. At most one instance per process, because Megatron's state is global.
 
-    Every ``tensor_parallel`` neighbouring ranks of ``ranks`` hold one copy of the model; copies train different data.
+    ``layout`` says how ranks share the model; copies of it train different data.
     """
 
     options_type = Options
@@ -77,8 +69,7 @@ class MegatronBackend(BackendAdapter):
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
         return cls(
             **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
-            ranks=run.learner.ranks,
-            tensor_parallel=run.learner.tensor_parallel,
+            layout=run.learner.layout,
             transformer=run.learner.megatron,
         )
 
@@ -99,7 +90,7 @@ class MegatronBackend(BackendAdapter):
                 device="cpu",
                 dtype=run.model.dtype,
                 threads=0,
-                tensor_parallel=run.learner.tensor_parallel,
+                layout=run.learner.layout,
                 is_distributed_optimizer=False,
                 recompute=cls.options(run).recompute,
                 is_offloading=False,
@@ -111,7 +102,7 @@ class MegatronBackend(BackendAdapter):
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         for key, folder in run.model_paths.items():
-            require_trainable(folder, where=key, tensor_parallel=run.learner.tensor_parallel)
+            require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
         frozen.check(run, are_fused=True)
 
     def __init__(
@@ -125,14 +116,12 @@ class MegatronBackend(BackendAdapter):
         dtype: str,
         threads: int,
         options: Options,
-        ranks: int = 1,
-        tensor_parallel: int = 1,
+        layout: Layout | None = None,
         transformer: Mapping[str, Any] | None = None,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
     ) -> None:
         """``transformer``: fields of Megatron's TransformerConfig besides ours."""
-        if ranks % tensor_parallel:
-            raise BackendError(f"{ranks} ranks cannot be split into groups of tensor_parallel = {tensor_parallel}")
+        layout = layout or Layout()
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
         self._job = Job(
             models=models.with_policy(policy, auxiliary or {}),
@@ -140,14 +129,14 @@ class MegatronBackend(BackendAdapter):
             device=device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
             dtype=dtype,
             threads=threads,
-            tensor_parallel=tensor_parallel,
-            is_distributed_optimizer=options.distributed_optimizer and ranks > tensor_parallel,
+            layout=layout,
+            is_distributed_optimizer=options.distributed_optimizer and layout.data_parallel * layout.context > 1,
             recompute=options.recompute,
             is_offloading=options.offload_optimizer,
             transformer=dict(transformer or {}),
         )
         self._timeout_seconds = options.timeout_seconds
-        self._ranks = ranks
+        self._layout = layout
         self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
@@ -156,17 +145,21 @@ class MegatronBackend(BackendAdapter):
         if dist.is_initialized():
             raise BackendError("torch.distributed is already initialised in this process; MegatronBackend must do it")
         shapes = {
-            name: require_trainable(model.path, where=models.where(name), tensor_parallel=self._job.tensor_parallel)
+            name: require_trainable(
+                model.path, where=models.where(name), layout=self._layout, transformer=self._job.transformer
+            )
             for name, model in self._job.models.items()
         }
         self._shape = shapes[POLICY]
         timeout = timedelta(seconds=self._timeout_seconds)
         store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         places = [
-            Place(rank=rank, ranks=self._ranks, host=_HOST, port=store.port, timeout_seconds=self._timeout_seconds)
-            for rank in range(self._ranks)
+            Place(
+                rank=rank, ranks=self._layout.ranks, host=_HOST, port=store.port, timeout_seconds=self._timeout_seconds
+            )
+            for rank in range(self._layout.ranks)
         ]
-        if self._ranks > 1:
+        if self._layout.ranks > 1:
             self._followers = Followers(self._job, places[1:])
         from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
 
@@ -193,14 +186,18 @@ class MegatronBackend(BackendAdapter):
     def _commands(
         self, name: str, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str, learning_rate: float = 0.0
     ) -> list[Command]:
-        """One command per rank; the tensor-parallel ranks of one model copy get the same shard."""
-        copies = self._ranks // self._job.tensor_parallel
+        """One command per rank; all ranks of one copy of the model get the same share."""
+        copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
         return [
-            Command(name=name, model=model, micro_batches=tuple(share), learning_rate=learning_rate)
-            for share in dp_shards
-            for _ in range(self._job.tensor_parallel)
+            Command(
+                name=name,
+                model=model,
+                micro_batches=tuple(dp_shards[self._layout.share(rank)]),
+                learning_rate=learning_rate,
+            )
+            for rank in range(self._layout.ranks)
         ]
 
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
@@ -212,7 +209,7 @@ class MegatronBackend(BackendAdapter):
         peak = flops.peak_flops(torch.cuda.get_device_name()) if self._job.device == "cuda" else None
         if peak and self._shape:
             work = flops.training_flops(self._shape, lengths.tolist())
-            metrics["learner/mfu"] = work / (seconds * peak * self._ranks)
+            metrics["learner/mfu"] = work / (seconds * peak * self._layout.ranks)
         return metrics
 
     def score(
@@ -220,21 +217,21 @@ class MegatronBackend(BackendAdapter):
     ) -> list[list[NDArray[np.float32]]]:
         models.find(self._job.models, model, doing="score")
         own: Scores = self._together(self._commands("score", dp_shards, model=model))
-        others = self._followers.scores(every=self._job.tensor_parallel) if self._followers else []
+        others = self._followers.scores(every=self._layout.tensor) if self._followers else []
         if problem := next((scores.problem for scores in [own, *others] if scores.problem), ""):
             raise self._failed("score", problem)
         return [list(scores.rows) for scores in [own, *others]]
 
     def export(self) -> Snapshot:
-        snapshot: Snapshot = self._together([Command(name="export")] * self._job.tensor_parallel)
+        snapshot: Snapshot = self._together([Command(name="export")] * self._layout.tensor)
         return snapshot
 
     def save(self, folder: Path) -> None:
-        self._together([Command(name="save", folder=str(folder))] * self._ranks)
+        self._together([Command(name="save", folder=str(folder))] * self._layout.ranks)
 
     def restore(self, folder: Path) -> None:
         models.require_saved(folder, (name for name, model in self._job.models.items() if model.is_trained))
-        self._together([Command(name="restore", folder=str(folder))] * self._ranks)
+        self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:
         if self._followers:

@@ -7,16 +7,22 @@ import torch.distributed as dist
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Place
+from asyncrl.config.layout import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
-def join(place: Place, tensor_parallel: int) -> None:
-    """Create Megatron's process groups; neighbouring ranks share a model."""
+def join(place: Place, layout: Layout) -> None:
+    """Create Megatron's process groups."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=place.timeout_seconds / 60,
         create_gloo_process_groups=False,
     )

@@ -41,8 +41,8 @@ class MegatronRank:
         cpu_shim.use_device(device)
         try:
             store = _join(place, device, store)
-            self._agreement = Agreement(store, place, tensor_parallel=job.tensor_parallel)
-            process_groups.join(place, job.tensor_parallel)
+            self._agreement = Agreement(store, place, peers=job.layout.peers(place.rank))
+            process_groups.join(place, job.layout)
             self._loaded = {
                 name: (TrainedModel if model.is_trained else LoadedModel)(name, job, device, self._agreement)
                 for name, model in job.models.items()

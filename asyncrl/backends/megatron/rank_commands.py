@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.models import POLICY, AuxiliaryModel
+from asyncrl.config.layout import Layout
 from asyncrl.policies.batching.packing import MicroBatch
 
 
@@ -34,7 +35,7 @@ class Job:
     device: str
     dtype: str
     threads: int
-    tensor_parallel: int
+    layout: Layout
     is_distributed_optimizer: bool
     recompute: str
     is_offloading: bool

@@ -48,7 +48,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         use_te_activation_func=True,  # means: the layer specification names the activation
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=job.tensor_parallel,
+        tensor_model_parallel_size=job.layout.tensor,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

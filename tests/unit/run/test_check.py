@@ -106,6 +106,24 @@ def test_tensor_parallel_must_divide_the_key_value_heads(make_run: RunMaker) -> 
     check(make_run("learner.ranks=2", "learner.tensor_parallel=2"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["learner.ranks=4", "learner.pipeline_parallel=4"], "4 does not divide the model's num_hidden_layers, 2"),
+        (
+            ["learner.ranks=2", "learner.pipeline_parallel=2", "learner.virtual_pipeline=2"],
+            "learner.pipeline_parallel x virtual_pipeline: 4 does not divide the model's num_hidden_layers, 2",
+        ),
+        (["learner.ranks=2", "learner.expert_parallel=2"], "learner.expert_parallel: the model has no experts"),
+        (["learner.ranks=6", "learner.context_parallel=4"], r"a multiple of context_parallel \(4\), got 6"),
+    ],
+    ids=["stages", "interleaved", "experts", "context"],
+)
+def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, settings: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check(make_run(*settings))
+
+
 def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, folder: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(folder / "model", tmp_path / "odd"))
     settings = json.loads((odd / "config.json").read_text()) | {"attention_bias": True}

@@ -1,0 +1,47 @@
+"""Models and layouts of ranks that the Megatron backend refuses before it starts. Cheap to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.backends import huggingface, weight_cuts
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.config.layout import Layout
+from asyncrl.errors import ConfigError
+
+_UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""Fields of Megatron's that make stages of different lengths; it checks them itself."""
+
+
+def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: Mapping[str, Any]) -> ModelShape:
+    """The model's shape. Raises ConfigError if the backend cannot train it in that layout.
+
+    where: the run file's key for the folder.  transformer: fields of Megatron's TransformerConfig besides ours
+    """
+    shape = huggingface.read_shape(folder, where=where)
+    weight_cuts.require_divisible(shape, layout.tensor, where=where)
+    whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
+    parts = layout.pipeline * layout.virtual_pipeline
+    if shape.num_layers % parts and not any(field in transformer for field in _UNEVEN):
+        keys = "pipeline_parallel" + (" x virtual_pipeline" if layout.virtual_pipeline > 1 else "")
+        raise ConfigError(
+            f"learner.{keys}: {parts} does not divide {whose}'s num_hidden_layers, {shape.num_layers}; for stages of "
+            f"different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
+        )
+    _require_experts(shape, layout, whose)
+    for key, number in (("pipeline_parallel", layout.pipeline), ("context_parallel", layout.context)):
+        if number > 1:
+            raise ConfigError(f"learner.{key}: not trained yet; remove it")
+    return shape
+
+
+def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
+    number = shape.experts.num_experts if shape.experts else 0
+    if number == 0:
+        for key, ranks in (("expert_parallel", layout.expert), ("expert_tensor_parallel", layout.expert_tensor)):
+            if ranks > 1:
+                raise ConfigError(f"learner.{key}: {whose} has no experts to share among {ranks} ranks; remove the key")
+    elif number % layout.expert:
+        raise ConfigError(f"learner.expert_parallel: {layout.expert} does not divide {whose}'s experts, {number}")

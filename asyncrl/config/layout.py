@@ -1,0 +1,113 @@
+"""How the ranks of a learner share the model and the batch, and which rank does what.
+
+Ranks are numbered as Megatron does: neighbours are tensor-parallel, then come context, data and, farthest apart,
+pipeline ranks. Experts are dealt over the same ranks once more: expert-tensor-parallel ones are neighbours, then come
+expert-parallel ones and those that hold the same experts.
+
+Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py (equal to Megatron's groups).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.config.checks import positive, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Sizes of the groups of ranks; each is a key of [learner] with ``_parallel`` behind it.
+
+    tensor            ranks that share every layer
+    pipeline          stages: ranks that share the layers
+    virtual_pipeline  parts of the model on each stage, interleaved; 1: one
+    context           ranks that share every packed row
+    expert            ranks that share the experts of a layer
+    expert_tensor     ranks that share one expert
+    is_sequence_parallel  tensor-parallel ranks share the row between their matrix products
+
+    Raises ConfigError for sizes that do not divide the ranks.
+    """
+
+    ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    is_sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        positive(self, "ranks")
+        for size, key in _KEYS.items():
+            require(getattr(self, size) > 0, f"{key} must be > 0, got {getattr(self, size)}")
+        self._require_multiple("tensor", "context", "pipeline")
+        self._require_multiple("expert_tensor", "expert", "pipeline")
+        require(
+            self.virtual_pipeline == 1 or self.pipeline > 1,
+            f"virtual_pipeline = {self.virtual_pipeline} interleaves the stages of a pipeline; "
+            "set pipeline_parallel to 2 or more, or remove it",
+        )
+        require(
+            not self.is_sequence_parallel or self.tensor > 1,
+            'sequence_parallel = "on" is for tensor-parallel ranks; set tensor_parallel to 2 or more, or remove it',
+        )
+
+    def _require_multiple(self, *sizes: str) -> None:
+        product = math.prod(getattr(self, size) for size in sizes)
+        keys = " x ".join(_KEYS[size] for size in sizes if getattr(self, size) > 1)
+        require(self.ranks % product == 0, f"ranks must be a multiple of {keys} ({product}), got {self.ranks}")
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the model, each of which trains its own share of the batch."""
+        return self.ranks // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def row_multiple(self) -> int:
+        """What divides the length of a packed row: every rank has two pieces of it as long as all others."""
+        pieces = 2 * self.context if self.context > 1 else 1
+        return math.lcm(pieces, self.context * (self.tensor if self.is_sequence_parallel else 1))
+
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    def context_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.context
+
+    def share(self, rank: int) -> int:
+        """Which share of the batch a rank trains, in [0, data_parallel)."""
+        return rank // (self.tensor * self.context) % self.data_parallel
+
+    def stage(self, rank: int) -> int:
+        """Which stage of the pipeline a rank is, in [0, pipeline)."""
+        return rank // (self.tensor * self.context * self.data_parallel)
+
+    def peers(self, rank: int) -> Sequence[int]:
+        """The ranks that this one meets in every layer, itself included."""
+        together = math.lcm(self.tensor * self.context, self.expert * self.expert_tensor)
+        first = rank - rank % together
+        return range(first, first + together)
+
+    @property
+    def scorers(self) -> Sequence[int]:
+        """Of each share the rank that has its scores: the first of those that have the last stage."""
+        last = [rank for rank in range(self.ranks) if self.stage(rank) == self.pipeline - 1]
+        return last[:: self.tensor * self.context]
+
+    def is_exporter(self, rank: int) -> bool:
+        """Whether a rank takes part in an export: one of the first copy's, with the first part of a row."""
+        return self.share(rank) == 0 and self.context_rank(rank) == 0
+
+
+_KEYS = {
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "virtual_pipeline": "virtual_pipeline",
+    "context": "context_parallel",
+    "expert": "expert_parallel",
+    "expert_tensor": "expert_tensor_parallel",
+}
