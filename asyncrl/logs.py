@@ -65,10 +65,10 @@ class LogFile(logging.FileHandler):
             self.handleError(record)
 
 
-def is_at(path: Path, file: Any) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
     """Whether an open file is still the one at its path."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

@@ -99,7 +99,7 @@ class JsonLines:
         left = json.dumps(row, allow_nan=False).encode() + b"\n"
         length = len(left)
         try:
-            if not is_at(self._path, self._file):
+            if not is_at(self._path, self._file.fileno()):
                 self._file = put_back(self._path, self._file)
             if self._file.seek(0, os.SEEK_END) != self._end:
                 self._file.truncate(self._end)

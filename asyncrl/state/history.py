@@ -131,7 +131,7 @@ class History:
 
     def _mend(self) -> None:
         """Somebody may have removed the file while we write it, or cut it: what is gone is a blank line (H4)."""
-        if not is_at(self._path, self._file):
+        if not is_at(self._path, self._file.fileno()):
             self._file = put_back(self._path, self._file)
         gone = self._written - os.fstat(self._file.fileno()).st_size
         if gone > 0:

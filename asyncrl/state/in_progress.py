@@ -9,7 +9,7 @@ in a row ended with is set aside by the third: its group is failed, and its byte
 other causes too: an entry that the second life has rehearsed alone, and lived, is set aside only by the fourth.
 
 The file is written in place, in one call, some hundred bytes: a process that ends in the midst leaves it whole. It is
-not synced: a machine that is lost is no entry's doing.
+not synced: a machine that is lost is no entry's doing. Somebody may remove it meanwhile: it is put back.
 
 Tests: tests/unit/state/test_in_progress.py, tests/actors/learner/test_set_aside.py.
 """
@@ -24,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+from asyncrl.logs import is_at
 
 IN_PROGRESS_FILE: Final = "in_progress.json"
 
@@ -65,12 +67,9 @@ class InProgress:
         self._decoding: Sequence[LogEntry] = ()
         self._training: Sequence[LogEntry] = ()
         self._cleared: list[LogEntry] = []
-        self._file: int | None = None
-        self._length = 0
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            self._length = os.fstat(self._file).st_size
+        self._path = path
+        self._file = None if path is None else _opened(path)
+        self._problem = ""
         self._write()
         if again:
             keys = ", ".join(sorted({one.key for one in again}))
@@ -111,7 +110,7 @@ class InProgress:
             self._file = None
 
     def _write(self) -> None:
-        if self._file is None:
+        if self._path is None or self._file is None:
             return
         parts = {
             "decoding": self._decoding,
@@ -122,9 +121,25 @@ class InProgress:
         }
         table = {name: [astuple(one) for one in entries] for name, entries in parts.items()}
         text = json.dumps(table).encode()
-        self._length = max(self._length, len(text))
-        with contextlib.suppress(OSError):  # a full disk ends no step
-            os.pwrite(self._file, text.ljust(self._length), 0)
+        try:
+            if not is_at(self._path, self._file):
+                found = _opened(self._path)
+                os.close(self._file)
+                self._file = found
+                log.warning("%s: was removed or replaced while it is in use; put back", self._path)
+            length = max(len(text), os.fstat(self._file).st_size)
+            os.pwrite(self._file, text.ljust(length), 0)
+            self._problem = ""
+        except OSError as error:  # a full disk ends no step
+            if self._problem != str(error):
+                log.warning("%s: cannot be written: %s", self._path, error.strerror)
+            self._problem = str(error)
+
+
+def _opened(path: Path) -> int:
+    """To be written in place, and made if it is not there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def _read(path: Path | None) -> dict[str, list[LogEntry]]:

@@ -5,6 +5,7 @@
 
 Bounded: when samples.jsonl has half of metrics.samples_max_bytes it becomes samples.1.jsonl, in the place of the one
 before. It is no record that anything counts on: a line that the disk does not take is left out.
+A file that somebody removes while it is in use is begun anew, and said to be.
 
 Tests: tests/unit/state/test_samples.py.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +25,15 @@ from asyncrl.policies.groups.sample import GroupSample
 SAMPLES_FILE: Final = "samples.jsonl"
 OLDER_FILE: Final = "samples.1.jsonl"
 
+log = logging.getLogger("asyncrl.files")
+
 
 class RotatedLines:
     """Appends lines to ``path``, of which at most ``most_bytes`` are kept in it and in ``older``. One writer."""
 
     def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
         self._path, self._older, self._half = path, older, most_bytes // 2
+        self._is_begun = False  # the file is there, unless somebody else removed it
 
     def write(self, line: str) -> None:
         """Raises OSError when the line was not written."""
@@ -36,16 +41,22 @@ class RotatedLines:
         size = self._size()
         if size and size + len(data) > self._half:
             os.replace(self._path, self._older)
+            self._is_begun = False
+        if size is None and self._is_begun:
+            log.warning("%s: was removed while it is in use; what was in it is gone, a new one begun", self._path)
+        self._path.parent.mkdir(exist_ok=True)
         with self._path.open("ab", buffering=0) as file:
+            self._is_begun = True
             if not _ends_whole(self._path):  # a kill or a full disk cut the last line short
                 data = b"\n" + data
             if file.write(data) != len(data):
                 raise OSError(f"{self._path}: written in part")
 
-    def _size(self) -> int:
+    def _size(self) -> int | None:
+        """None without a file."""
         with contextlib.suppress(FileNotFoundError):
             return self._path.stat().st_size
-        return 0
+        return None
 
 
 class SampleFile:

@@ -102,3 +102,31 @@ def test_an_entry_that_only_its_scores_speak_for_is_not_cleared(tmp_path: Path) 
     assert life.suspects == set()
     life.train([A])
     assert set(InProgress(path).aside) == {A.identity}
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_somebody_removes_is_put_back(
+    is_replaced: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "in_progress.json"
+    life = InProgress(path)
+    path.unlink()
+    if is_replaced:
+        path.write_text("another's " * 99)
+    life.train([A])
+    life.train([B])
+    assert caplog.messages == [f"{path}: was removed or replaced while it is in use; put back"]
+    assert InProgress(path).suspects == {B.identity}
+
+
+def test_a_folder_in_the_place_of_the_file_ends_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "in_progress.json"
+    life = InProgress(path)
+    path.unlink()
+    path.mkdir()
+    life.train([A])
+    life.train([B])
+    assert caplog.messages == [f"{path}: cannot be written: Is a directory"]
+    path.rmdir()
+    life.train([C])
+    assert InProgress(path).suspects == {C.identity}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from asyncrl.policies.groups.sample import GroupSample
 from asyncrl.state.samples import OLDER_FILE, SAMPLES_FILE, SampleFile, read
 
@@ -53,3 +55,23 @@ def test_half_a_surrogate_pair_is_written(tmp_path: Path) -> None:
     """A tokenizer may make one of a token that is cut in the midst of a letter."""
     written(tmp_path, 1, prompt="\ud83d")
     assert ids(tmp_path) == [1]
+
+
+def test_a_file_that_somebody_removes_is_begun_anew_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = SampleFile(tmp_path, most_bytes=2**20)
+    for group_id in (1, 2, 3):
+        file.write(GroupSample(group_id=group_id))
+        if group_id == 1:
+            (tmp_path / SAMPLES_FILE).unlink()
+    assert ids(tmp_path) == [2, 3]
+    (said,) = caplog.messages
+    assert said == f"{tmp_path / SAMPLES_FILE}: was removed while it is in use; what was in it is gone, a new one begun"
+
+
+def test_a_file_that_is_begun_anew_because_it_is_full_was_not_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(tmp_path, *range(200), most_bytes=10_000, prompt="x" * 100)
+    assert not caplog.messages
