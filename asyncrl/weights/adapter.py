@@ -39,7 +39,7 @@ class ChannelAdapter(Adapter):
         """See WeightChannel."""
 
     def restore(self) -> WeightVersion | None:
-        """See WeightChannel. A folder that somebody deleted stays away: the next version is another."""
+        """See WeightChannel. What somebody removes stays away: the next version is another."""
         return None
 
     @property

@@ -4,14 +4,18 @@ Invariants (tests/contracts/test_weights.py):
   C1 a version's folder appears atomically: it is written under another name, synced, and renamed.
   C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay, and those that are retained.
   C3 a reader gets exactly the bytes that were published, or WeightsError.
+  C4 files of the newest version that somebody removes are written again: the writer has the weights open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
+import logging
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,16 +23,20 @@ from typing import Final
 import torch
 
 from asyncrl.errors import WeightsError
+from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
 
+log = logging.getLogger("asyncrl.learner")
+
 WEIGHTS_FILE: Final = "model.safetensors"
 
 _STAGING_BYTES: Final = 512 * 2**20
 """Copied from the device at once, and pinned on the host."""
+_COPIED_BYTES: Final = 2**20
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 """Suffixes of a model folder's files other than weights: config, generation config, tokenizer, chat template."""
@@ -54,6 +62,9 @@ class FilesChannel(ChannelAdapter):
         self._model_path = model_path
         self._links = links
         self._previous: Path | None = None
+        self._published: WeightVersion | None = None
+        self._weights: _OpenFile | None = None  # its file: the bytes outlive their name
+        self._companions: frozenset[str] = frozenset()
         self._retained: set[tuple[int, int]] = set()
         self._staging = torch.empty(0, dtype=torch.uint8)
         self.progress = 0
@@ -69,7 +80,7 @@ class FilesChannel(ChannelAdapter):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             sha256 = self._write(temporary, snapshot, header)
-            if folder.exists():  # published by an earlier process that crashed before its checkpoint
+            if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
             temporary.rename(folder)
             _sync(self._directory)
@@ -79,9 +90,41 @@ class FilesChannel(ChannelAdapter):
         self._previous = folder if self._links else None
         self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
-        return WeightVersion(
+        version = WeightVersion(
             incarnation=incarnation, policy_version=policy_version, uri=str(folder), sha256=sha256, num_bytes=num_bytes
         )
+        self._hold(version)
+        return version
+
+    def restore(self) -> WeightVersion | None:
+        """The newest version, if files of it were gone and are there again. A look at names costs a few calls.
+
+        Raises WeightsError when they cannot be written now, and once when they never can: the next version will be.
+        """
+        version = self._published
+        if version is None or self._stands(version):
+            return None
+        folder, temporary = Path(version.uri), self._directory / f"{_TEMPORARY}{Path(version.uri).name}"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            temporary.mkdir()
+            add_companions(temporary, self._model_path)
+            found = self._copied(temporary / WEIGHTS_FILE)
+            if found != version.sha256:
+                self._published = None
+                raise WeightsError(f"{folder}: files of it were removed or damaged; engines wait for the next version")
+            if os.path.lexists(folder):
+                self._discard(folder)
+            temporary.rename(folder)
+            _sync(self._directory)
+        except OSError as error:
+            raise self._cannot_write(folder.name, version.num_bytes, error) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self._hold(version)
+        log.warning("%s: files of it were removed; written again, %s bytes", folder, f"{version.num_bytes:,}")
+        return version
 
     def verify(self, weights: WeightVersion) -> Path:
         """The folder of a version, with size and checksum verified. Raises WeightsError."""
@@ -102,6 +145,38 @@ class FilesChannel(ChannelAdapter):
             stream.flush()
             os.fsync(stream.fileno())
         _sync(temporary)
+        return sha256
+
+    def _hold(self, version: WeightVersion) -> None:
+        """It is the one to write again. Never fails: without what it needs for that, it is none."""
+        if self._weights is not None:
+            self._weights.close()
+        self._published, self._weights = None, None
+        with contextlib.suppress(OSError):
+            self._weights = _OpenFile(Path(version.uri) / WEIGHTS_FILE)
+            self._companions = frozenset(os.listdir(version.uri))
+            self._published = version
+
+    def _stands(self, version: WeightVersion) -> bool:
+        """Whether the files of a version have their names and their lengths."""
+        folder, file = Path(version.uri), self._weights
+        assert file is not None
+        try:
+            is_there = is_at(folder / WEIGHTS_FILE, file.descriptor) and self._companions <= frozenset(
+                os.listdir(folder)
+            )
+            return is_there and os.fstat(file.descriptor).st_size == version.num_bytes
+        except OSError:
+            return False
+
+    def _copied(self, path: Path) -> str:
+        """Write what is open to ``path``, synced to disk; returns its checksum."""
+        assert self._weights is not None
+        with path.open("wb") as stream:
+            sha256 = safetensors_file.write(stream, self._weights.blocks())
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(path.parent)
         return sha256
 
     def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
@@ -144,12 +219,12 @@ class FilesChannel(ChannelAdapter):
         """Rename, then delete: a reader finds the version complete or not at all."""
         hidden = folder.with_name(f"{_TEMPORARY}old-{folder.name}")
         folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
 
     def _remove_leftovers(self) -> None:
         """Remove what a killed writer left."""
         for path in self._directory.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
     def _cannot_write(self, name: str, num_bytes: int, error: OSError) -> WeightsError:
         free = ""
@@ -159,6 +234,21 @@ class FilesChannel(ChannelAdapter):
         return WeightsError(
             f"{self._directory}: cannot write weights {name}: {error.strerror}; it needs {num_bytes:,} bytes{free}"
         )
+
+
+class _OpenFile:
+    """To be read whatever becomes of its name. Closed with the last reference, or before."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+    def blocks(self) -> Iterator[bytes]:
+        """All of it."""
+        position = 0
+        while block := os.pread(self.descriptor, _COPIED_BYTES, position):
+            yield block
+            position += len(block)
 
 
 def verified(weights: WeightVersion) -> Path:
@@ -199,6 +289,15 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
     except OSError:
         shutil.copyfile(file, name)
+
+
+def _remove(path: Path) -> None:
+    """A folder, or what somebody put in the place of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _sync(folder: Path) -> None:

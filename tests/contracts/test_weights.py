@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -248,6 +251,62 @@ except WeightsError as error:
     print(error)
 print(sorted(path.name for path in directory.iterdir()))
 """
+
+
+REMOVALS: dict[str, Callable[[Path], Any]] = {
+    "its weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "its config": lambda folder: (folder / "config.json").unlink(),
+    "all of it": shutil.rmtree,
+    "all versions": lambda folder: shutil.rmtree(folder.parent),
+    "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("mine")),
+    "another file of its name": lambda folder: (
+        (folder / "model.safetensors").unlink(),
+        (folder / "model.safetensors").write_bytes(b"mine"),
+    ),
+}
+
+
+@pytest.mark.parametrize("removal", REMOVALS.values(), ids=REMOVALS.keys())
+def test_files_of_the_newest_version_that_somebody_removes_are_written_again(
+    files_channel: FilesChannel, removal: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    files_channel.publish(tensors(1.0), incarnation=0, policy_version=1)
+    weights = files_channel.publish(tensors(2.0), incarnation=0, policy_version=2)
+    assert files_channel.restore() is None
+    for _ in range(2):
+        names = {path.name for path in Path(weights.uri).iterdir()}
+        removal(Path(weights.uri))
+        assert files_channel.restore() == weights
+        assert files_channel.restore() is None
+        assert files_channel.verify(weights) == Path(weights.uri)
+        assert {path.name for path in Path(weights.uri).iterdir()} == names
+    assert len(caplog.messages) == 2
+    assert "files of it were removed; written again" in caplog.text
+    newer = files_channel.publish(tensors(3.0), incarnation=0, policy_version=3)
+    assert (files_channel.verify(newer) / "config.json").exists()
+    assert "0-3" in visible(files_channel)
+
+
+def test_weights_that_somebody_cut_cannot_be_written_again_and_that_is_said_once(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(tensors(), incarnation=0, policy_version=1)
+    os.truncate(Path(weights.uri) / "model.safetensors", 30)
+    with pytest.raises(WeightsError, match="removed or damaged; engines wait for the next version"):
+        files_channel.restore()
+    assert files_channel.restore() is None
+    newer = files_channel.publish(tensors(), incarnation=0, policy_version=2)
+    shutil.rmtree(newer.uri)
+    assert files_channel.restore() == newer
+
+
+def test_an_older_version_that_somebody_removes_stays_away(files_channel: FilesChannel) -> None:
+    older = files_channel.publish(tensors(), incarnation=0, policy_version=1)
+    files_channel.publish(tensors(), incarnation=0, policy_version=2)
+    shutil.rmtree(older.uri)
+    assert files_channel.restore() is None
+
+
+def test_nothing_is_restored_before_anything_is_published(channel: WeightChannel) -> None:
+    assert channel.restore() is None
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, model_path: Path) -> None:

@@ -3,7 +3,7 @@
     a stream or a consumer    made again as it was (bus/jetstream/keeper.py); nobody else may, and everybody waits
     states                    put again, so that whoever watches them hears of them
     prompts, trajectories     groups that are on neither any more are published again (lost_prompts.py)
-    weights                   stored again and announced anew (weight_publisher.py)
+    weights                   stored again and announced anew (weight_publisher.py), files that somebody removed too
 
 Heartbeats, leases and partial rollouts come again by themselves; events of the past, and what was partly generated, are
 gone. What was trained is in the history and the checkpoints, which are on no bus.
@@ -71,7 +71,7 @@ class BusKeeper:
                 await step()
             except (BusError, WeightsError, OSError) as error:  # the next look may do better
                 if str(error) != problem:
-                    log.warning("what the bus lost is not all there again: %s", error)
+                    log.warning("what was lost is not all there again: %s", error)
                 problem = str(error)
             else:
                 problem = ""

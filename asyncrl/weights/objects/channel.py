@@ -117,11 +117,12 @@ class ObjectsChannel(ChannelAdapter):
     def restore(self) -> WeightVersion | None:
         """Of a version of which something is gone: stored in full, from the learner's own folder.
 
-        Raises WeightsError when that is gone, too: the next version is stored in full, whatever it is a delta from.
+        Raises WeightsError when that is gone for good: the next version is stored in full, whatever it is a delta from.
         """
         if not self._chain or chain.names(self._chain) <= self._objects.whole():
             return None
         self._is_broken = True
+        self._files.restore()
         newest, size = self._chain[-1], self._published.num_bytes
         link = Link(
             incarnation=newest.incarnation, policy_version=newest.policy_version, sha256=newest.sha256, full=size
