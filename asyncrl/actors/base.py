@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncrl.actors.process_resources import used_shares
 from asyncrl.actors.startup_probe import StartSigns, judged
@@ -20,6 +20,7 @@ from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import PATIENCE_SECONDS
+from asyncrl.policies.health.fleet import CLOCK
 from asyncrl.protocols import Bus
 
 CLOCK_SECONDS = 60.0
@@ -119,11 +120,13 @@ class HeartbeatSender(Actor):
     that one that hangs while it starts is seen too.
     """
 
-    def __init__(self, *actors: Actor, interval: float = 2.0) -> None:
+    def __init__(self, *actors: Actor, interval: float = 2.0, about: Mapping[str, float] | None = None) -> None:
+        """``about``: numbers of the process that stay what they are (run/own_code.py)"""
         super().__init__(f"{actors[0].name}.heart", actors[0].bus)
         self._actors = actors
         self._interval = interval
         self._clock = ClockShift()
+        self._about = dict(about or {})
         self._signs = StartSigns()
 
     async def run(self) -> None:
@@ -133,11 +136,11 @@ class HeartbeatSender(Actor):
             shift = self._clock.look(wall=time.time(), monotonic=time.monotonic())
             is_starting = any(actor.phase == "starting" for actor in self._actors)
             quiet = await asyncio.to_thread(self._signs.look) if is_starting else 0.0
-            shares = used_shares()
+            of_process = {**used_shares(), **self._about, CLOCK: time.time()}
             for actor in self._actors:
                 heartbeat = replace(actor.heartbeat(), beat=beat, clock_shift=shift)
                 if actor is self._actors[0]:  # of the whole process
-                    heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **shares})
+                    heartbeat = replace(heartbeat, numbers={**heartbeat.numbers, **of_process})
                 heartbeat = replace(heartbeat, waits=judged(heartbeat.waits, quiet_seconds=quiet))
                 await self.bus.put(ACTORS, heartbeat, key=actor.name, is_sure=False)
             await asyncio.sleep(self._interval / 4 if is_starting else self._interval)

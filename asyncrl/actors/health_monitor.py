@@ -16,9 +16,11 @@ import math
 import os
 import socket
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from asyncrl.actors.recent_losses import RecentLosses
 from asyncrl.errors import AsyncRLError, ConfigError, Forbidden, NoAnswer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS, PROGRESS
@@ -27,11 +29,11 @@ from asyncrl.policies.health.faults import (
     FIRST_SECONDS,
     SILENT_SECONDS,
     Finding,
-    LostPart,
     Observation,
     Process,
     Seen,
 )
+from asyncrl.policies.health.fleet import CLOCK
 from asyncrl.protocols import Bus, Loss
 
 LOOK_SECONDS = 1.0
@@ -39,8 +41,6 @@ LARGE_FLEET = 128
 """Of more actors than this every second look is left out: one costs the bus a message an actor."""
 ANSWER_SECONDS = 3.0
 """The bus has so long for one look."""
-LOSS_SECONDS = 10.0
-"""How long a part of the bus that was made again is spoken of: longer than `asyncrl doctor` listens."""
 REMEMBER_SECONDS = 60.0
 """How long an actor that is not heard of is spoken of."""
 ROLE = "watcher"
@@ -64,10 +64,11 @@ class Launched:
 class PresenceTracker:
     """Who was heard, and how long ago on the watcher's own clock."""
 
-    def __init__(self, *, host: str, process: Callable[[int], Process]) -> None:
-        """``process``: what this machine says of a process id."""
+    def __init__(self, *, host: str, process: Callable[[int], Process], wall: Callable[[], float] = time.time) -> None:
+        """process: what this machine says of a process id;  wall: its clock"""
         self._host = host
         self._process = process
+        self._wall = wall
         self._seen: dict[str, Seen] = {}
         self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
         self._has_listened = False
@@ -140,7 +141,8 @@ class PresenceTracker:
             unheard = min(self._heard_again, ACTORS.seconds_to_live)  # it could not renew it while the bus was away
             return replace(before, seconds=max(before.seconds + seconds, unheard))
         assert beat is not None
-        return Seen(beat=beat)
+        shown = beat.numbers.get(CLOCK)
+        return Seen(beat=beat, clock=None if shown is None else shown - self._wall())
 
     def _is_over(self, beat: Heartbeat) -> bool:
         return beat.role == ROLE or (beat.host, beat.pid) in self._ended
@@ -188,8 +190,10 @@ class HealthMonitor:
         self._server = server
         self._bus: Bus | None = None
         self._sightings = PresenceTracker(host=socket.gethostname(), process=process_state)
-        self._name = f"{ROLE}-{os.getpid()}"
+        self._name = f"{ROLE}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
+        self._stored = -math.inf  # monotonic time at which the last own beat was stored, or before
+        self._is_seen = False  # an own beat, at the last look
         self._answered: float | None = None  # monotonic time of the last look that was; before it nobody is heard
         self._looked = time.monotonic()
         self._silent = self._refuses = 0.0
@@ -218,6 +222,7 @@ class HealthMonitor:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._find_losses()
                 beats, self._is_finished = ({}, self._is_finished) if self._losses.is_blind else await self._read()
+                self._miss_own(beats)
         except (AsyncRLError, OSError, TimeoutError) as error:
             self.error = error
             self._silent += self._passed()  # and of what it stores nothing is known
@@ -279,13 +284,23 @@ class HealthMonitor:
         progress = (await self._bus.states(PROGRESS)).get("")
         return await self._bus.states(ACTORS), progress is not None and progress.finished
 
+    def _miss_own(self, beats: Mapping[str, Heartbeat]) -> None:
+        """An own beat has gone before its time: somebody removed all, and by now the others have sent new ones."""
+        was_seen, self._is_seen = self._is_seen, self._name in beats
+        is_young = time.monotonic() - self._stored < ACTORS.seconds_to_live / 2
+        if was_seen and not self._is_seen and is_young and not self._losses.hides_beats:
+            removed = Loss(name="heartbeats", topics=(ACTORS.name,), problem="were removed", is_mended=True)
+            self._losses.note([removed], now=time.monotonic())
+
     async def _stores(self) -> bool:
         assert self._bus is not None
         self._beats += 1
         own = Heartbeat(actor=self._name, role=ROLE, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
+        now = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
+            self._stored = now
         except Forbidden:  # an observer's role: whether the bus stores is for others to find out
             pass
         except (AsyncRLError, OSError, TimeoutError) as error:
@@ -293,39 +308,6 @@ class HealthMonitor:
             return False
         self.error = None
         return True
-
-
-class RecentLosses:
-    """What the bus lost, for as long as it lasts and LOSS_SECONDS: it may be mended before the next look."""
-
-    def __init__(self) -> None:
-        self._losses: dict[str, tuple[float, float, Loss]] = {}  # name -> first and last seen
-        self.is_blind = False
-        """Heartbeats or progress cannot be read now."""
-        self.hides_beats = False
-        """Heartbeats of before the last look are gone, or cannot be read."""
-
-    def note(self, losses: Iterable[Loss], *, now: float) -> None:
-        found = list(losses)
-        for loss in found:
-            since = self._losses[loss.name][0] if loss.name in self._losses else now
-            self._losses[loss.name] = (since, now, loss)
-        gone = {topic for loss in found if loss.is_gone for topic in loss.topics}
-        self.is_blind = bool(gone & {ACTORS.name, PROGRESS.name})
-        self.hides_beats = self.is_blind or any(ACTORS.name in loss.topics for loss in found)
-
-    def lately(self, now: float) -> tuple[LostPart, ...]:
-        self._losses = {name: one for name, one in self._losses.items() if now - one[1] <= LOSS_SECONDS}
-        return tuple(
-            LostPart(
-                name=loss.name,
-                problem=loss.problem,
-                is_gone=loss.is_gone,
-                is_mended=loss.is_mended,
-                seconds=now - since,
-            )
-            for since, _, loss in self._losses.values()
-        )
 
 
 class Since:

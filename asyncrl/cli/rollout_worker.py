@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import logging
@@ -19,6 +20,7 @@ from asyncrl.messages.validation import name_problem
 from asyncrl.os_process import end_with_parent, exit_within
 from asyncrl.run import same_version, signing_keys, single_instance, worker_keys
 from asyncrl.run.check import check_worker
+from asyncrl.run.own_code import checksums
 from asyncrl.run.registry import connect
 from asyncrl.run.worker_keys import Identity
 
@@ -104,7 +106,8 @@ async def _sample(
             worker, follower = await build_worker(run_config, bus=bus, name=name, is_dedicated=is_dedicated)
             gc.freeze()  # a collection over everything imported would stop every answer for a tenth of a second
             endpoint = prometheus(run_config, bus, worker)
-            await supervised(worker, follower, HeartbeatSender(worker), *endpoint)
+            about = await asyncio.to_thread(checksums, run_config)
+            await supervised(worker, follower, HeartbeatSender(worker, about=about), *endpoint)
         exit_within(EXIT_SECONDS, 0)
         return 0
     finally:

@@ -130,6 +130,69 @@ class StandstillAlarm:
         return {}
 
 
+class TruncationAlarm:
+    """Warns when nearly every answer of a run's first STEPS steps was cut at its limit, and until one is not.
+
+    Only from the first step on: a policy that learns to use all the tokens it has may well be rewarded for it.
+    """
+
+    name = "truncated"
+    STEPS = 10
+    SHARE = 0.95
+
+    def __init__(self) -> None:
+        self._cut = 0
+        self.is_on, self.text = False, ""
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds no metric."""
+        share, version = metrics.get("length/truncated_fraction"), metrics.get("weights/version")
+        is_cut = isinstance(share, float | int) and share >= self.SHARE
+        self._cut = self._cut + 1 if is_cut and (self._cut or version == 1) else 0
+        self.is_on = self._cut >= self.STEPS
+        if self._cut == self.STEPS:
+            self.text = _warned(
+                "over %.0f %% of the answers of each of the first %d steps were cut at rollout.max_new_tokens, %s "
+                "tokens long on average. Usual causes: a limit too low for the task, a model that does not know its "
+                "end-of-text token, a chat template that never asks for one",
+                100 * self.SHARE,
+                self.STEPS,
+                _shown(metrics.get("length/trained_mean")),
+            )
+        return {}
+
+
+class NoSignalAlarm:
+    """Warns when all rewards of STEPS steps in a row were one number each, and the weights moved all the same.
+
+    Entropy, KL, weight decay or a critic that learns that number: whatever it is, it is not the task. Without any
+    gradient it is StandstillAlarm's.
+    """
+
+    name = "no_signal"
+    STEPS = 10
+
+    def __init__(self) -> None:
+        self._equal = 0
+        self.is_on, self.text = False, ""
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds no metric."""
+        norm = metrics.get("grad_norm")
+        moves = isinstance(norm, float | int) and norm != 0
+        self._equal = self._equal + 1 if metrics.get("reward/std") == 0 and moves else 0
+        self.is_on = self._equal >= self.STEPS
+        if self._equal == self.STEPS:
+            self.text = _warned(
+                "all rewards of the last %d steps were equal in each (%s in the last), and the weights move all the "
+                "same: not by the reward. Usual causes: a reward that never finds what it looks for, a task that is "
+                "solved",
+                self.STEPS,
+                _shown(metrics.get("reward/mean")),
+            )
+        return {}
+
+
 def _warned(text: str, *values: object) -> str:
     """Log it. What was logged."""
     log.warning(text, *values)

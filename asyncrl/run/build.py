@@ -38,7 +38,7 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
-from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
+from asyncrl.metrics.alarms import Alarm, DropAlarm, MismatchAlarm, NoSignalAlarm, StandstillAlarm, TruncationAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
@@ -104,11 +104,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume),
-            alarms=(
-                MismatchAlarm(run.metrics.mismatch_alarm),
-                DropAlarm(run.metrics.drop_alarm),
-                StandstillAlarm(),
-            ),
+            alarms=_alarms(run),
             has_behavior=_are_sampled(run),
             samples=samples,
             timeline=_timeline(run),
@@ -192,6 +188,19 @@ def assemble_learner(
         are_sampled=_are_sampled(run),
     )
     return learner, prompts
+
+
+def _alarms(run: RunConfig) -> list[Alarm]:
+    alarms: list[Alarm] = [
+        MismatchAlarm(run.metrics.mismatch_alarm),
+        DropAlarm(run.metrics.drop_alarm),
+        StandstillAlarm(),
+    ]
+    if _are_sampled(run) and not run.rollout.ignore_eos:
+        alarms.append(TruncationAlarm())
+    if _are_sampled(run) and run.reward.kind != "none":
+        alarms.append(NoSignalAlarm())
+    return alarms
 
 
 def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:

@@ -18,6 +18,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
 from asyncrl.protocols import Bus
 from asyncrl.run import registry, single_learner
 from asyncrl.run.build_worker import build_worker
+from asyncrl.run.own_code import checksums
 from asyncrl.run.process_manager import Outcome
 from asyncrl.run.training import train
 
@@ -90,4 +91,5 @@ def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
 
 async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:
     worker, follower = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
-    return worker, follower, HeartbeatSender(worker)
+    about = await asyncio.to_thread(checksums, run)
+    return worker, follower, HeartbeatSender(worker, about=about)

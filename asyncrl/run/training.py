@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,7 @@ from asyncrl.messages.fleet import RunSettings
 from asyncrl.messages.topics import SETTINGS
 from asyncrl.protocols import Bus
 from asyncrl.run.build import build_learner, prometheus
+from asyncrl.run.own_code import checksums
 
 
 async def train(
@@ -39,7 +41,8 @@ async def train(
     await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
-    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers), *beside, *endpoint)
+    about = await asyncio.to_thread(checksums, run)
+    await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)
     was_drained = learner.draining.is_set() and not learner.done
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from asyncrl.policies.health import faults
+import re
+
+from asyncrl.policies.health import faults, fleet
+from asyncrl.policies.health.conditions import CONDITIONS
 from tests import ROOT
 
 PAGE = ROOT / "docs" / "guides" / "troubleshooting.md"
@@ -25,3 +28,15 @@ def test_the_table_of_faults_has_the_remedies_of_the_code() -> None:
     table = {row[0].strip("`"): row[3].replace("`", "") for row in rows}
     expected = remedies()
     assert {fault: table.get(fault) for fault in expected} == expected
+
+
+def test_the_table_of_faults_names_every_kind_and_they_are_forty_at_least() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    named = {name.strip("`") for row in rows for name in row[0].split(", ")}
+    assert len(named) >= 40
+    texts = [path.read_text() for path in (ROOT / "asyncrl" / "policies" / "health").glob("*.py")]
+    said = {name for text in texts for name in re.findall(r'fault="([a-z ]+)"', text)}
+    said |= {"altered", *faults.CIRCLES, *(one.fault for one in CONDITIONS.values())}
+    said |= {part.fault for name, part in faults.PARTS.items() if name != "data"}
+    said |= {fleet.SAYS[number][0] for number in fleet.SAYS}
+    assert said <= named, said - named

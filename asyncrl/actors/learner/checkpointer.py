@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 import time
+from pathlib import Path
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
@@ -17,6 +19,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import BusError
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.protocols import Bus, LogMark
 from asyncrl.state import checkpoint
@@ -47,6 +50,8 @@ class Checkpointer:
         self._directory = run.run_directory / "checkpoints"
         self._step = -1  # of the last checkpoint of this incarnation
         self._seconds: float | None = None  # of the one written since metrics were last taken
+        self.disk_need = 0.0
+        """Share of the free bytes of its disk that another checkpoint takes, when the last one was written."""
 
     def is_due(self, step: int) -> bool:
         """Whether the run file asks for a checkpoint after this step."""
@@ -66,11 +71,9 @@ class Checkpointer:
         sync = functools.partial(self._trainer.call, self._progress.sync, what="its history to be written", on="disk")
         await self._disk.written(sync, what="the history")
         started = time.monotonic()
-        write = functools.partial(
-            checkpoint.write, self._directory, state, save_backend=self._trainer.save, keep=self._section.keep
-        )
+        write = functools.partial(self._write, state)
         call = functools.partial(self._trainer.call, write, what="a checkpoint to be written", on="disk")
-        folder = await self._disk.written(call, what="a checkpoint")
+        folder, self.disk_need = await self._disk.written(call, what="a checkpoint")
         self._step = state.step
         log.info("checkpoint %s", folder)
         if logs_changed == self._table.logs_changed:  # else its sequences mean records of a log that is gone
@@ -86,6 +89,12 @@ class Checkpointer:
         seconds, self._seconds = self._seconds, None
         return {} if seconds is None else {"learner/checkpoint_seconds": seconds}
 
+    def _write(self, state: LearnerState) -> tuple[Path, float]:
+        """Its folder, and ``disk_need`` behind it. Blocks."""
+        save, keep = self._trainer.save, self._section.keep
+        folder = checkpoint.write(self._directory, state, save_backend=save, keep=keep)
+        return folder, _disk_need(folder)
+
     async def _trim(self, *, through: int) -> None:
         """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
         sequence, stored = self._table.last_read
@@ -96,3 +105,12 @@ class Checkpointer:
             await self._bus.trim(TRAJECTORIES, through=through, log=mark.log)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)
+
+
+def _disk_need(folder: Path) -> float:
+    """Share of the free bytes of its disk that another folder like it takes; 0 when nobody can tell."""
+    try:
+        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return num_bytes / max(1, shutil.disk_usage(folder).free)
+    except OSError:
+        return 0.0

@@ -23,7 +23,7 @@ from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.actors.learner.checkpointer import Checkpointer
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.evaluator import Evaluator
-from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.actors.learner.sifter import Sifter, entry_of
@@ -177,11 +177,10 @@ class Learner(Actor):
 
     def numbers(self) -> dict[str, float]:
         return {
-            "learner/failed_in_a_row": self.table.failed_in_a_row,
-            "learner/dropped_since_step": self.table.lost_since_step("dropped"),
-            "learner/filtered_since_step": self.table.lost_since_step("filtered"),
+            **table_numbers(self.table),
             "learner/window": self._run.window,
             "learner/skipped_in_a_row": self._skipped.in_a_row,
+            "learner/disk_need": self._checkpointer.disk_need,
             **self._metrics.alarms(),
         }
 

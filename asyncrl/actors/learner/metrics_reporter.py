@@ -25,6 +25,8 @@ LARGE_FLEET = 64
 """Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
 costs the learner does not grow with the fleet."""
 LOOK_SECONDS = 10.0
+MANY_ROWS = 32
+"""Of fewer it says little how many were passed over."""
 
 
 class MetricsReporter:
@@ -164,6 +166,17 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
     if dropped:
         metrics["length/dropped_mean"] = sum(dropped) / len(dropped)
     return metrics
+
+
+def table_numbers(table: GroupTable) -> dict[str, float]:
+    """What it says of the run's health, for a heartbeat."""
+    has_many = table.position >= MANY_ROWS
+    return {
+        "learner/failed_in_a_row": table.failed_in_a_row,
+        "learner/dropped_since_step": table.lost_since_step("dropped"),
+        "learner/filtered_since_step": table.lost_since_step("filtered"),
+        "data/overlong_share": table.overlong / table.position if has_many else 0.0,
+    }
 
 
 def worker_metrics(workers: Sequence[Heartbeat], policy_version: int) -> dict[str, Metric]:

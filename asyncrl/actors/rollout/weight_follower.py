@@ -83,14 +83,12 @@ class WeightFollower(Actor):
         self._listeners: list[Callable[[], None]] = []
         self._forks: dict[int, int] = {}  # incarnation -> version that it started from, as announced
         self._newest: dict[str, WeightVersion] = {}  # by key: SENT and the empty one
-        self._running = 0
-        self._demanded = 0
+        self._running = self._demanded = 0
         self._starved_at = (-1, -1)
         self._failures = 0  # of sending, in a row
         self._changed = asyncio.Condition()
         self.last_load = LoadReport(pause_seconds=0.0, load_seconds=0.0)
-        self.loads = 0
-        self.loaded_at = 0.0
+        self.loads, self.loaded_at, self.failed_reads = 0, 0.0, 0
 
     async def start(self) -> None:
         """Meet the learner, if it is there, before anything runs: the first collective of a group takes longer."""
@@ -282,8 +280,10 @@ class WeightFollower(Actor):
             tried, order = self._wanted, self._newest_order
             try:
                 await self._take()
+                self.failed_reads = 0
                 return
             except WeightsError as error:
+                self.failed_reads = attempt
                 # A slow worker may find that a version was collected meanwhile: it takes the next one.
                 level = logging.INFO if self._newest_order > order else logging.WARNING
                 if str(error) != self.problem or attempt <= ATTEMPTS:

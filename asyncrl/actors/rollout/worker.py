@@ -177,5 +177,6 @@ class RolloutWorker(Actor):
             "weights/load_seconds": follower.last_load.load_seconds,
             "weights/loads": follower.loads,
             "weights/loaded_at": follower.loaded_at,
+            "weights/failed_reads": follower.failed_reads,
             "bus/rejected": self.bus.rejections.total,
         }

@@ -75,7 +75,9 @@ class StreamKeeper:
     async def _stream(self, name: str, topics: list[Topic[Any]], *, mends: bool) -> Loss | None:
         if name not in self._seen and name in self._made:
             self._seen[name] = Sighting.of(self._made[name])
-        kind = "" if topics[0].seconds_to_live else topics[0].kind
+        kind: str = topics[0].kind
+        if topics[0].seconds_to_live:
+            kind = "aged" if kind == "log" else ""
         if kind == "log" and not mends:
             kind = ""  # the learner trims it, and who only looks does not hear of it
         config = self._layout.stream_config(topics[0])

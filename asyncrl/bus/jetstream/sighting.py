@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 _OTHERS: Final = ("metadata", "description", "placement")
@@ -17,21 +18,26 @@ _UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", -1, [], {})
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """created: its identity;  first, last: sequences of its entries;  messages: how many there are;  both 0 for a
-    consumer"""
+    """created: its identity;  first, last: sequences of its entries;  messages: how many there are;  0 for a consumer
+
+    began, time  when the first entry came, and when this was seen: Unix seconds of the server; 0 if it does not say
+    """
 
     created: str
     config: Mapping[str, Any]
     first: int = 0
     last: int = 0
     messages: int = 0
+    began: float = 0.0
+    time: float = 0.0
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Sighting:
         """``info``: the server's answer to CREATE, UPDATE or INFO."""
         state = info.get("state", {})
         first, last, messages = (int(state.get(name, 0)) for name in ("first_seq", "last_seq", "messages"))
-        return cls(str(info["created"]), info["config"], first, last, messages)
+        began, time = _seconds(state.get("first_ts")), _seconds(info.get("ts"))
+        return cls(str(info["created"]), info["config"], first, last, messages, began, time)
 
     @property
     def holes(self) -> int:
@@ -41,14 +47,15 @@ class Sighting:
 def lost(before: Sighting, now: Sighting, *, kind: str, trimmed: int = 0) -> str:
     """What of its messages somebody else took; "" if nothing, as far as it can be told.
 
-    kind     "log": trimmed by us up to ``trimmed``, and by nobody else; "state": a key that is put stays;
-             "" where messages may leave by themselves
+    kind     "log": trimmed by us up to ``trimmed``, and by nobody else; "aged": trimmed by nobody, but entries leave at
+             an age; "state": a key that is put stays; "" where messages may leave by themselves
     """
     if now.created != before.created:
         return "was deleted and made anew"
     if now.last < before.last:
         return f"went back from entry {before.last} to {now.last}"
-    is_log = kind == "log" and now.config.get("num_replicas", 1) == 1  # a cluster may leave out sequences
+    is_log = kind == "log" or (kind == "aged" and _is_young(before, now))
+    is_log = is_log and now.config.get("num_replicas", 1) == 1  # a cluster may leave out sequences
     if is_log and now.first > max(before.first, trimmed + 1):
         return f"lost its entries up to {now.first - 1}"
     if is_log and now.holes > before.holes:
@@ -56,6 +63,12 @@ def lost(before: Sighting, now: Sighting, *, kind: str, trimmed: int = 0) -> str
     if kind == "state" and now.messages < before.messages:
         return f"lost {before.messages - now.messages} of its {before.messages} states"
     return ""
+
+
+def _is_young(before: Sighting, now: Sighting) -> bool:
+    """Whether no entry of a log that there was before can have left by its age."""
+    max_age = now.config.get("max_age", 0) / 10**9
+    return before.messages > 0 and before.began > 0 and 0 <= now.time - before.began < max_age
 
 
 def altered(before: Sighting, now: Sighting) -> str:
@@ -66,6 +79,14 @@ def altered(before: Sighting, now: Sighting) -> str:
     if not changed:
         return ""
     return "was altered: " + ", ".join(f"{name} {_text(old)} -> {_text(new)}" for name, (old, new) in changed.items())
+
+
+def _seconds(text: Any) -> float:
+    """Of a date and time as servers write them; 0 for what is none."""
+    try:
+        return max(0.0, datetime.fromisoformat(text).timestamp())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def _are_unset(*values: Any) -> bool:

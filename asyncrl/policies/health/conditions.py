@@ -17,7 +17,7 @@ MANY_SKIPPED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """fault: its name.  says: behind the actor's name; {value} is the number.  at: found from this value on"""
+    """says: behind the actor's name; {value} is the number, {problem} the actor's.  at: found from this value on"""
 
     fault: str
     at: float
@@ -63,6 +63,38 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "trains steps without any gradient",
         "look at reward/mean and reward/same_in_group: rewards that are all equal train nothing",
     ),
+    "alarm/truncated": Condition(
+        "truncated",
+        1,
+        "trains answers that are nearly all cut at rollout.max_new_tokens: none of them comes to its end",
+        "raise rollout.max_new_tokens, or look whether the model knows its end-of-text token (generation_config.json, "
+        "chat template, rollout.stop)",
+    ),
+    "alarm/no_signal": Condition(
+        "no signal",
+        1,
+        "trains rewards that are all equal: what moves the weights is anything but the reward",
+        "look at answers with `asyncrl samples`: a reward that never finds what it looks for, or a task that is solved",
+    ),
+    "data/overlong_share": Condition(
+        "overlong",
+        0.5,
+        "has passed over {value:.0%} of the rows: their prompts are longer than data.max_prompt_tokens",
+        "raise data.max_prompt_tokens, or leave those rows out of the data",
+    ),
+    "weights/failed_reads": Condition(
+        "unreadable",
+        4,
+        "cannot read the newest weights, tried {value:.0f} times ({problem})",
+        'it needs weights.directory under the same path as the learner, or weights.channel = "objects"; older weights '
+        "sample meanwhile, if it has any",
+    ),
+    "learner/disk_need": Condition(
+        "little room",
+        0.5,
+        "has room for fewer than two more checkpoints on its disk: one takes {value:.0%} of what is free",
+        "make room there, or lower checkpoint.keep and weights.keep; a disk that is full is waited for",
+    ),
     "learner/skipped_in_a_row": Condition(
         "not finite",
         MANY_SKIPPED,
@@ -83,7 +115,7 @@ def present(seen: Observation) -> Iterable[Finding]:
                 yield Finding(
                     fault=condition.fault,
                     actor=name,
-                    cause=f"{name} {condition.says.format(value=value)}",
+                    cause=f"{name} {condition.says.format(value=value, problem=actor.beat.problem)}",
                     remedy=condition.remedy,
                     host=actor.beat.host,
                     pid=actor.beat.pid,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.policies.health import conditions, faults, losses
+from asyncrl.policies.health import conditions, faults, fleet, losses
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
     FOLLOWER,
@@ -64,7 +64,7 @@ def diagnose(observation: Observation) -> list[Finding]:
         *faults.quarantined(seen),
         *faults.idle(seen),
         *conditions.present(seen),
-        *faults.clocks(seen),
+        *fleet.present(seen),
     ]
 
 

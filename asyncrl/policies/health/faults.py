@@ -23,7 +23,6 @@ SILENT_SECONDS: Final = 6.0
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
 """So many groups failed in a row are no accident of one prompt."""
-CLOCK_SECONDS: Final = 5.0
 
 LEARNER: Final = "learner"
 WORKER: Final = "rollout-worker"
@@ -90,11 +89,16 @@ PARTS: Final[Mapping[str, Part]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One actor. ``seconds``: since its last beat was heard."""
+    """One actor.
+
+    seconds  since its last beat was heard
+    clock    how far its wall clock was ahead of the watcher's then, in seconds; None if it does not say
+    """
 
     beat: Heartbeat
     seconds: float = 0.0
     process: Process = ""
+    clock: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +106,7 @@ class LostPart:
     """A stream, bucket or consumer of the bus that is not as it was, and what became of it (protocols.Loss)."""
 
     name: str
+    topics: tuple[str, ...] = ()
     problem: str
     is_gone: bool = False
     is_mended: bool = False
@@ -364,21 +369,6 @@ def idle(seen: Observation) -> Iterable[Finding]:
             if count > 4 * max(1.0, numbers.get("learner/window", 0.0)):
                 cause = f"{count:.0f} groups were {why} since the last step, and none is left to train"
                 yield Finding(fault=word, actor=name, cause=cause, remedy=remedy)
-
-
-def clocks(seen: Observation) -> Iterable[Finding]:
-    """Nothing waits for a clock; but times in logs and metrics are off."""
-    hosts: dict[str, float] = {}
-    for actor in seen.actors.values():
-        if abs(actor.beat.clock_shift) > CLOCK_SECONDS:
-            hosts.setdefault(actor.beat.host, actor.beat.clock_shift)
-    for host, shift in sorted(hosts.items()):
-        yield Finding(
-            fault="clock",
-            actor=host,
-            cause=f"the clock of {host} jumped by {shift:+.0f} s",
-            remedy="nothing waits for it; times in logs and metrics are off by as much",
-        )
 
 
 def printable(text: str) -> str:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
+from asyncrl.messages.topics import ACTORS, EVENTS
 from asyncrl.policies.health.faults import Finding, LostPart, Observation
+
+_MENDED: Final = "the learner has made it again and publishes again what was on it"
+_OF_TOPIC: Final[Mapping[str, str]] = {
+    ACTORS.name: "the learner has made it again if it was deleted, and every actor sends another heartbeat at once",
+    EVENTS.name: "what was in it is gone; `asyncrl tap` and the board show what comes now, and nothing else needs it",
+}
+"""What follows where nobody publishes again what is gone."""
 
 
 def present(seen: Observation) -> list[Finding]:
@@ -12,7 +23,7 @@ def present(seen: Observation) -> list[Finding]:
 
 def _finding(part: LostPart) -> Finding:
     remedy = (
-        "the learner has made it again and publishes again what was on it"
+        next((_OF_TOPIC[topic] for topic in part.topics if topic in _OF_TOPIC), _MENDED)
         if part.is_mended
         else "the learner makes it again, and all who need it wait; if no learner is up, start it with --resume"
     )

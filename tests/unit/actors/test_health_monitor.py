@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors import health_monitor as watching
+from asyncrl.actors import recent_losses
 from asyncrl.actors.health_monitor import HealthMonitor, Lasting, Launched, PresenceTracker, Since, process_state
 from asyncrl.cli import doctor
 from asyncrl.errors import BusError, NoAnswer, NoSuchRun
@@ -271,9 +272,43 @@ async def test_a_part_of_the_bus_that_is_gone_is_named_and_nobody_is_accused(clo
     assert "the learner has made it again" in found.remedy
     bus.lost = []
     await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
-    clock.now += watching.LOSS_SECONDS
+    clock.now += recent_losses.LOSS_SECONDS
     assert [one.fault for one in diagnose(await watcher.look())] == ["lost"]
     clock.now += 1
+    assert diagnose(await watcher.look()) == []
+    await watcher.close()
+
+
+async def test_heartbeats_that_somebody_removes_are_named_once_and_nobody_is_accused(clock: Clock) -> None:
+    """Each actor has sent another one before long: what is missed is the watcher's own."""
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+
+    async def look(number: int) -> list[str]:
+        clock.now += 1
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        return [one.text for one in diagnose(await watcher.look())]
+
+    assert [await look(number) for number in (1, 2, 3)] == [[], [], []]
+    for key in await bus.states(ACTORS):
+        await bus.forget(ACTORS, key=key)
+    assert await look(4) == ["nats-server: heartbeats were removed"]
+    for number in range(5, 5 + int(recent_losses.LOSS_SECONDS)):
+        await look(number)
+    assert await look(20) == []
+    await watcher.close()
+
+
+async def test_a_watcher_whose_own_beat_expired_while_it_was_frozen_misses_nothing(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+    for number in (1, 2):
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        await watcher.look()
+    (own,) = (await bus.states(ACTORS)).keys() - {"learner"}
+    await bus.forget(ACTORS, key=own)
+    clock.now += 20
+    await bus.put(ACTORS, beat("learner", 3, role=LEARNER, host="there"), key="learner")
     assert diagnose(await watcher.look()) == []
     await watcher.close()
 

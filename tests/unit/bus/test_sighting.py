@@ -11,6 +11,7 @@ from asyncrl.bus.jetstream.errors import stream_of
 from asyncrl.bus.jetstream.sighting import Sighting, altered, lost
 
 BEFORE = Sighting("monday", {"num_replicas": 1}, first=11, last=20, messages=10)
+AGED = {"config": {"max_age": 100 * 10**9}, "began": 50.0, "time": 60.0}
 
 
 @pytest.mark.parametrize(
@@ -30,12 +31,27 @@ BEFORE = Sighting("monday", {"num_replicas": 1}, first=11, last=20, messages=10)
         ("state", 0, {"messages": 7}, "lost 3 of its 10 states"),
         ("log", 0, {"last": 19, "messages": 9}, "went back from entry 20 to 19"),
         ("", 0, {"created": "tuesday", "last": 30}, "was deleted and made anew"),
+        ("aged", 0, AGED | {"first": 21, "messages": 0}, "lost its entries up to 20"),
+        ("aged", 0, AGED | {"messages": 9}, "lost 1 of its entries"),
+        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 150.0}, ""),  # they may have been so old
+        ("aged", 0, AGED | {"first": 21, "messages": 0, "time": 0.0}, ""),  # a server that does not say
     ],
 )
 def test_what_somebody_else_took_is_told_from_what_left_by_itself(
     kind: str, trimmed: int, changes: dict[str, Any], expected: str
 ) -> None:
-    assert lost(BEFORE, replace(BEFORE, **changes), kind=kind, trimmed=trimmed) == expected
+    before = replace(BEFORE, began=changes.get("began", 0.0))
+    assert lost(before, replace(before, **changes), kind=kind, trimmed=trimmed) == expected
+
+
+def test_times_are_read_as_servers_write_them() -> None:
+    def seen(ts: Any) -> Sighting:
+        return Sighting.of({"created": "", "config": {}, "ts": ts, "state": {"first_ts": "0001-01-01T00:00:00Z"}})
+
+    assert seen("1970-01-01T00:01:40.123456789Z").time == pytest.approx(100.123456)
+    assert seen("1970-01-01T01:01:40+01:00").time == 100.0
+    assert [seen(other).time for other in (None, "", "x", 3)] == [0.0] * 4
+    assert seen("").began == 0.0
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, StandstillAlarm
+from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, NoSignalAlarm, StandstillAlarm, TruncationAlarm
 from asyncrl.policies.batching.batch import Metric, histogram
 
 
@@ -90,3 +91,37 @@ def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytes
     assert len(caplog.records) == 1
     assert "the last 10 steps trained nothing" in caplog.text
     assert "Rewards average 0.25, and the share of groups with equal rewards is 1" in caplog.text
+
+
+def test_answers_that_are_nearly_all_cut_from_the_first_step_on_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def states(alarm: TruncationAlarm, *, first: int, shares: Sequence[float]) -> list[bool]:
+        found = []
+        for version, share in enumerate(shares, first):
+            numbers = {"weights/version": version, "length/truncated_fraction": share, "length/trained_mean": 512.0}
+            alarm.look(numbers)
+            found.append(alarm.is_on)
+        return found
+
+    alarm = TruncationAlarm()
+    assert states(alarm, first=1, shares=[0.97] * 12 + [0.9, 1.0]) == [False] * 9 + [True] * 3 + [False] * 2
+    assert len(caplog.records) == 1
+    assert "of each of the first 10 steps were cut at rollout.max_new_tokens, 512 tokens long" in caplog.text
+    assert not any(states(TruncationAlarm(), first=1, shares=[0.5] + [1.0] * 30))  # it has learned to use them
+    assert not any(states(TruncationAlarm(), first=40, shares=[1.0] * 30))  # a resumed run: nobody knows
+    assert len(caplog.records) == 1
+
+
+def test_rewards_that_are_all_equal_are_warned_of_while_the_weights_move(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = NoSignalAlarm()
+    for _ in range(30):
+        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.0})  # the standstill's
+    assert not alarm.is_on
+    for _ in range(11):
+        alarm.look({"reward/std": 0.0, "reward/mean": 1.0, "grad_norm": 0.1})
+    assert alarm.is_on
+    assert len(caplog.records) == 1
+    assert "all rewards of the last 10 steps were equal in each (1 in the last)" in caplog.text
+    alarm.look({"reward/std": 0.01, "grad_norm": 0.1})
+    assert not alarm.is_on

@@ -1,0 +1,102 @@
+"""Findings of processes that work well, each by itself, and do not fit together: other code, other functions, other
+clocks.
+
+Every process says two checksums of what it runs (run/own_code.py) and what its clock shows; they are compared with the
+learner's. Tests: tests/unit/policies/health/test_fleet.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from asyncrl.policies.health.faults import (
+    EVALUATION_WORKER,
+    LEARNER,
+    SILENT_SECONDS,
+    WORKER,
+    Finding,
+    Observation,
+    Seen,
+)
+
+CODE: Final = "process/code"
+FUNCTIONS: Final = "process/functions"
+CLOCK: Final = "process/clock"
+"""Numbers in the heartbeat of a process's first actor: checksums of asyncrl's own code, and of the names of reward and
+rollout function; Unix seconds."""
+JUMP_SECONDS: Final = 5.0
+APART_SECONDS: Final = 60.0
+"""More than a heartbeat may be under way, or lie on the bus before it is heard."""
+
+SAYS: Final = {
+    CODE: (
+        "other code",
+        "runs another version of asyncrl than the learner",
+        "install the learner's version on its machine and restart it; `asyncrl --version` does not tell edited files",
+    ),
+    FUNCTIONS: (
+        "other functions",
+        "was started with another reward or rollout function than the learner",
+        "restart it with the run file of the learner (reward.kind, reward.rows, data.reward_key, rollout.function)",
+    ),
+}
+
+
+def present(seen: Observation) -> Iterable[Finding]:
+    heard = {name: one for name, one in seen.actors.items() if one.seconds <= SILENT_SECONDS}
+    learners = [one for one in heard.values() if one.beat.role == LEARNER]
+    yield from _jumps(seen)
+    if learners:
+        yield from _others(heard, learners[0])
+        yield from _apart(heard, learners[0])
+
+
+def _others(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
+    for name, one in sorted(heard.items()):
+        if one.beat.role not in (WORKER, EVALUATION_WORKER):
+            continue
+        for number, (fault, says, remedy) in SAYS.items():
+            theirs, ours = one.beat.numbers.get(number), learner.beat.numbers.get(number)
+            if None not in (theirs, ours) and theirs != ours:
+                yield Finding(
+                    fault=fault,
+                    actor=name,
+                    cause=f"worker {name} {says}",
+                    remedy=remedy,
+                    host=one.beat.host,
+                    pid=one.beat.pid,
+                )
+
+
+def _jumps(seen: Observation) -> Iterable[Finding]:
+    """Nothing waits for a clock; but times in logs and metrics are off."""
+    hosts: dict[str, float] = {}
+    for one in seen.actors.values():
+        if abs(one.beat.clock_shift) > JUMP_SECONDS:
+            hosts.setdefault(one.beat.host, one.beat.clock_shift)
+    for host, shift in sorted(hosts.items()):
+        yield Finding(
+            fault="clock",
+            actor=host,
+            cause=f"the clock of {host} jumped by {shift:+.0f} s",
+            remedy="nothing waits for it; times in logs and metrics are off by as much",
+        )
+
+
+def _apart(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
+    """One finding a machine."""
+    hosts: dict[str, float] = {}
+    for one in heard.values():
+        if one.clock is not None:
+            hosts.setdefault(one.beat.host, one.clock)
+    ours = hosts.get(learner.beat.host)
+    for host, clock in sorted(hosts.items()):
+        if ours is not None and abs(clock - ours) > APART_SECONDS:
+            yield Finding(
+                fault="clock apart",
+                actor=host,
+                cause=f"the clock of {host} is {abs(clock - ours):.0f} s {'ahead of' if clock > ours else 'behind'} "
+                "that of the learner's machine",
+                remedy="nothing waits for it; set it (NTP): times in logs and `asyncrl trace` are off by as much",
+            )

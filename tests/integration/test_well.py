@@ -1,0 +1,76 @@
+"""Runs that are well are called so: the faults that are read off what a run trains, and who trains it, name nothing.
+
+Those that are read off waits depend on how busy the machine is: tests/unit/policies/health/test_diagnosis.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncrl.actors.base import HeartbeatSender
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.actors.supervisor import supervise
+from asyncrl.config import RunConfig
+from asyncrl.data import demo_task
+from asyncrl.policies.health import conditions, fleet
+from asyncrl.policies.health.faults import LEARNER, Observation, Seen
+from asyncrl.protocols import Bus
+from asyncrl.run import build
+from asyncrl.run.build_worker import build_worker
+from asyncrl.run.own_code import checksums
+from tests.harness.learning import demo_run, memory_bus
+
+OF_THE_MACHINE = {"memory", "descriptors", "threads", "little room", "stale", "clock"}
+BEAT_SECONDS = 0.05
+
+
+async def named_in(run: RunConfig) -> set[str]:
+    """Faults that a watcher names while the run is trained."""
+    bus, found, about = memory_bus(), set[str](), checksums(run)
+
+    async def connect() -> Bus:
+        return bus
+
+    def look(seen: Observation) -> None:
+        found.update(one.fault for one in (*conditions.present(seen), *fleet.present(seen)))
+
+    async def watch() -> None:
+        while True:
+            seen = await watcher.look()
+            look(seen)
+            heard.update(name for name, one in seen.actors.items() if fleet.CODE in one.beat.numbers)
+            await asyncio.sleep(BEAT_SECONDS)
+
+    watcher, heard = HealthMonitor(connect), set[str]()
+    learner, helpers = await build.build_learner(run, bus=bus, resume=False)
+    worker, follower = await build_worker(run, bus=bus, name="w0")
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        beats = HeartbeatSender(worker, interval=BEAT_SECONDS, about=about)
+        group.create_task(supervise(worker, follower, beats))
+        await supervise(learner, *helpers, HeartbeatSender(learner, *helpers, interval=BEAT_SECONDS, about=about))
+        watching.cancel()
+    look(Observation(actors={LEARNER: Seen(beat=learner.heartbeat())}, listened=0.0))  # its last word
+    await watcher.close()
+    assert {LEARNER, "w0"} <= heard
+    return found - OF_THE_MACHINE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), set[str]()),
+        (("staleness.max_staleness=0",), set[str]()),
+        (("rollout.max_new_tokens=2", "rollout.min_new_tokens=2", "metrics.mismatch_alarm=0"), {"truncated"}),
+        (("data.max_prompt_tokens=1", "data.epochs=100"), {"overlong"}),
+    ],
+    ids=["ordinary", "synchronous", "cut at two tokens", "most rows too long"],
+)
+async def test_a_run_that_is_well_is_accused_of_nothing(
+    overrides: tuple[str, ...], expected: set[str], tmp_path: Path
+) -> None:
+    demo_task.write(tmp_path)
+    assert await named_in(demo_run(tmp_path, "run.steps=14", *overrides)) == expected
