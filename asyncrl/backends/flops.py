@@ -31,8 +31,17 @@ def matrix_parameters(shape: ModelShape) -> int:
     """Parameters in the matrix products of every token."""
     queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
     attention = shape.hidden_size * (2 * queries + 2 * keys)
-    feed_forward = 3 * shape.hidden_size * shape.feed_forward_size
-    return shape.num_layers * (attention + feed_forward) + shape.hidden_size * shape.vocabulary_size
+    feed_forward = sum(_feed_forward(shape, layer) for layer in range(shape.num_layers))
+    return shape.num_layers * attention + feed_forward + shape.hidden_size * shape.vocabulary_size
+
+
+def _feed_forward(shape: ModelShape, layer: int) -> int:
+    """Of a mixture: the router and the experts that one token visits."""
+    experts = shape.experts if shape.has_experts(layer) else None
+    if experts is None:
+        return 3 * shape.hidden_size * shape.feed_forward_size
+    visited = experts.experts_per_token * experts.feed_forward_size + experts.shared_size
+    return shape.hidden_size * (experts.num_experts + 3 * visited)
 
 
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.backends import huggingface
@@ -22,7 +22,8 @@ def is_trained(name: str, *, freeze: Sequence[str], train_only: Sequence[str]) -
 def check(run: RunConfig, *, are_fused: bool) -> None:
     """Refuse patterns that match nothing or leave nothing. Raises ConfigError.
 
-    are_fused  several tensors of the folder are one parameter of the backend, so all of them train or none
+    are_fused  several tensors of the folder are one parameter of the backend, so all of them train or none; experts of
+               a layer are in every backend
     """
     learner = run.learner
     if not (learner.freeze or learner.train_only):
@@ -39,14 +40,16 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
     if not trained:
         raise ConfigError("learner.freeze and learner.train_only leave no parameter to train")
-    if are_fused:
-        _check_fused((entry.huggingface for entry in maps), trained)
+    for entry in maps:
+        if are_fused or entry.is_of_experts:
+            _check_fused(entry.huggingface, trained, is_everywhere=entry.is_of_experts)
 
 
-def _check_fused(together: Iterable[Sequence[str]], trained: set[str]) -> None:
-    for names in together:
-        if 0 < len(trained.intersection(names)) < len(names):
-            raise ConfigError(
-                f"learner.freeze, train_only: {', '.join(names)} are one parameter in the megatron backend; freeze all "
-                'of them or none, or use learner.backend = "reference"'
-            )
+def _check_fused(names: Sequence[str], trained: set[str], *, is_everywhere: bool) -> None:
+    if 0 < len(trained.intersection(names)) < len(names):
+        listed = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
+        where, remedy = ("every", "") if is_everywhere else ("the megatron", ', or use learner.backend = "reference"')
+        raise ConfigError(
+            f"learner.freeze, train_only: {listed} are one parameter in {where} backend; freeze all of them or none"
+            + remedy
+        )

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl import config
 from asyncrl.data import demo_task
@@ -21,7 +21,11 @@ from asyncrl.run.check import check
 from asyncrl.run.gpus import num_gpus
 from asyncrl.run.launch import launch
 
+if TYPE_CHECKING:
+    from asyncrl.data.tiny_model import Architecture
+
 RUN_FILE: Final = Path("examples/demo.toml")
+MODELS: Final[dict[str, Architecture]] = {"dense": "qwen3", "moe": "qwen3_moe"}
 LOW, HIGH = 0.2, 0.8
 """The reward of the first step must be below LOW, the mean of the last five above HIGH."""
 
@@ -29,6 +33,9 @@ LOW, HIGH = 0.2, 0.8
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bin/demo", description="The whole loop learns a small task on a CPU.")
     parser.add_argument("--engine", choices=["inprocess", "sglang"], default="inprocess", help="(default: inprocess)")
+    parser.add_argument(
+        "--model", choices=MODELS, default="dense", help="dense: a Qwen3; moe: a mixture of experts (default: dense)"
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     name = f"demo-{secrets.token_hex(2)}"
@@ -43,7 +50,7 @@ def main() -> int:
         *(_of_servers() if options.engine != "inprocess" else []),
         *options.overrides,
     ]
-    demo_task.write(folder)
+    demo_task.write(folder, architecture=MODELS[options.model])
     run_config = config.load(RUN_FILE, overrides)
     check(run_config)
     started = time.monotonic()

@@ -10,8 +10,12 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.protocols import Reward, Sample
+
+if TYPE_CHECKING:
+    from asyncrl.data.tiny_model import Architecture
 
 DIGITS = "01234567"
 ANSWER_LENGTH = 4
@@ -60,11 +64,18 @@ def _counts(lengths: Iterable[int]) -> list[dict[str, str]]:
     return rows
 
 
-def write(folder: Path, *, seed: int = 0) -> None:
-    """``folder``/model, a tiny Qwen3 with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl."""
+def write(folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3") -> None:
+    """``folder``/model, a tiny model with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl."""
     from asyncrl.data.tiny_model import make_tiny_model  # torch: workers import this file for ``reward`` alone
 
-    make_tiny_model(folder / "model", seed=seed, characters=DIGITS, max_positions=64, initializer_range=0.05)
+    make_tiny_model(
+        folder / "model",
+        architecture=architecture,
+        seed=seed,
+        characters=DIGITS,
+        max_positions=64,
+        initializer_range=0.05,
+    )
     for name, rows in (("prompts", prompts()), ("held_out", held_out_prompts())):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -14,7 +14,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-Architecture = Literal["qwen3", "qwen2", "llama"]
+from asyncrl.tensors.expert_tensors import by_names_in_files
+
+Architecture = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -23,7 +25,12 @@ CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<assistant>")
 """Ids 0 to 3; the characters follow from 4 on. A character that is not in the vocabulary is left out of the tokens."""
 
-_CONFIGS: Final[dict[Architecture, str]] = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
+_CONFIGS: Final[dict[Architecture, str]] = {
+    "qwen3": "Qwen3Config",
+    "qwen2": "Qwen2Config",
+    "llama": "LlamaConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 """Names: to look at one here would load all of its model's code, for three seconds, into everyone who imports this."""
 
 CHAT_TEMPLATE = (
@@ -71,6 +78,7 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
+        **(_experts(hidden_size) if architecture == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -84,10 +92,21 @@ def make_tiny_model(
     transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    named = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
+    weights = {name: tensor.contiguous() for name, tensor in by_names_in_files(named).items()}
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _experts(hidden_size: int) -> dict[str, Any]:
+    """Entries of config.json: two of eight experts for each token."""
+    return {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": hidden_size // 2,
+        "norm_topk_prob": True,
+    }
 
 
 def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:

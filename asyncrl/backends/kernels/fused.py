@@ -84,6 +84,13 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+@fused
+def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Each row of ``swiglu`` times its score f32[N]: [N, 2 F] -> [N, F]"""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up * scores[:, None]).to(x.dtype)
+
+
 def rotary(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
     angles = positions[:, None] * frequencies

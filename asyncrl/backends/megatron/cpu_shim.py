@@ -62,6 +62,9 @@ def _torch_without_cuda() -> _Namespace:
         random=_Namespace(torch.cuda.random, get_rng_state=_random_state),
         # distributed/param_and_grad_buffer.py of 0.19 waits for streams even without overlap
         current_stream=_Stream,
+        # transformer/moe/token_dispatcher.py copies the tokens per expert to the host on a stream of its own
+        Stream=_Stream,
+        stream=lambda stream: stream,
     )
     # optimizer/{clip_grads,optimizer}.py hard-code device="cuda" for one-element tensors
     return _Namespace(torch, cuda=cuda, zeros=_on_the_cpu(torch.zeros), tensor=_on_the_cpu(torch.tensor))
@@ -82,9 +85,21 @@ def _random_state(device: object = None) -> torch.Tensor:
 
 
 class _Stream:
-    """A no-op stream."""
+    """A no-op stream, and its events."""
 
     def wait_stream(self, _other: Any) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
         pass
 
 

@@ -5,17 +5,19 @@ Linear layers and blocks are Megatron's; the rest comes from kernels/fused.py an
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.mixture import mixture
 from asyncrl.backends.megatron.packed_attention import attention
+from asyncrl.backends.megatron.recompute import forgetting
 from asyncrl.backends.micro_batches import PackedRow
 
 with quiet(), cpu_shim.without_compilation():
@@ -60,7 +62,7 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         normed = fused.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
-        with _forgetting(self.config, normed, fused.rms_norm, x, self.layer_norm_weight, self.config.layernorm_epsilon):
+        with forgetting(self.config, normed, fused.rms_norm, x, self.layer_norm_weight, self.config.layernorm_epsilon):
             return super().forward(normed, *arguments, **options)
 
 
@@ -69,15 +71,8 @@ class GatedLinear(RowParallelLinear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> Any:
         gated = fused.swiglu(x)
-        with _forgetting(self.config, gated, fused.swiglu, x):
+        with forgetting(self.config, gated, fused.swiglu, x):
             return super().forward(gated)
-
-
-def _forgetting(config: TransformerConfig, result: torch.Tensor, function: Any, *arguments: Any) -> Any:
-    """With selective recomputation, the backward pass of what follows recomputes ``result`` instead of keeping it."""
-    if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
-        return nullcontext()
-    return fused.remade(result, lambda: function(*arguments))
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
@@ -104,7 +99,7 @@ def _add(_training: bool, _fused: bool) -> Any:
     return lambda output_and_bias, residual, _probability: output_and_bias[0] + residual
 
 
-def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
+def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """Layer specification: Megatron's parallel linears with our kernels.
 
     Transformer Engine's layers would need another function like this one (its modules take cu_seqlens instead of a
@@ -121,16 +116,16 @@ def layers(config: TransformerConfig) -> TransformerBlockSubmodules:
             k_layernorm=Norm if config.qk_layernorm else None,
         ),
     )
-    # The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's own.
+    common = {"self_attention": attention_spec, "self_attn_bda": _add, "mlp_bda": _add}
+    dense = TransformerLayerSubmodules(**common, mlp=_feed_forward())
+    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=mixture())
+    kinds = [sparse if shape.has_experts(layer) else dense for layer in range(shape.num_layers)]
+    specs = [ModuleSpec(module=TransformerLayer, submodules=kind) for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _feed_forward() -> Any:
+    """The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's."""
     mlp = MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=GatedLinear, activation_func=IdentityOp)
     of_mlp = getattr(MLP, "as_mlp_submodule", None)  # megatron-core before 0.17 has specs instead of builders
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention_spec,
-            self_attn_bda=_add,
-            mlp=partial(of_mlp, submodules=mlp) if of_mlp else ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=_add,
-        ),
-    )
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
+    return partial(of_mlp, submodules=mlp) if of_mlp else ModuleSpec(module=MLP, submodules=mlp)

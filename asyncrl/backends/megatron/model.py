@@ -28,7 +28,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, shape: ModelShape, device: torch.device, *, head: Head) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=layers(config),
+            transformer_layer_spec=layers(config, shape),
             vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
             max_sequence_length=0,  # only used by learned positions
             position_embedding_type="none",  # rotary angles are computed below

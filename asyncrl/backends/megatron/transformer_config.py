@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.families.shape import Experts, ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Job
@@ -21,7 +21,7 @@ with quiet(), cpu_shim.without_compilation():
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": []},  # what is made again is our layers'
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
@@ -61,6 +61,21 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         apply_rope_fusion=False,
         bias_activation_fusion=False,
         **_RECOMPUTE[job.recompute],
+        **(_mixture_fields(shape, shape.experts) if shape.experts else {}),
+    )
+
+
+def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=experts.num_experts,
+        moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        moe_ffn_hidden_size=experts.feed_forward_size,
+        moe_router_topk=experts.experts_per_token,
+        moe_router_score_function=experts.scores,
+        moe_router_pre_softmax=not experts.is_normalized,  # a softmax over the chosen ones alone is normalised
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",  # Megatron's losses for balance are of pretraining
+        moe_token_dispatcher_type="alltoall",  # ranks may have rows of different lengths
     )
 
 

@@ -22,6 +22,7 @@ from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import StepResult
+from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.snapshot import Snapshot
 
 
@@ -84,7 +85,7 @@ class ReferenceBackend(BackendAdapter):
 
     def export(self) -> Snapshot:
         policy = self._trained[POLICY]
-        return Snapshot.of(policy.parameters.items(), dtype=policy.folder_dtype)
+        return Snapshot.of(by_names_in_files(policy.parameters).items(), dtype=policy.folder_dtype)
 
     def save(self, folder: Path) -> None:
         for name, trained in self._trained.items():

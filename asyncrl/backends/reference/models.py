@@ -25,6 +25,7 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.protocols import StepResult
+from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.tensors.transformers_lock import LOADING
 
 
@@ -112,7 +113,8 @@ class TrainedModel(LoadedModel):
         self._settings: OptimizerSettings = model.optimizer
         for name, parameter in self.parameters.items():
             settings = self._settings
-            parameter.requires_grad_(is_trained(name, freeze=settings.freeze, train_only=settings.train_only))
+            in_file = next(iter(by_names_in_files({name: parameter})))  # of experts all train, or none
+            parameter.requires_grad_(is_trained(in_file, freeze=settings.freeze, train_only=settings.train_only))
         self._trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         # AdamW updates these. For a float32 model they are its parameters; bfloat16 would round small updates away.
         self._weights: dict[str, torch.Tensor] = {

@@ -77,7 +77,7 @@ MODELS = {
     ),
     "attention bias": ("qwen3", {"attention_bias": True}, "does not support Qwen3ForCausalLM with attention_bias"),
     "mlp bias": ("llama", {"mlp_bias": True}, "does not support LlamaForCausalLM with mlp_bias"),
-    "rope type": ("llama", {"rope_parameters": YARN}, "rope type 'yarn' is not supported"),
+    "rope type": ("llama", {"rope_parameters": YARN}, "does not support LlamaForCausalLM with rope type 'yarn'"),
 }
 
 

@@ -36,6 +36,11 @@ def test_swiglu_gates_the_second_half_with_the_first() -> None:
     torch.testing.assert_close(fused.swiglu(x), torch.tensor([[0.0, 5 * silu]]))
 
 
+def test_each_row_of_a_scored_swiglu_is_multiplied_by_its_score() -> None:
+    x, scores = random(ROWS, 8), torch.arange(ROWS).float()
+    torch.testing.assert_close(fused.scored_swiglu(x, scores), fused.swiglu(x) * scores[:, None])
+
+
 def test_a_rotation_turns_each_pair_by_its_angle() -> None:
     """Pairs are (i, i + size / 2), as in Hugging Face models; row 4 is position 1."""
     mixed = random(ROWS, GROUPS * (QUERIES + 2) * SIZE)

@@ -1,0 +1,63 @@
+"""Mixtures of experts: Megatron's layer around our router and experts, which need no package besides torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from asyncrl.backends.kernels import fused
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.recompute import forgetting
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Megatron's choice of experts, from logits in float32. (Megatron 0.16's own logits need Transformer Engine.)"""
+
+    def gating(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden.float(), self.weight.float())
+
+
+class GroupedExperts(MegatronModule):  # type: ignore[misc]
+    """The experts of this rank, SwiGLUs without biases, in two products whatever their number.
+
+    gate_up [experts, 2 F, H], down [experts, H, F]
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        size, width = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, config.hidden_size
+        self.num_local_experts = num_local_experts
+        self.gate_up = self._weights(num_local_experts, 2 * size, width)
+        self.down = self._weights(num_local_experts, width, size)
+
+    def _weights(self, *sizes: int) -> torch.nn.Parameter:
+        weights: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=self.config.params_dtype))
+        weights.allreduce = self.config.expert_model_parallel_size == 1  # False: summed over ranks with these experts
+        return weights  # type: ignore[no-any-return]
+
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, scores: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """hidden [N, H], the tokens of the first expert first; scores f32[N] -> [N, H]. The router's score goes in
+        between the two products, where a token has fewer numbers."""
+        ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
+        mixed = F.grouped_mm(hidden, self.gate_up.transpose(1, 2), offs=ends)
+        gated = fused.scored_swiglu(mixed, scores)
+        with forgetting(self.config, gated, fused.scored_swiglu, mixed, scores):
+            return F.grouped_mm(gated, self.down.transpose(1, 2), offs=ends), None
+
+
+def mixture() -> ModuleSpec:
+    """Specification of a layer's feed-forward part."""
+    experts = ModuleSpec(module=GroupedExperts)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=Router, experts=experts))

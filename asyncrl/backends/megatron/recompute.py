@@ -1,0 +1,20 @@
+"""Selective recomputation: cheap results are made again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from asyncrl.backends.kernels import fused
+
+
+def forgetting(
+    config: Any, result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
+) -> AbstractContextManager[Any]:
+    """With selective recomputation, the backward pass of what follows recomputes ``result`` instead of keeping it."""
+    if config.recompute_granularity != "selective" or not torch.is_grad_enabled():
+        return nullcontext()
+    return fused.remade(result, lambda: function(*arguments))

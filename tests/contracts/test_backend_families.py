@@ -1,0 +1,189 @@
+"""What both backends promise of every family of models: the numbers, gradients and weights of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.backends import weight_cuts
+from asyncrl.backends.kernels import fused
+from asyncrl.policies.batching.packing import Document, empty, pack
+from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.protocols import Backend
+from asyncrl.tensors.expert_tensors import by_names_in_files
+from tests.harness.backends import (
+    LEARNING_RATE,
+    RANKS,
+    SETTINGS,
+    distance,
+    documents,
+    expected_logprobs,
+    hugging_face,
+    learned,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "qwen3_moe")
+MIXTURES = ("qwen3_moe",)
+KINDS = ("reference", "megatron-1")
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param)
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp(request.param), architecture=request.param)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def gradients_by_hand(folder: Path, batch: Sequence[Document]) -> tuple[Any, dict[str, torch.Tensor]]:
+    """transformers' model and its gradients, document by document: GRPO with TIS at ratio 1."""
+    model = hugging_face(folder)
+    for item in batch:
+        ids = torch.from_numpy(item.tokens.astype(np.int64))
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+        importance = (logprobs.detach() - torch.tensor(item.behavior_logprobs[1:])).exp().clamp(max=2.0)
+        weight = torch.tensor(item.advantages[1:] * item.loss_weights[1:])
+        (-logprobs * importance * weight).sum().backward()
+    return model, by_names_in_files({name: p.grad for name, p in model.named_parameters()})
+
+
+def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
+    """By their Hugging Face names."""
+    policy: Any = backend
+    policy = policy._own._loaded["policy"]
+    found: dict[str, torch.Tensor] = {}
+    for entry in policy._maps:
+        parts = weight_cuts.unfuse([policy._parameters[entry.megatron].main_grad], entry.cut, policy._shape)
+        found |= dict(zip(entry.huggingface, parts, strict=True))
+    return found
+
+
+def test_logprobs_are_those_of_transformers(kind: str, folder: Path) -> None:
+    (packed,) = pack(documents(), max_tokens=1000)
+    with started(kind, folder) as backend:
+        logprobs = scored(backend, kind, packed)
+    model = hugging_face(folder)
+    for where in document_slices(packed):
+        np.testing.assert_allclose(logprobs[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
+
+
+def test_gradients_are_those_of_transformers(folder: Path) -> None:
+    """In three micro-batches of different lengths; of each parameter relative to its largest."""
+    _, expected = gradients_by_hand(folder, documents())
+    with started("megatron-1", folder) as backend:
+        rehearsing: Any = backend
+        rehearsing.rehearse(shares("megatron-1", documents(), max_tokens=64))
+        found = gradients_of_megatron(backend)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-3)) < 2e-5, name
+
+
+def test_a_step_is_adamw_on_those_gradients(kind: str, folder: Path) -> None:
+    """With an eps of 0.1: with a small one the first step is a gradient's sign, whatever factor that is off by."""
+    settings = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e9)
+    model, _ = gradients_by_hand(folder, documents())
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    before = {name: p.detach().clone() for name, p in by_names_in_files(dict(model.named_parameters())).items()}
+    torch.optim.AdamW(groups, lr=0.1, betas=settings.betas, eps=settings.eps).step()
+    expected = by_names_in_files({name: p.detach() for name, p in model.named_parameters()})
+    with started(kind, folder, optimizer=settings) as backend:
+        backend.step(shares(kind, documents()), learning_rate=0.1)
+        found = weights(backend)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        moved = float((weight - before[name]).abs().max())
+        assert float((found[name] - weight).abs().max()) < 3e-4 * moved + 2e-6, name  # weights near 1 round at 1e-7
+
+
+def test_an_export_is_the_folder(kind: str, folder: Path) -> None:
+    """One name for each expert, as engines want it; transformers' own model has two tensors for all of them."""
+    original = load_file(folder / "model.safetensors")
+    with started(kind, folder) as backend:
+        exported = weights(backend)
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(
+    kind: str, mixture: Path, tmp_path: Path, dtype: str
+) -> None:
+    with started(kind, mixture, dtype=dtype) as backend:
+        backend.step(shares(kind, documents(0)), learning_rate=LEARNING_RATE)
+        backend.save(tmp_path)
+        backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        uninterrupted = weights(backend)
+    with started(kind, mixture, dtype=dtype) as backend:
+        backend.restore(tmp_path)
+        backend.step(shares(kind, documents(1)), learning_rate=LEARNING_RATE)
+        assert distance(weights(backend), uninterrupted) == 0.0
+
+
+def test_experts_and_router_that_are_frozen_stay(kind: str, mixture: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, freeze=(r"mlp\.experts\..*", r"mlp\.gate\."))
+    with started(kind, mixture, optimizer=settings) as backend:
+        before = weights(backend)
+        backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
+        after = weights(backend)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {name for name in after if ".mlp." not in name}
+
+
+def test_a_batch_without_response_tokens_trains_no_expert(kind: str, mixture: Path) -> None:
+    with started(kind, mixture, optimizer=dataclasses.replace(SETTINGS, weight_decay=0.0)) as backend:
+        before = weights(backend)
+        metrics = backend.step([[empty()]], learning_rate=LEARNING_RATE).metrics
+        assert (metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0)
+        assert distance(weights(backend), before) == 0.0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_number_of_a_mixture(
+    mixture: Path, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swiglu, calls = fused.scored_swiglu, list[str]()
+    monkeypatch.setattr(fused, "scored_swiglu", lambda *a: (calls.append(option), swiglu(*a))[1])
+    results = []
+    for option in ("none", recompute):
+        with started("megatron-1", mixture, options={"recompute": option}) as backend:
+            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            results.append(weights(backend))
+    assert distance(*results) == 0.0
+    assert calls.count(recompute) == 2 * calls.count("none")
+
+
+@pytest.mark.parametrize("megatron", [pytest.param("megatron-2", marks=RANKS)])
+def test_data_parallel_ranks_of_a_mixture_train_as_one(mixture: Path, megatron: str) -> None:
+    results = {}
+    for kind in ("reference", megatron):
+        with started(kind, mixture) as backend:
+            for step in range(2):
+                metrics = backend.step(shares(kind, documents(step)), learning_rate=LEARNING_RATE).metrics
+            results[kind] = (weights(backend), learned(metrics))
+    assert distance(results["reference"][0], results[megatron][0]) < 1e-4
+    assert results[megatron][1] == pytest.approx(results["reference"][1], rel=1e-4, abs=1e-4)

@@ -1,0 +1,114 @@
+"""Families of models: what they read from config.json, what they refuse, and the parts that ranks hold of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.backends import flops, huggingface, weight_cuts
+from asyncrl.backends.families.table import FAMILIES
+from asyncrl.backends.weight_map import Part, weight_map
+from asyncrl.data import model_folder
+from asyncrl.errors import ConfigError
+from asyncrl.tensors.expert_tensors import by_names_in_files
+from tests.harness.backends import tiny_model
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """``folder`` with other entries in its config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def test_the_quick_look_at_a_folder_knows_the_same_families() -> None:
+    """asyncrl check takes it before torch is imported."""
+    assert set(model_folder.SUPPORTED_ARCHITECTURES) == set(FAMILIES)
+
+
+def test_a_mixture_says_which_of_its_layers_are_dense(tmp_path: Path) -> None:
+    tiny_model(tmp_path, architecture="qwen3_moe")
+    shape = huggingface.read_shape(edited(tmp_path, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert [shape.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_experts_survive_being_cut_into_shards(tmp_path: Path, shards: int) -> None:
+    tiny_model(tmp_path, architecture="qwen3_moe")
+    shape, original = huggingface.read_shape(tmp_path), load_file(tmp_path / "model.safetensors")
+    seen = set()
+    for entry in weight_map(shape):
+        cut = weight_cuts.fuse([original[n] for n in entry.huggingface], entry.cut, shape, tensor_parallel=shards)
+        assert len({shard.shape for shard in cut}) == 1
+        for name, tensor in zip(entry.huggingface, weight_cuts.unfuse(cut, entry.cut, shape), strict=True):
+            assert torch.equal(tensor, original[name])
+            seen.add(name)
+    assert seen == set(original)
+
+
+def test_parts_of_a_model_number_layers_and_experts_by_their_place_in_the_whole(tmp_path: Path) -> None:
+    """Two stages of one layer, four of eight experts each: together everything, each of it once."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
+    parts = [
+        Part(
+            layers=range(stage, stage + 1),
+            experts=range(first, first + 4),
+            has_embedding=not stage,
+            has_output=stage == 1,
+        )
+        for stage in (0, 1)
+        for first in (0, 4)
+    ]
+    maps = [weight_map(shape, part=part) for part in parts]
+    second = {entry.megatron: entry.huggingface for entry in maps[3]}
+    assert second["decoder.layers.0.mlp.experts.down"][0] == "model.layers.1.mlp.experts.4.down_proj.weight"
+    of_experts = [name for entries in maps for entry in entries if entry.is_of_experts for name in entry.huggingface]
+    others = [
+        name for entries in maps[::2] for entry in entries if not entry.is_of_experts for name in entry.huggingface
+    ]
+    assert sorted(of_experts + others) == sorted(load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_last_stage_has_a_copy_of_a_tied_embedding(tmp_path: Path) -> None:
+    shape = huggingface.read_shape(tiny_model(tmp_path, tied=True))
+    last = Part(layers=range(1, 2), experts=range(0), has_embedding=False)
+    assert weight_map(shape, part=last)[-1].huggingface == ("model.embed_tokens.weight",)
+
+
+def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path) -> None:
+    """Per layer, beside attention: a router of 64 x 8, and two experts of three matrices of 64 x 32."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 64 * 8 + 2 * 3 * 64 * 32
+    assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
+
+
+def test_experts_have_the_names_of_the_folder() -> None:
+    """Views: what is written to them is in the model. Those with biases are fused in files too."""
+    gate_up = torch.arange(2 * 6 * 3.0).view(2, 6, 3)
+    model = {
+        "a.mlp.experts.gate_up_proj": gate_up,
+        "a.mlp.experts.down_proj": torch.zeros(2, 3, 3),
+        "a.norm": torch.ones(3),
+    }
+    named = by_names_in_files(model)
+    assert list(named) == [
+        *(f"a.mlp.experts.{expert}.{x}_proj.weight" for expert in (0, 1) for x in ("gate", "up")),
+        *(f"a.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)),
+        "a.norm",
+    ]
+    assert torch.equal(named["a.mlp.experts.1.up_proj.weight"], gate_up[1, 3:])
+    named["a.mlp.experts.0.gate_proj.weight"].zero_()
+    assert not gate_up[0, :3].any()
+    biased = {"a.mlp.experts.gate_up_proj": gate_up, "a.mlp.experts.gate_up_proj_bias": torch.zeros(2, 6)}
+    assert list(by_names_in_files(biased)) == list(biased)
+
+
+def test_a_mixture_is_not_cut_by_tensor_parallelism(tmp_path: Path) -> None:
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
+    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM has experts"):
+        weight_cuts.require_divisible(shape, 2)
