@@ -15,7 +15,6 @@ from typing import Literal
 
 from asyncrl.config.checks import positive, require
 from asyncrl.config.reward import RewardSection
-from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +73,6 @@ class EvaluationDataset:
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
-        try:
-            self._check()
-        except ConfigError as error:
-            raise ConfigError(f"{self.name}: {error}") from None
-
-    def _check(self) -> None:
         positive(self, "samples")
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")

@@ -55,7 +55,7 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         return value
     if origin is tuple:
         _typed(isinstance(value, list), where, key, "a list", value)
-        return tuple(_value(item, arguments[0], where, key) for item in value)
+        return tuple(_value(item, arguments[0], where, _named(key, item, place)) for place, item in enumerate(value, 1))
     if origin in (typing.Union, types.UnionType):
         return _value(value, next(a for a in arguments if a is not type(None)), where, key)
     if origin is not None and issubclass(origin, Mapping):
@@ -68,6 +68,14 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
     if isinstance(hint, type):
         _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
     return value
+
+
+def _named(key: str, item: Any, place: int) -> str:
+    """``key`` of a list, with which of its tables is meant: by name, or else by its place from 1."""
+    if not isinstance(item, dict):
+        return key
+    name = item.get("name")
+    return f"{key}: {name if isinstance(name, str) and name else place}"
 
 
 _TOML_NAMES = {int: "a whole number", str: "a string", bool: "true or false"}

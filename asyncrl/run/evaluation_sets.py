@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl import config
 from asyncrl.config import EvaluationDataset
@@ -16,6 +16,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
+
+_ANY: Final = 2**31
+ANSWER_BYTES: Final = 512
+"""Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
 
 
 def open_set(
@@ -49,15 +53,15 @@ def open_set(
         chat_template=dataset.chat_template,
         shuffle=False,
         epochs=1,
-        max_prompt_tokens=min(most, dataset.max_prompt_tokens or most),
+        max_prompt_tokens=_ANY,  # a longer one is refused here, by its own limit
     )
-    limits = RowLimits(prompt_tokens=most, row_bytes=row_bytes, labelled_for=labelled_for)
+    limits = RowLimits(prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for)
     try:
         prompts = PromptDataset.open(
             data, tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
         )
         count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
-        rows = [_whole(prompts.at(index), index, data.max_prompt_tokens) for index in range(count)]
+        rows = [_whole(prompts.at(index), index, dataset, most) for index in range(count)]
         tags = _tags(dataset, count)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
@@ -79,12 +83,17 @@ def open_set(
     )
 
 
-def _whole(row: PromptRow | None, index: int, most_tokens: int) -> PromptRow:
+def _whole(row: PromptRow | None, index: int, dataset: EvaluationDataset, most: int) -> PromptRow:
+    """most: tokens that the model's context has for a prompt"""
     assert row is not None, "one epoch has every row"
-    if not len(row.tokens):
+    own = dataset.max_prompt_tokens
+    if len(row.tokens) > min(most, own or most):
+        limit = (
+            f"max_prompt_tokens = {own:,}" if 0 < own <= most else f"the {most:,} that an answer leaves of the context"
+        )
         raise ConfigError(
-            f"prompt {index + 1} has more than {most_tokens:,} tokens, and an evaluation leaves none out; shorten it, "
-            "or allow fewer new tokens"
+            f"prompt {index + 1} has {len(row.tokens):,} tokens, more than {limit}, and an evaluation leaves none out; "
+            "shorten it, or allow " + ("more" if 0 < own <= most else "fewer new tokens")
         )
     return row
 
@@ -121,3 +130,16 @@ def _of_row(value: Any, where: str, dataset: EvaluationDataset) -> tuple[str, ..
     if not isinstance(tags, list | tuple) or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError(f"{where}: {dataset.tag_key!r} must be a tag or a list of tags, got {value!r}")
     return tuple(dict.fromkeys(tag.replace("/", "-") for tag in tags))
+
+
+def require_space(sets: Iterable[EvaluationSet], *, log_bytes: int) -> None:
+    """Raises ConfigError when the answers do not fit into their log, which is trimmed when the next evaluation begins.
+
+    log_bytes  bus.max_log_bytes, which that log has too
+    """
+    needed = sum(ANSWER_BYTES * (1 + its.measured.num_samples) * its.measured.num_prompts for its in sets)
+    if needed > log_bytes:
+        raise ConfigError(
+            f"evaluation.datasets: their answers may take {needed:,} bytes, over bus.max_log_bytes ({log_bytes:,}): a "
+            "full log would stop the evaluation; raise it, or lower limit or samples"
+        )

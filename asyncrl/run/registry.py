@@ -180,7 +180,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     from asyncrl.data.model_folder import check_model_at
     from asyncrl.data.tokenizer import load_tokenizer
     from asyncrl.rewards.load import needs_label
-    from asyncrl.run.evaluation_sets import open_set
+    from asyncrl.run.evaluation_sets import open_set, require_space
 
     context = check_model_at("model.path", Path(run.model.path)).context_tokens
     tokenizer = load_tokenizer(Path(run.model.path))
@@ -197,6 +197,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
                 labelled_for=reward.kind if needs_label(reward) else "",
             )
         )
+    require_space(sets, log_bytes=run.bus.max_log_bytes)
     return sets
 
 

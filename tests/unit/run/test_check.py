@@ -247,7 +247,11 @@ def test_a_class_that_does_not_describe_itself_is_refused(make_run: RunMaker) ->
     ("lines", "keys", "problem"),
     [
         (['{"prompt": '], "", r"evaluation.datasets: held_out: .*rows.jsonl"),
-        (['{"prompt": "1"}', '{"prompt": "12"}'], "max_prompt_tokens = 1", "held_out: prompt 2 has more than 1 tokens"),
+        (
+            ['{"prompt": "1"}', '{"prompt": "12"}'],
+            "max_prompt_tokens = 1",
+            "held_out: prompt 2 has 2 tokens, more than max_prompt_tokens = 1",
+        ),
         (['{"prompt": "12", "label": "3"}'], "max_new_tokens = 10000", "held_out: 10,000 new tokens leave no room"),
         (['{"prompt": "12", "label": "3"}'], 'reward = {kind = "nope"}', "evaluation.datasets: held_out: reward.kind"),
     ],

@@ -12,7 +12,7 @@ from asyncrl.config import EvaluationDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.questions import EvaluationSet
-from asyncrl.run.evaluation_sets import open_set
+from asyncrl.run.evaluation_sets import ANSWER_BYTES, open_set, require_space
 
 ROWS = [
     {"prompt": "12", "label": "34", "topic": ["easy", "a/b"]},
@@ -60,8 +60,11 @@ def test_a_system_prompt_stands_in_front_of_every_prompt(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "keys, problem",
     [
-        ({"max_prompt_tokens": 3}, "prompt 2 has more than 3 tokens, and an evaluation leaves none out"),
-        ({"context": 10}, "prompt 2 has more than 2 tokens"),
+        ({"max_prompt_tokens": 3}, "prompt 2 has 4 tokens, more than max_prompt_tokens = 3, and an evaluation"),
+        ({"max_prompt_tokens": 1}, "prompt 1 has 2 tokens, more than max_prompt_tokens = 1"),
+        ({"context": 10}, "prompt 2 has 4 tokens, more than the 2 that an answer leaves of the context"),
+        ({"context": 10, "max_prompt_tokens": 30}, "more than the 2 that an answer leaves of the context"),
+        ({"rows": ROWS[1:2], "max_prompt_tokens": 3}, "prompt 1 has 4 tokens, more than max_prompt_tokens = 3"),
         ({"max_new_tokens": 64}, "64 new tokens leave no room for a prompt"),
         ({"label_key": "lable"}, "lable"),
     ],
@@ -84,3 +87,11 @@ def test_a_tag_is_text(tmp_path: Path) -> None:
 def test_a_tag_key_that_no_row_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tag_key = 'subject': no prompt has such a tag; the first row has: label"):
         opened(tmp_path, tag_key="subject")
+
+
+def test_answers_that_do_not_fit_into_their_log_are_refused(tmp_path: Path) -> None:
+    sets = [opened(tmp_path, samples=7), opened(tmp_path, samples=1)]
+    needed = ANSWER_BYTES * (3 * (7 + 1) + 3 * (1 + 1))
+    require_space(sets, log_bytes=needed)
+    with pytest.raises(ConfigError, match=f"may take {needed:,} bytes, over bus.max_log_bytes .*raise it, or lower"):
+        require_space(sets, log_bytes=needed - 1)
