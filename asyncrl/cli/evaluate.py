@@ -18,7 +18,6 @@ from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record, slime_evaluation
 from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import ConfigError, NoHistory
-from asyncrl.run import yaml_file
 from asyncrl.run.run_folder import RecordedRun
 
 _OF_RUN: Final = ("model", "rollout", "run")
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.where}: is neither a run's folder nor a model's (no config.json)")
     run_config = _settings(options, recorded if is_run else None)
 
-    from asyncrl.run.evaluate import Results, SavedModel, evaluate, saved_models  # imports torch
+    from asyncrl.run.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
 
     models = saved_models(run_config) if is_run else [SavedModel(folder=options.where)]
     if not models:
@@ -51,15 +50,16 @@ def run(options: argparse.Namespace) -> int:
             f'{options.where}: has no saved model; set weights.models_every, or evaluation.place = "folder"'
         )
     results = Results(options.where)
+    asked = questions(run_config, models[-1]) if is_run else ""
     rows, is_complete = [], True
     for model in models:
-        if is_run and not options.again and results.has(model, run_config):
+        if is_run and not options.again and results.has(model, questions=asked):
             print(f"{model.folder}: evaluated already (--again does it once more)", file=sys.stderr)
             continue
         metrics = evaluate(run_config, model)
         is_complete &= bool(metrics["evaluation/complete"])
         if is_run:
-            results.add(model, run_config, metrics)
+            results.add(model, run_config, metrics, questions=asked)
         rows.append({"model": str(model.folder), "step": model.step, **metrics})
         if not options.json:
             print("\n".join(_lines(model.folder, metrics)), flush=True)
@@ -102,8 +102,7 @@ def _of_run(recorded: RecordedRun) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     if path.suffix in (".yaml", ".yml"):
-        text = slime_evaluation.toml(yaml_file.read(path), say=lambda line: print(f"{path}: {line}", file=sys.stderr))
-        return tomllib.loads(text)
+        return tomllib.loads(slime_evaluation.read(path, say=lambda line: print(line, file=sys.stderr)))
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

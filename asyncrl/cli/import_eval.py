@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 from asyncrl.config import slime_evaluation
-from asyncrl.errors import ConfigError
-from asyncrl.run import yaml_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,10 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    document = yaml_file.read(options.file)
-    try:
-        text = slime_evaluation.toml(document, say=lambda line: print(f"{options.file}: {line}", file=sys.stderr))
-    except ConfigError as error:
-        raise ConfigError(f"{options.file}: {error}") from None
-    print(text, end="")
+    print(slime_evaluation.read(options.file, say=lambda line: print(line, file=sys.stderr)), end="")
     return 0

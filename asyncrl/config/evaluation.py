@@ -116,6 +116,9 @@ class EvaluationSection:
     """dedicated: GPUs for these workers; empty takes those after the rollout workers'."""
     timeout_seconds: float = 3600.0
     """An evaluation that takes longer is reported as incomplete; 0 is no limit."""
+    eval_config: str = ""
+    """Evaluation file of slime or Miles (their --eval-config), whose data sets come before those of this file. It is
+    read as `asyncrl import-eval` reads it."""
     datasets: tuple[EvaluationDataset, ...] = ()
     """The data sets, a table [[evaluation.datasets]] for each."""
 

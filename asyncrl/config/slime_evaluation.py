@@ -1,4 +1,4 @@
-"""The evaluation YAML of slime and Miles as [evaluation] of a run file. Pure.
+"""The evaluation YAML of slime and Miles as [evaluation] of a run file.
 
 A data set's own keys go before those under ``defaults``. What has no counterpart here is said, and left out:
 nothing is dropped in silence.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.config import yaml_file
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
 
@@ -33,8 +35,17 @@ _REWARDS: Final[Mapping[str, str]] = {"math": "math", "deepscaler": "math", "dap
 _SLICE: Final = re.compile(r"(.*)@\[(\d*):(\d*)\]")
 
 
+def read(path: Path, *, say: Callable[[str], None]) -> str:
+    """The file as the text of [evaluation]. ``say`` is called with each thing that is left out. Raises ConfigError."""
+    document = yaml_file.read(path)
+    try:
+        return toml(document, say=lambda line: say(f"{path}: {line}"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
 def toml(document: Any, *, say: Callable[[str], None]) -> str:
-    """The text of [evaluation]. ``say`` is called with each thing that is left out. Raises ConfigError."""
+    """The text of [evaluation] of what a file holds. Pure."""
     found = document.get("eval", document) if isinstance(document, Mapping) else None
     if not isinstance(found, Mapping) or "datasets" not in found:
         raise ConfigError("no evaluation file: it has no eval: datasets:")

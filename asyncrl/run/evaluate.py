@@ -20,6 +20,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
+from asyncrl.policies.evaluation.questions import digest
 from asyncrl.protocols import Bus
 from asyncrl.run import registry
 from asyncrl.run.build_worker import build_worker
@@ -58,14 +59,22 @@ def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float]:
     run: its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
     """
     run = dataclasses.replace(
-        run,
-        model=dataclasses.replace(run.model, path=str(model.folder)),
+        _with_model(run, model),
         bus=dataclasses.replace(run.bus, kind="memory", url="", options={}),
         evaluation=dataclasses.replace(run.evaluation, place="dedicated", at_start=True, at_end=False, every_steps=0),
         checkpoint=dataclasses.replace(run.checkpoint, best=""),
     )
     check_evaluation(run)
     return asyncio.run(_evaluate(run))
+
+
+def questions(run: RunConfig, model: SavedModel) -> str:
+    """Digest of what is asked of the models of a run, which have one tokenizer. Raises ConfigError."""
+    return digest(registry.open_evaluation_sets(_with_model(run, model)))
+
+
+def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, path=str(model.folder)))
 
 
 async def _evaluate(run: RunConfig) -> dict[str, float]:
@@ -131,13 +140,12 @@ class Results:
                 continue
         return found
 
-    def has(self, model: SavedModel, run: RunConfig) -> bool:
-        """Whether the model was evaluated on data sets of these names."""
-        names = sorted(one.name for one in run.evaluation.datasets)
-        return any(row.get("model") == model.folder.name and row.get("datasets") == names for row in self.rows())
+    def has(self, model: SavedModel, *, questions: str) -> bool:
+        """Whether the model was asked these.  questions: the digest of them"""
+        return any(row.get("model") == model.folder.name and row.get("questions") == questions for row in self.rows())
 
-    def add(self, model: SavedModel, run: RunConfig, metrics: Mapping[str, float]) -> None:
+    def add(self, model: SavedModel, run: RunConfig, metrics: Mapping[str, float], *, questions: str) -> None:
         names = sorted(one.name for one in run.evaluation.datasets)
-        row = {"model": model.folder.name, "step": model.step, "datasets": names, **metrics}
+        row = {"model": model.folder.name, "step": model.step, "datasets": names, "questions": questions, **metrics}
         with self._file.open("a") as file:
             file.write(json.dumps(row) + "\n")

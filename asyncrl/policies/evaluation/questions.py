@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,3 +34,15 @@ class EvaluationSet:
     questions: Sequence[Question]
     sampling: SamplingParams
     measured: Measured
+
+
+def digest(sets: Sequence[EvaluationSet]) -> str:
+    """What is asked, in 32 hexadecimal digits: two evaluations with the same ones compare."""
+    found = hashlib.sha256()
+    for its in sets:
+        measured = dataclasses.replace(its.measured, tags=dict(sorted(its.measured.tags.items())))
+        found.update(repr((its.name, its.sampling, measured)).encode())
+        for one in its.questions:
+            asked = (one.prompt, one.tokens.tolist(), one.label, sorted(one.metadata.items()), one.tags)
+            found.update(repr(asked).encode(errors="surrogatepass"))
+    return found.hexdigest()[:32]
