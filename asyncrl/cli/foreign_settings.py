@@ -33,12 +33,15 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "staleness": _EVERY_KEY,
     "weights": ("channel", "options", "directory", "keep", "every_steps"),
     "checkpoint": ("every_steps", "keep_log"),
+    "evaluation": ("place", "datasets"),
 }
 _CODE: Final = ("bus.kind", "engine.kind", "reward.kind", "reward.rows", "rollout.function", "weights.channel")
 """Keys of ``_TAKEN`` that plugins.load reads (tests/unit/cli/test_foreign_settings.py has every such key)."""
 _TABLES: Final = ("reward.rows",)
 """Keys of ``_CODE`` with a table of names."""
 _ASKED: Final = ("engine.options.url", "reward.options.url")
+_DATASETS: Final = "evaluation.datasets"
+"""Each has a reward like [reward], whose keys are looked at too."""
 _OWN: Final = "asyncrl"
 _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
 
@@ -125,13 +128,23 @@ def is_shared_folder(run: RunConfig) -> bool:
 
 def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What is not a string the run file's own types refuse."""
-    for dotted in keys:
-        value: Any = table
-        for part in dotted.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        for one in value.values() if dotted in _TABLES and isinstance(value, dict) else (value,):
-            if isinstance(one, str):
-                yield dotted, one
+    of_datasets = [(key, f"{_DATASETS}.{key}") for key in keys if key.startswith("reward.")]
+    for key, dotted in [*((key, key) for key in keys), *of_datasets]:
+        for value in _under(table, dotted.split(".")):
+            for one in value.values() if key in _TABLES and isinstance(value, dict) else (value,):
+                if isinstance(one, str):
+                    yield dotted, one
+
+
+def _under(value: Any, parts: Sequence[str]) -> Iterator[Any]:
+    """What is there, in each table of a list."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _under(one, parts)
+    elif not parts:
+        yield value
+    elif isinstance(value, dict):
+        yield from _under(value.get(parts[0]), parts[1:])
 
 
 def _server(url: str) -> str:

@@ -65,7 +65,7 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
     }
     table["run"].pop("directory")
-    table.pop("evaluation")  # who joins only trains
+    table["evaluation"] = _shared_evaluation(run)
     for key in _BUS_PATHS:  # who joins has its own
         table["bus"].pop(key)
     if run.weights.directory:
@@ -78,6 +78,23 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
             table[name].pop("options")
             withheld.append(f"{name}.options")
     return table, tuple(withheld)
+
+
+def _shared_evaluation(run: RunConfig) -> dict[str, Any]:
+    """What a worker needs that evaluates beside its training: the rewards. The learner has the data sets.
+
+    Nothing where options of a data set's reward are not for the bus: who joins only trains then.
+    """
+    datasets = []
+    for one in run.evaluation.datasets if run.evaluation.place == "shared" else ():
+        table: dict[str, Any] = {"name": one.name, "path": ""}
+        if one.reward is not None:
+            table["reward"] = json.loads(json.dumps(dataclasses.asdict(one.reward)))
+            made = table["reward"]["options"]
+            if made and (":" in one.reward.kind or hidden(made) != made):
+                return {}
+        datasets.append(table)
+    return {"place": "shared", "datasets": datasets} if datasets else {}
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:

@@ -193,3 +193,23 @@ def test_code_that_rows_name_is_looked_at_too() -> None:
     with pytest.raises(ConfigError, match=r"reward.rows: the run's settings name 'evil.module:reward'"):
         foreign_settings.check_code(table, foreign_settings.Allowed())
     foreign_settings.check_code(table, foreign_settings.Allowed(modules=("evil",)))
+
+
+@pytest.mark.parametrize("reward", [{"kind": "trap:reward"}, {"kind": "exact", "rows": {"a": "trap:reward"}}], ids=str)
+def test_code_of_an_evaluations_rewards_is_not_imported_unless_the_command_allows_it(
+    joins: Joins, trap: Path, reward: dict[str, Any]
+) -> None:
+    datasets = [{"name": "fine", "path": ""}, {"name": "sums", "path": "", "reward": reward}]
+    table = forged(evaluation={"place": "shared", "datasets": datasets})
+    with pytest.raises(ConfigError, match=r"^evaluation.datasets.reward.(kind|rows): .*'trap:reward'.* --allow trap$"):
+        joins(table)
+    assert "trap" not in sys.modules
+    assert joins(table, allow=["trap"]).evaluation.datasets[1].name == "sums"
+
+
+def test_a_server_of_an_evaluations_reward_is_not_asked_unless_the_command_allows_it(joins: Joins) -> None:
+    reward = {"kind": "remote", "options": {"url": "http://10.0.0.1:8000/score"}}
+    table = forged(evaluation={"place": "shared", "datasets": [{"name": "sums", "path": "", "reward": reward}]})
+    with pytest.raises(ConfigError, match=r"^evaluation.datasets.reward.options.url: .*--allow http://10.0.0.1:8000$"):
+        joins(table)
+    assert joins(table, allow=["http://10.0.0.1:8000"]).evaluation.is_on

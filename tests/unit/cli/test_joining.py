@@ -86,3 +86,23 @@ def test_a_run_file_needs_no_permission(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_mistake_is_named_as_the_user_wrote_it(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollout-worker", *words.split()]) == 2
     assert capsys.readouterr().err == f"asyncrl: {message}\n"
+
+
+def evaluated(reward: str, place: str = "shared") -> RunConfig:
+    dataset = f'{{name = "sums", path = "sums.jsonl", samples = 8, reward = {reward}}}'
+    return config.load(DEMO, [f"evaluation.datasets=[{dataset}]", f"evaluation.place={place}"])
+
+
+def test_it_evaluates_where_rollout_workers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = joined(monkeypatch, evaluated('{kind = "exact"}')).evaluation
+    assert (made.is_on, made.place, [one.name for one in made.datasets]) == (True, "shared", ["sums"])
+    assert made.datasets[0].reward is not None and made.datasets[0].reward.kind == "exact"
+    for place in ("dedicated", "folder"):
+        assert not joined(monkeypatch, evaluated('{kind = "exact"}', place)).evaluation.is_on
+    assert not joined(monkeypatch, evaluated('{kind = "exact"}'), 'evaluation.place="folder"').evaluation.is_on
+
+
+def test_it_only_trains_where_a_data_sets_reward_has_what_may_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = evaluated('{kind = "remote", options = {url = "http://judge", headers = {x-api-key = "hidden"}}}')
+    assert "hidden" not in str(worker_table(run))
+    assert not joined(monkeypatch, run).evaluation.is_on
