@@ -6,11 +6,12 @@ one of them, whatever topic it is on.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from asyncrl.messages.control import WeightVersion
-from asyncrl.messages.rollout import TrajectoryGroup
+from asyncrl.messages.rollout import FINISH_REASONS, VersionSpan
 from asyncrl.messages.validation import counts, require
 
 FIRST_GROUP_ID: Final = 2**52
@@ -25,6 +26,7 @@ class Evaluation:
     number       of the evaluation in the run, from 0
     weights      the version; every token of every answer is sampled by it
     num_prompts  that are asked
+    questions    digest of what is asked (policies/evaluation/questions.py); empty: unknown
     num_held     place = "shared": rollout workers that may keep the version; 0: workers of its own alone answer
     after        the log of answers is read from this sequence on
     is_over      no more answers are needed, and nobody need keep the version
@@ -33,6 +35,7 @@ class Evaluation:
     number: int
     weights: WeightVersion
     num_prompts: int
+    questions: str = ""
     num_held: int = 0
     after: int = 0
     is_over: bool = False
@@ -49,33 +52,54 @@ class Evaluation:
         index = group_id - self.group_id(0)
         return index if 0 <= index < self.num_prompts else None
 
-    def is_of(self, group: TrajectoryGroup) -> bool:
-        """Whether every token of every answer was sampled by this version. Tokens of an environment count too."""
-        order = self.weights.order
-        return all(
-            (span.incarnation, span.policy_version) == order
-            for trajectory in group.trajectories
-            for span in trajectory.version_spans
-        )
+    def has_sampled(self, spans: Iterable[VersionSpan]) -> bool:
+        """Whether this version sampled every token. Tokens of an environment count too."""
+        return all((span.incarnation, span.policy_version) == self.weights.order for span in spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer as an evaluation counts it. Its tokens stay with the worker: a log of them would be gigabytes.
+
+    length         in tokens
+    version_spans  as of a trajectory: what sampled them
+    vote           what it comes down to, for a majority: equal ones agree; "" says nothing
+    """
+
+    reward: float
+    length: int
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: str = "stop"
+    vote: str = ""
+
+    def __post_init__(self) -> None:
+        counts(self, "length")
+        require(bool(self.version_spans), "an answer has no version_spans")
+        require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationAnswers:
     """The answers to one prompt of an evaluation.  Topic ``evaluation_answers``: workers -> learner.
 
-    dataset  that the prompt is of
-    votes    what each answer comes down to, for a majority; "" for one that says nothing
-    worker   that made them
+    number    of the evaluation
+    group_id  of the prompt; None: of all of them, which this worker cannot answer
+    dataset   that the prompt is of
+    answers   one for each sample
+    error     why there are no answers
+    worker    that made them
     """
 
     number: int
-    dataset: str
-    group: TrajectoryGroup
-    votes: tuple[str, ...] = ()
+    group_id: int | None
+    dataset: str = ""
+    answers: tuple[Answer, ...] = ()
+    error: str = ""
     worker: str = ""
 
     def __post_init__(self) -> None:
         counts(self, "number")
-        require(self.group.group_id >= FIRST_GROUP_ID, f"group {self.group.group_id} is none of an evaluation")
-        count = len(self.group.trajectories)
-        require(len(self.votes) == count, f"votes has {len(self.votes)} of {count} answers")
+        of_evaluation = self.group_id is None or FIRST_GROUP_ID <= self.group_id < 2**53
+        require(of_evaluation, f"group {self.group_id} is none of an evaluation")
+        require(bool(self.answers) != bool(self.error), "there are either answers or an error")
+        require(self.group_id is not None or bool(self.error), "answers are of one prompt")

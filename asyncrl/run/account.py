@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.errors import NoHistory
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, PROMPTS, TRAJECTORIES, group_id_of
 from asyncrl.policies.audit.accounting import Account, BusFacts, Logged, SavedFacts, account, sampled_spans
-from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations, logged_answers
+from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.protocols import Bus
 from asyncrl.run.run_folder import RecordedRun, connected, log_records
@@ -62,7 +62,7 @@ async def account_with(recorded: RecordedRun, bus: Bus) -> Account:
 
 async def _evaluations(recorded: RecordedRun, bus: Bus, *, training_groups: Collection[int]) -> EvaluationAccount:
     async with contextlib.aclosing(log_records(bus, EVALUATION_ANSWERS)) as records:
-        answers = [logged_answers(record.message) async for record in records if record.message is not None]
+        answers = [record.message async for record in records if record.message is not None]
     return account_of_evaluations(
         recorded.metrics(),
         newest=(await bus.states(EVALUATION)).get(""),

@@ -236,7 +236,8 @@ def _evaluator(
         report=functools.partial(ports.metrics.evaluated, disk=disk),
         version=lambda: table.policy_version,
         waits=waits,
-        best=BestModel(run.run_directory / "best", metric=best) if best else None,
+        forks=table.forks,
+        best=BestModel(run.run_directory / "best", metric=best, forks=table.forks) if best else None,
     )
 
 

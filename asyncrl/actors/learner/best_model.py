@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from asyncrl.policies.staleness.staleness import Forks, is_of_history
+
 RESULT_FILE: Final = "evaluation.json"
 
 log = logging.getLogger("asyncrl.evaluation")
@@ -18,15 +20,18 @@ log = logging.getLogger("asyncrl.evaluation")
 class BestModel:
     """A Hugging Face folder, replaced as a whole when a better one is found; RESULT_FILE in it says how good it is."""
 
-    def __init__(self, folder: Path, *, metric: str) -> None:
-        """metric: DATASET/METRIC"""
+    def __init__(self, folder: Path, *, metric: str, forks: Forks | None = None) -> None:
+        """
+        metric  DATASET/METRIC
+        forks   of the learner's history: a model that a fall back lost stays until there is another, however good
+        """
         self._folder, self._metric = folder, metric
         if not folder.exists() and self._beside("old").exists():  # an earlier life ended between two renames
             self._beside("old").rename(folder)
-        self._best = _value(folder / RESULT_FILE, metric)
+        self._best = _value(folder / RESULT_FILE, metric, forks or {})
 
-    def look(self, model: Path, metrics: Mapping[str, float], *, step: int) -> bool:
-        """Keep ``model`` if it is better than the best so far. Raises OSError."""
+    def look(self, model: Path, metrics: Mapping[str, float], *, order: tuple[int, int]) -> bool:
+        """Keep ``model`` if it is better than the best so far.  order: (incarnation, version).  Raises OSError."""
         value = metrics.get(f"evaluation/{self._metric}")
         if value is None or (self._best is not None and value <= self._best):
             return False
@@ -34,14 +39,13 @@ class BestModel:
         for left in (fresh, old):
             shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(model, fresh, copy_function=_link)
-        (fresh / RESULT_FILE).write_text(
-            json.dumps({"step": step, "metric": self._metric, "value": value, "metrics": dict(metrics)}, indent=1)
-        )
+        result = {"step": order[1], "incarnation": order[0], "metric": self._metric, "value": value}
+        (fresh / RESULT_FILE).write_text(json.dumps(result | {"metrics": dict(metrics)}, indent=1))
         if self._folder.exists():
             self._folder.rename(old)
         fresh.rename(self._folder)
         shutil.rmtree(old, ignore_errors=True)
-        log.info("the best model so far is of step %d: %s = %.4f", step, self._metric, value)
+        log.info("the best model so far is of step %d: %s = %.4f", order[1], self._metric, value)
         self._best = value
         return True
 
@@ -49,13 +53,20 @@ class BestModel:
         return self._folder.with_name(f".{self._folder.name}-{what}")
 
 
-def _value(file: Path, metric: str) -> float | None:
-    """Of the best model that an earlier life kept; None if none, or by another metric."""
+def _value(file: Path, metric: str, forks: Forks) -> float | None:
+    """Of the best model that an earlier life kept; None if none, or by another metric, or of a lost history."""
     try:
         found = json.loads(file.read_text())
-        return float(found["value"]) if found["metric"] == metric else None
+        order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])
+        is_same_metric = found["metric"] == metric
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if is_same_metric and not is_of_history(order, forks):
+        log.warning(
+            "%s: the model of step %d is of a lost history; the next one takes its place", file.parent, order[1]
+        )
+        return None
+    return value if is_same_metric else None
 
 
 def _link(source: str, target: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from asyncrl.errors import ConfigError
@@ -10,6 +9,7 @@ from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.results import Answered, metrics
+from asyncrl.policies.evaluation.verdict import verdict
 
 
 class EvaluationRound:
@@ -26,11 +26,16 @@ class EvaluationRound:
         """Groups of answers that were not all sampled by the evaluated version."""
         self.num_tokens = 0
         self.workers: set[str] = set()
+        self.unable: dict[str, str] = {}
+        """Workers that can answer none of the prompts, and why."""
 
     @property
     def missing(self) -> list[int]:
         """Prompts without an answer that may still get one."""
-        return [index for index in range(len(self._places)) if index not in self.answered and index not in self.failed]
+        return [index for index in range(len(self._places)) if not self.is_settled(index)]
+
+    def is_settled(self, index: int) -> bool:
+        return index in self.answered or index in self.failed
 
     @property
     def is_done(self) -> bool:
@@ -57,32 +62,32 @@ class EvaluationRound:
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:
-        """(prompt to ask again, why); None if there is none, with "" if nothing is wrong.
-
-        Answers to what is answered already are passed over: the first ones count.
-        """
-        group = answers.group
-        index = self.evaluation.index(group.group_id)
-        if answers.number != self.evaluation.number or index is None:
-            return None, ""  # of an evaluation that is over
-        if index in self.answered or index in self.failed:
+        """(prompt to ask again, why); None if there is none, with "" if nothing is wrong. Told in the log's order."""
+        index = None if answers.group_id is None else self.evaluation.index(answers.group_id)
+        its, place = (None, 0) if index is None else self._places[index]
+        found, why = verdict(
+            answers,
+            self.evaluation,
+            is_settled=index is not None and self.is_settled(index),
+            num_samples=0 if its is None else its.measured.num_samples,
+        )
+        if found == "unable":
+            self.unable[answers.worker] = why
+        if found in ("unable", "passed") or index is None or its is None:
             return None, ""
-        its, place = self._places[index]
-        if group.error:
-            self.failed[index] = group.error
+        if found == "failed":
+            self.failed[index] = why
             return None, ""
-        if not self.evaluation.is_of(group):
-            self.num_mixed += 1
-            return index, f"of {answers.worker}: not all of version {self.evaluation.weights.policy_version}"
-        if problem := _problem(answers, its):
-            return index, f"of {answers.worker}: {problem}"
+        if found != "good":
+            self.num_mixed += found == "mixed"
+            return index, f"of {answers.worker}: {why}"
         self.workers.add(answers.worker)
-        self.num_tokens += sum(len(one.tokens) for one in group.trajectories)
+        self.num_tokens += sum(one.length for one in answers.answers)
         self.answered[index] = Answered(
-            rewards=tuple(one.reward for one in group.trajectories),
-            votes=answers.votes,
-            lengths=tuple(len(one.tokens) for one in group.trajectories),
-            truncated=tuple(one.finish_reason == "length" for one in group.trajectories),
+            rewards=tuple(one.reward for one in answers.answers),
+            votes=tuple(one.vote for one in answers.answers),
+            lengths=tuple(one.length for one in answers.answers),
+            truncated=tuple(one.finish_reason == "length" for one in answers.answers),
             tags=its.questions[place].tags,
         )
         return None, ""
@@ -105,13 +110,3 @@ def prompts_of(sets: Iterable[EvaluationSet]) -> list[tuple[EvaluationSet, int]]
             "limit"
         )
     return places
-
-
-def _problem(answers: EvaluationAnswers, its: EvaluationSet) -> str:
-    """What is wrong with answers that a worker calls good."""
-    rewards = [one.reward for one in answers.group.trajectories]
-    if len(rewards) != its.measured.num_samples:
-        return f"{len(rewards)} answers, {its.measured.num_samples} were asked for"
-    if not all(map(math.isfinite, rewards)):
-        return "a reward is no number"
-    return ""

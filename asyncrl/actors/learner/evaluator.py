@@ -1,12 +1,14 @@
-"""Evaluates versions of the policy while training goes on: asks the prompts, counts the answers, reports the result.
+"""Evaluates versions of the policy while training goes on: which, and what is reported of them.
 
   E1 a result is of one version: answers that it did not sample whole are counted, asked again, and in no number
   E2 training waits for nothing here but the end of the last evaluation (``finish``)
   E3 the version that is evaluated stays where workers can load it until the evaluation is over
-  E4 an evaluation that a learner's death interrupts is taken up by the next one; what ends without all answers is
-     reported as incomplete
+  E4 an evaluation that a learner's death interrupts is taken up by the next one, with the answers that are there; what
+     ends without all answers is reported as incomplete
+  E5 what a fall back lost is not evaluated to its end, and the same steps of the present history are due again: a
+     result has the incarnation of its version (learner/incarnation)
 One is in progress at a time. A version that is due meanwhile is not evaluated, and counted (evaluation/skipped).
-Tests: tests/actors/test_evaluation.py.
+Tests: tests/actors/test_evaluation.py, tests/actors/learner/test_evaluator.py.
 """
 
 from __future__ import annotations
@@ -15,23 +17,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final
 
+from asyncrl.actors.learner.answer_collector import AnswerCollector
 from asyncrl.actors.learner.best_model import BestModel
 from asyncrl.actors.learner.evaluation_round import EvaluationRound, prompts_of
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import EvaluationSection
-from asyncrl.errors import AsyncRLError, BusFull
+from asyncrl.errors import AsyncRLError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.evaluation import Evaluation
-from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
-from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS
+from asyncrl.policies.evaluation.questions import EvaluationSet, digest
 from asyncrl.policies.health.faults import EVALUATION_WORKER, WORKER
+from asyncrl.policies.staleness.staleness import Forks, is_of_history
 from asyncrl.protocols import Bus, WeightChannel
-
-ASK_AGAIN_SECONDS: Final = 10.0
-"""Between two looks for prompts that the bus has lost."""
-FULL_SECONDS: Final = 0.5
 
 Report = Callable[[int, Mapping[str, float]], Awaitable[None]]
 """Of a policy version and its metrics."""
@@ -54,6 +53,7 @@ class Evaluator:
         report: Report,
         version: Callable[[], int],
         waits: WaitTracker,
+        forks: Forks | None = None,
         best: BestModel | None = None,
     ) -> None:
         """
@@ -61,13 +61,14 @@ class Evaluator:
         last_step  of the run: its version waits for ``finish``, which evaluates it
         version    the learner's policy version now
         waits      of the learner
+        forks      of the learner's history
         best       keeps the best model; None keeps none
         """
         self._bus, self._section, self._sets, self._seed = bus, section, tuple(sets), seed
         self._last_step = last_step
-        self._num_prompts = len(prompts_of(sets))
+        self._num_prompts, self._questions = len(prompts_of(sets)), digest(sets)
         self._channel, self._report, self._version = channel, report, version
-        self._waits, self._best = waits, best
+        self._waits, self._best, self._forks = waits, best, forks or {}
         self._newest: WeightVersion | None = None  # that is stored
         self._last: Evaluation | None = None  # begun
         self._current: Evaluation | None = None  # in progress
@@ -85,16 +86,26 @@ class Evaluator:
         last = (await self._bus.states(EVALUATION)).get("")
         if last is None:
             return
-        self._last, self._before = last, last.weights.policy_version
-        if last.is_over:
-            return
-        if last.num_prompts != self._num_prompts:
-            log.warning("evaluation of version %d: its data sets have changed; given up", last.weights.policy_version)
+        version = last.weights.policy_version
+        self._last, self._before = last, min(version, self._version())
+        problem = self._why_not_comparable(last)
+        if problem and not last.is_over:
+            log.warning("evaluation of version %d: %s; given up", version, problem)
             await self._bus.put(EVALUATION, replace(last, is_over=True))
-            return
-        log.info("evaluation of version %d: taken up again", last.weights.policy_version)
-        await asyncio.to_thread(self._channel.retain, last.weights)
-        await self._set(last)
+        elif problem:
+            log.warning("evaluation of version %d, the last one: %s", version, problem)
+        elif not last.is_over:
+            log.info("evaluation of version %d: taken up again", version)
+            await asyncio.to_thread(self._channel.retain, last.weights)
+            await self._set(last)
+
+    def _why_not_comparable(self, last: Evaluation) -> str:
+        """What makes an earlier evaluation another one than this life would make of the version; "": nothing."""
+        if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
+            return "its data sets have changed"
+        if not is_of_history(last.weights.order, self._forks):
+            return f"it is of a history that was lost when the learner fell back to version {self._version()}"
+        return ""
 
     async def stored(self, weights: WeightVersion) -> None:
         """A version can be loaded, and has not been announced. Begins its evaluation if that is due."""
@@ -127,12 +138,18 @@ class Evaluator:
         """Wait for the evaluation in progress, and for that of the last version if the run file asks for it."""
         with self._waits.waiting("the evaluation in progress"):
             await self._idle()
-        newest, last = self._newest, self._last
-        if not self._section.at_end or newest is None or (last is not None and last.weights.order == newest.order):
+        newest = self._newest
+        if not self._section.at_end or newest is None or self._is_evaluated(newest):
             return
         await self._begin(newest)
         with self._waits.waiting("the evaluation of the last version"):
             await self._idle()
+
+    def _is_evaluated(self, weights: WeightVersion) -> bool:
+        """Whether the last evaluation was of these weights, perhaps as an earlier life stored them."""
+        last = self._last
+        is_same = last is not None and last.weights.policy_version == weights.policy_version
+        return last is not None and is_same and not self._why_not_comparable(last)
 
     async def _idle(self) -> None:
         async with self._changed:
@@ -145,11 +162,12 @@ class Evaluator:
 
     async def _begin(self, weights: WeightVersion) -> None:
         await asyncio.to_thread(self._channel.retain, weights)
-        engines = await self._engines(WORKER)
+        engines = len(await self._workers(WORKER))
         self._last = Evaluation(
             number=0 if self._last is None else self._last.number + 1,
             weights=weights,
             num_prompts=self._num_prompts,
+            questions=self._questions,
             num_held=max(1, int(self._section.share * engines)) if self._section.place == "shared" else 0,
             after=await self._bus.last_sequence(EVALUATION_ANSWERS),
         )
@@ -157,76 +175,49 @@ class Evaluator:
         await self._bus.trim(EVALUATION_ANSWERS, through=self._last.after)  # of the one before
         await self._set(self._last)
 
-    async def _engines(self, *roles: str) -> int:
-        return sum(beat.role in roles for beat in (await self._bus.states(ACTORS)).values())
+    async def _workers(self, *roles: str) -> set[str]:
+        return {name for name, beat in (await self._bus.states(ACTORS)).items() if beat.role in roles}
 
     # -- one evaluation ------------------------------------------------------------------------------------------------
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
         asked = EvaluationRound(evaluation, self._sets)
-        done = asyncio.Event()
+        answering = WORKER if self._section.place == "shared" else EVALUATION_WORKER
+        collector = AnswerCollector(
+            self._bus,
+            asked,
+            gone=lambda: asyncio.to_thread(self._why_gone, evaluation.weights),
+            workers=lambda: self._workers(answering),
+        )
         try:
-            async with asyncio.timeout(self._section.timeout_seconds or None), asyncio.TaskGroup() as group:
-                reading = group.create_task(self._read(asked, done), name="evaluation.read")
-                asking = group.create_task(self._ask(asked), name="evaluation.ask")
-                await done.wait()
-                reading.cancel()
-                asking.cancel()
+            async with asyncio.timeout(self._section.timeout_seconds or None):
+                problem = await collector.run()
         except TimeoutError:
+            problem = f"evaluation.timeout_seconds = {self._section.timeout_seconds:g} are over"
+        if problem:
             log.error(
-                "evaluation of version %d: %d of %d prompts have no answer after evaluation.timeout_seconds = %g; it "
-                "is incomplete",
+                "evaluation of version %d: %d of %d prompts have no answer, and it is incomplete: %s",
                 evaluation.weights.policy_version,
                 len(asked.missing),
                 evaluation.num_prompts,
-                self._section.timeout_seconds,
+                problem,
             )
         await self._end(asked, seconds=time.monotonic() - began)
 
-    async def _ask(self, asked: EvaluationRound) -> None:
-        """Publish every prompt, then again those that the bus no longer has.
-
-        consumes: nothing    waits for: space, the clock    woken by: workers that take prompts
-        """
-        for index in asked.missing:
-            await self._publish(asked, index)
-        while True:
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
-            kept = await self._bus.keys(EVALUATION_PROMPTS)
-            for index in asked.missing:
-                if str(asked.evaluation.group_id(index)) not in kept:
-                    await self._publish(asked, index, again=True)
-
-    async def _publish(self, asked: EvaluationRound, index: int, *, again: bool = False) -> None:
-        prompt = asked.prompt(index)
-        while True:
-            try:
-                await self._bus.publish(EVALUATION_PROMPTS, prompt, key=str(prompt.group_id), again=again)
-                return
-            except BusFull:
-                await asyncio.sleep(FULL_SECONDS)
-
-    async def _read(self, asked: EvaluationRound, done: asyncio.Event) -> None:
-        """consumes: evaluation answers    waits for: the next    woken by: workers"""
-        async with self._bus.read(EVALUATION_ANSWERS, after=asked.evaluation.after) as records:
-            while not asked.is_done:
-                record = await anext(records)
-                if record.message is None:
-                    self._bus.rejections.note(EVALUATION_ANSWERS.name, record.problem)
-                    continue
-                index, problem = asked.take(record.message)
-                if index is not None:
-                    self._bus.rejections.note(EVALUATION_ANSWERS.name, problem, kind="answers")
-                    await self._publish(asked, index, again=True)
-        done.set()
+    def _why_gone(self, weights: WeightVersion) -> str:
+        try:
+            self._channel.verify(weights)
+        except (AsyncRLError, OSError) as error:
+            return f"its weights are gone: {error}"
+        return ""
 
     async def _end(self, asked: EvaluationRound, *, seconds: float) -> None:
         """Report it, and only then call it over: a learner that is killed in between counts the answers again."""
         evaluation = asked.evaluation
         version = evaluation.weights.policy_version
         row = await asyncio.to_thread(asked.metrics, seed=self._seed)
-        engines = max(1, await self._engines(WORKER, EVALUATION_WORKER), len(asked.workers))
+        engines = max(1, len(await self._workers(WORKER, EVALUATION_WORKER)), len(asked.workers))
         row |= {
             "evaluation/complete": float(asked.is_complete),
             "evaluation/lag_steps": float(max(0, self._version() - version)),
@@ -248,6 +239,6 @@ class Evaluator:
         assert self._best is not None
         try:
             folder = await asyncio.to_thread(self._channel.verify, weights)
-            await asyncio.to_thread(self._best.look, folder, row, step=weights.policy_version)
+            await asyncio.to_thread(self._best.look, folder, row, order=weights.order)
         except (AsyncRLError, OSError) as error:
             log.error("the model of version %d is not kept as the best: %s", weights.policy_version, error)

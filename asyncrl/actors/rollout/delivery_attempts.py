@@ -39,14 +39,14 @@ class DeliveryAttempts:
         if delivery.attempt >= self._first_noted and delivery.message is not None:
             await self._note(delivery.message, _key(delivery.message.group_id, delivery.attempt))
 
-    async def give_back(self, delivery: Delivery[PromptGroup]) -> None:
-        """It was not begun here: somebody else gets it, with as many attempts left as we had."""
+    async def give_back(self, delivery: Delivery[PromptGroup], *, delay: float = 0.0) -> None:
+        """It was not begun here: another gets it after ``delay`` seconds, with as many attempts left as we had."""
         if delivery.attempt < self._first_noted and delivery.message is not None:
             try:
                 await self._note(delivery.message, _returned_key(delivery.message.group_id))
             except BusError as error:  # one attempt less
                 self._log.warning("group %s: cannot note that it was not begun: %s", delivery.key, error)
-        await delivery.retry()
+        await delivery.retry(delay=delay)
 
     async def _note(self, prompt: PromptGroup, key: str) -> None:
         await self._bus.put(SEGMENTS, GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=()), key=key)

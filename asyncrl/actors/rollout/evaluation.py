@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -17,8 +18,8 @@ from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.health.faults import EVALUATION_WORKER
 from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 
-MOST_VOTE_CHARACTERS: Final = 1000
-"""Of what an answer comes down to."""
+LONGEST_VOTE: Final = 64
+"""Characters of a vote; a digest stands for a longer one: votes are compared and never read."""
 
 
 class DatasetRewards:
@@ -74,9 +75,9 @@ def evaluation_stage(
 
     rewards      of each data set, by name
     max_running  samples in progress, besides those of other stages: training may wait for weights that an evaluation
-                 holds back, so neither takes the other's slots
+                 holds back, so neither takes the other's slots; a group that needs the worker alone has it over both
     """
-    slots = SampleSlots(max_running)
+    slots = SampleSlots(max_running, beside=engine.slots)
     source = EvaluationSource(
         bus,
         worker=worker,
@@ -90,7 +91,7 @@ def evaluation_stage(
 
     def votes(dataset: str, group: TrajectoryGroup) -> tuple[str, ...]:
         texts = (tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group.trajectories)
-        return tuple(by_dataset.vote(dataset, text)[:MOST_VOTE_CHARACTERS] for text in texts)
+        return tuple(_short(by_dataset.vote(dataset, text)) for text in texts)
 
     return Stage(
         "evaluation",
@@ -100,7 +101,8 @@ def evaluation_stage(
         sink=EvaluationSink(
             bus,
             worker=worker,
-            current=lambda: source.current,
+            current=lambda: source.in_progress,
+            is_draining=lambda: source.is_draining,
             dataset_of=source.dataset_of,
             vote=votes,
             waits=engine.waits,
@@ -113,6 +115,10 @@ def evaluation_stage(
         weights=lambda prompt: engine.follower.exactly((prompt.incarnation, prompt.policy_version)),
         slots=slots,
     )
+
+
+def _short(vote: str) -> str:
+    return vote if len(vote) <= LONGEST_VOTE else hashlib.sha256(vote.encode(errors="replace")).hexdigest()
 
 
 class EvaluationWorker(RolloutWorker):

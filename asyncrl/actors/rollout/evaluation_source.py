@@ -5,6 +5,8 @@
   V2 place = "shared": a worker holds a version only with one of the evaluation's leases, of which there are
      ``Evaluation.num_held``; a worker that ends leaves its lease to another one
   V3 a worker that holds an older version than the newest begins no training prompts; those in progress go on
+  V4 a group that needs the worker for itself meets no other stage: one of training does not begin while a version is
+     held, one of an evaluation not while training has samples in progress; both are put back, for no attempt
 Tests: tests/actors/test_evaluation.py.
 """
 
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -24,10 +27,10 @@ from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
 from asyncrl.actors.rollout.prefetch import Prefetch, Prefetched
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
-from asyncrl.errors import WeightsError
+from asyncrl.errors import BusFull, WeightsError
 from asyncrl.messages import PromptGroup
-from asyncrl.messages.evaluation import Evaluation
-from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS, SEGMENTS, group_id_of
+from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, SEGMENTS, group_id_of
 from asyncrl.protocols import Bus, Delivery
 
 RETRY_SECONDS: Final = 0.5
@@ -91,6 +94,16 @@ class EvaluationSource:
     def drain(self) -> None:
         self._draining.set()
 
+    @property
+    def is_draining(self) -> bool:
+        return self._draining.is_set()
+
+    @property
+    def in_progress(self) -> Evaluation | None:
+        """The evaluation that answers are needed of, whether or not the engine has its version."""
+        newest = self._newest
+        return newest if newest is not None and not newest.is_over else None
+
     async def next(self) -> EvaluationWork | None:
         """Raises BusError."""
         assert self._prefetch is not None, "next() outside open()"
@@ -103,12 +116,21 @@ class EvaluationSource:
                 self._bus.rejections.note(EVALUATION_PROMPTS.name, problem)
                 await self._pass_over(prefetched, delivery.ack)  # the learner asks again
             elif current is None or prompt.group_id >= current.group_id(current.num_prompts):
-                await self._pass_over(prefetched, functools.partial(delivery.retry, delay=RETRY_SECONDS))
+                await self._put_back(prefetched)
             elif prompt.group_id < current.group_id(0):
                 await self._pass_over(prefetched, delivery.ack)  # of one that is over
             else:
-                return self._work(prefetched, prompt)
+                work = self._work(prefetched, prompt)
+                if not (work.needs_worker_alone and self._slots.num_running_beside):
+                    return work
+                work.close()
+                await self._put_back(prefetched)
         return None
+
+    async def _put_back(self, prefetched: Prefetched) -> None:
+        """It was not begun here: that costs it no attempt."""
+        give_back = functools.partial(self._attempts.give_back, prefetched.delivery, delay=RETRY_SECONDS)
+        await self._pass_over(prefetched, give_back)
 
     async def _pass_over(self, prefetched: Prefetched, say: Callable[[], Any]) -> None:
         await say()
@@ -170,17 +192,27 @@ class EvaluationSource:
                     raise error
                 self._log.warning("evaluation of version %d: %s", evaluation.weights.policy_version, error)
                 self._given_up = evaluation.number
+                await self._say_unable(evaluation, error)
+
+    async def _say_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
+        """To the learner: it need not wait for a version that nobody can load."""
+        problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
+        said = EvaluationAnswers(number=evaluation.number, group_id=None, error=problem, worker=self._worker)
+        with contextlib.suppress(BusFull):  # it waits for its timeout then
+            await self._bus.publish(EVALUATION_ANSWERS, said, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
 
     async def _hold(self, evaluation: Evaluation, prefetch: Prefetch) -> None:
         """Hold its version until cancelled."""
-        async with self._lease(evaluation), self._engine.follower.held(evaluation.weights):
-            self.current = evaluation
-            prefetch.update()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.current = None
+        async with self._lease(evaluation):
+            await self._slots.unreserved()  # nothing waits between this and ``held``
+            async with self._engine.follower.held(evaluation.weights):
+                self.current = evaluation
                 prefetch.update()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.current = None
+                    prefetch.update()
 
     def _lease(self, evaluation: Evaluation) -> AbstractAsyncContextManager[None]:
         if self._is_dedicated:
@@ -231,7 +263,7 @@ class EvaluationWork:
     async def finish(self) -> None:
         await self._delivery.ack()
         await self.attempts.forget(self._delivery)
-        if self.attempt > 1:
+        if self._delivery.attempt > 1:
             await self.bus.forget(SEGMENTS, key=f"{self.group_id}/")
 
     async def retry(self) -> None:

@@ -1,4 +1,4 @@
-"""The sample slots of a worker: how many samples it has in progress, shared by all of its stages."""
+"""The sample slots of a worker: how many samples a stage has in progress, and who has the whole worker for itself."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ class SampleSlots:
     """Counted in samples, not groups: most of a group is done long before its longest sample, and the slots that it
     frees are taken at once.
 
-    A group may take the worker for itself (``take_alone``). From then until it is done no other group gets slots.
+    A group may take the worker for itself (``take_alone``). From then until it is done no other group gets slots, of
+    whatever stage.
     """
 
-    def __init__(self, max_running: int) -> None:
+    def __init__(self, max_running: int, *, beside: SampleSlots | None = None) -> None:
+        """beside: those of another stage of the same worker; each counts its own samples"""
         self.max_running = max_running
         self._running = 0
-        self._num_reservations = 0
-        self._alone = asyncio.Lock()
-        self._changed = asyncio.Event()
-        self._listeners: list[Callable[[], None]] = []
+        self._worker: _Worker = _Worker() if beside is None else beside._worker
 
     @property
     def has_free(self) -> bool:
@@ -32,29 +31,38 @@ class SampleSlots:
         return max(0, self.max_running - self._running)
 
     @property
+    def num_running_beside(self) -> int:
+        """Samples in progress of the worker's other stages."""
+        return self._worker.num_running - self._running
+
+    @property
     def is_reserved(self) -> bool:
         """A group has the worker for itself, or waits until it has."""
-        return self._num_reservations > 0
+        return self._worker.num_reservations > 0
+
+    async def unreserved(self) -> None:
+        """Returns once no group has the worker for itself, or waits for it."""
+        while self.is_reserved:
+            await self._worker.until_changed()
 
     async def take(self, count: int) -> SlotLease:
         """Slots for ``count`` samples, once one is free."""
         while not self.has_free:
-            await self._until_changed()
+            await self._worker.until_changed()
         return self._leased(count)
 
     async def take_alone(self, count: int) -> SlotLease:
         """Slots for ``count`` samples, once no other sample is in progress; nothing else begins before it is done."""
-        self._num_reservations += 1
-        self._notify()
+        self._worker.reserve(1)
         try:
-            await self._alone.acquire()
+            await self._worker.alone.acquire()
         except BaseException:
-            self._end_reservation()
+            self._worker.reserve(-1)
             raise
         lease = SlotLease(self, on_close=self._leave_alone)
         try:
-            while self._running:
-                await self._until_changed()
+            while self._worker.num_running:
+                await self._worker.until_changed()
         except BaseException:
             lease.close()
             raise
@@ -63,17 +71,17 @@ class SampleSlots:
 
     @contextlib.contextmanager
     def watched(self, on_change: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``on_change`` is called after every change."""
-        self._listeners.append(on_change)
+        """Inside, ``on_change`` is called after every change, of other stages too."""
+        self._worker.listeners.append(on_change)
         try:
             yield
         finally:
-            self._listeners.remove(on_change)
+            self._worker.listeners.remove(on_change)
 
     def change(self, count: int) -> None:
         """The lease's: that many more samples are in progress, or fewer."""
         self._running += count
-        self._notify()
+        self._worker.run(count)
 
     def _leased(self, count: int) -> SlotLease:
         lease = SlotLease(self)
@@ -81,19 +89,34 @@ class SampleSlots:
         return lease
 
     def _leave_alone(self) -> None:
-        self._alone.release()
-        self._end_reservation()
+        self._worker.alone.release()
+        self._worker.reserve(-1)
 
-    def _end_reservation(self) -> None:
-        self._num_reservations -= 1
+
+class _Worker:
+    """What the slots of all stages have in common."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_reservations = 0
+        self.alone = asyncio.Lock()
+        self.listeners: list[Callable[[], None]] = []
+        self._changed = asyncio.Event()
+
+    def run(self, count: int) -> None:
+        self.num_running += count
+        self._notify()
+
+    def reserve(self, count: int) -> None:
+        self.num_reservations += count
         self._notify()
 
     def _notify(self) -> None:
         self._changed.set()
-        for on_change in list(self._listeners):
+        for on_change in list(self.listeners):
             on_change()
 
-    async def _until_changed(self) -> None:
+    async def until_changed(self) -> None:
         self._changed.clear()
         await self._changed.wait()
 

@@ -83,9 +83,13 @@ class TrainingSource:
             delivery = prefetched.delivery
             group_id = group_id_of(delivery.key)
             problem = self._problem(delivery, group_id)
-            if group_id is not None:
-                return self._work(prefetched, group_id=group_id, problem=problem)
-            await delivery.ack()  # no group that anybody waits for
+            if group_id is None:
+                await delivery.ack()  # no group that anybody waits for
+            else:
+                work = self._work(prefetched, group_id=group_id, problem=problem)
+                if not (work.needs_worker_alone and self._follower.is_held):
+                    return work
+                await self._attempts.give_back(delivery, delay=RETRY_SECONDS)  # the evaluation would never end
             prefetched.keeping.cancel()
             self._prefetch.update()  # it took no slots, so nothing else tells that another one is wanted
         return None

@@ -151,22 +151,16 @@ class WeightFollower(Actor):
 
         One at a time. Raises WeightsError if it cannot be loaded.
         """
-        async with self._changed:
-            self._held, self._held_problem = weights, ""
-            self._tell()
-            self._changed.notify_all()
-            try:
+        self._held, self._held_problem = weights, ""  # before anything waits: see ``is_held``
+        try:
+            async with self._changed:
+                self._tell()
+                self._changed.notify_all()
                 note = f"of version {weights.policy_version}"
                 with self.waiting("the weights of an evaluation", note=note):
                     await self._changed.wait_for(lambda: self._held is None or self._has_exactly(weights))
-            except BaseException:
-                self._held = None
-                self._tell()
-                self._changed.notify_all()
-                raise
-            if self._held is None:
-                raise WeightsError(self._held_problem)
-        try:
+                if self._held is None:
+                    raise WeightsError(self._held_problem)
             yield
         finally:
             self._held = None
@@ -185,6 +179,11 @@ class WeightFollower(Actor):
             self._running -= 1
             if self._running == 0:
                 await asyncio.shield(self._notify())
+
+    @property
+    def is_held(self) -> bool:
+        """Somebody holds a version, or waits for the one to hold."""
+        return self._held is not None
 
     @property
     def is_held_back(self) -> bool:

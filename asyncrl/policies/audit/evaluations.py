@@ -8,46 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Evaluation, EvaluationAnswers
+from asyncrl.policies.evaluation.verdict import Verdict, verdict
 
 _CLOSE: Final = 1e-9
 _MEAN: Final = re.compile(r"evaluation/(?P<dataset>.+)/mean@(?P<count>[0-9]+)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedAnswers:
-    """A record of the log of answers without its tokens: a log of gigabytes has few of these bytes.
-
-    versions  (incarnation, policy version) of every span
-    rewards   of each answer
-    is_error  whether the worker says that it cannot be answered
-    """
-
-    number: int
-    group_id: int
-    dataset: str
-    versions: frozenset[tuple[int, int]]
-    rewards: tuple[float, ...]
-    is_error: bool
-
-
-def logged_answers(answers: EvaluationAnswers) -> LoggedAnswers:
-    trajectories = answers.group.trajectories
-    return LoggedAnswers(
-        number=answers.number,
-        group_id=answers.group.group_id,
-        dataset=answers.dataset,
-        versions=frozenset(
-            (span.incarnation, span.policy_version) for one in trajectories for span in one.version_spans
-        ),
-        rewards=tuple(one.reward for one in trajectories),
-        is_error=bool(answers.group.error),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,36 +40,58 @@ def account_of_evaluations(
     rows: Mapping[tuple[int, int], Mapping[str, Any]],
     *,
     newest: Evaluation | None = None,
-    answers: Iterable[LoggedAnswers] = (),
+    answers: Iterable[EvaluationAnswers] = (),
     training_groups: Iterable[int] = (),
 ) -> EvaluationAccount:
     """
     rows             of metrics.jsonl by (incarnation, step)
-    newest, answers  from the bus
+    newest, answers  from the bus, in the order of the log
     training_groups  ids on the trajectory log: none of them may be of an evaluation
     """
     results = {key: row for key, row in rows.items() if "evaluation/complete" in row}
     problems = [f"group {i} of an evaluation is on the trajectory log" for i in training_groups if i >= FIRST_GROUP_ID]
-    ours = [one for one in answers if newest and one.number == newest.number and newest.index(one.group_id) is not None]
-    if newest is not None and newest.is_over and ours and (row := results.get(newest.weights.order)) is not None:
-        problems += _differences(ours, row, newest)
+    row = results.get(newest.weights.order, {}) if newest is not None else {}
+    judged = [] if newest is None else list(_judged(answers, newest, _counts(row)))
+    good = [one for one, found in judged if found == "good"]
+    if newest is not None and newest.is_over and judged and row:
+        problems += _differences(good, row, newest)
+    found = Counter(found for _, found in judged)
     return EvaluationAccount(
         evaluations=len(results),
         incomplete=sum(not row["evaluation/complete"] for row in results.values()),
-        answers=len(ours),
-        mixed=sum(not _is_whole(one, newest) for one in ours) if newest is not None else 0,
+        answers=len(judged),
+        mixed=found["mixed"],
         problems=tuple(problems),
     )
 
 
-def _differences(answers: Iterable[LoggedAnswers], row: Mapping[str, Any], newest: Evaluation) -> list[str]:
+def _counts(row: Mapping[str, Any]) -> dict[str, int]:
+    """Answers to each prompt, by data set."""
+    return {found["dataset"]: int(found["count"]) for name in row if (found := _MEAN.fullmatch(name))}
+
+
+def _judged(
+    answers: Iterable[EvaluationAnswers], newest: Evaluation, counts: Mapping[str, int]
+) -> Iterator[tuple[EvaluationAnswers, Verdict]]:
+    """Those to prompts of the newest evaluation, each with what the learner makes of it."""
+    settled: set[int] = set()
+    for one in answers:
+        if one.number != newest.number or one.group_id is None or newest.index(one.group_id) is None:
+            continue
+        is_settled = one.group_id in settled
+        found, _ = verdict(one, newest, is_settled=is_settled, num_samples=counts.get(one.dataset, 0))
+        if found in ("good", "failed"):
+            settled.add(one.group_id)
+        yield one, found
+
+
+def _differences(good: Iterable[EvaluationAnswers], row: Mapping[str, Any], newest: Evaluation) -> list[str]:
     """Of a complete result: one that ended without all answers may have been ended before answers that are here."""
     if not row["evaluation/complete"]:
         return []
-    counts = {found["dataset"]: int(found["count"]) for name in row if (found := _MEAN.fullmatch(name))}
-    of_prompts: defaultdict[str, list[float]] = defaultdict(list)
-    for one in _counted(answers, newest, counts):
-        of_prompts[one.dataset].append(sum(one.rewards) / len(one.rewards))
+    counts, of_prompts = _counts(row), defaultdict[str, list[float]](list)
+    for one in good:
+        of_prompts[one.dataset].append(sum(answer.reward for answer in one.answers) / len(one.answers))
     step, num_answered = newest.weights.policy_version, sum(map(len, of_prompts.values()))
     differences = []
     if num_answered != newest.num_prompts:
@@ -110,29 +102,3 @@ def _differences(answers: Iterable[LoggedAnswers], row: Mapping[str, Any], newes
         if not math.isclose(mean, row[name], rel_tol=_CLOSE, abs_tol=_CLOSE):
             differences.append(f"step {step}: {name} is {row[name]}, by its answers {mean}")
     return differences
-
-
-def _counted(
-    answers: Iterable[LoggedAnswers], newest: Evaluation, counts: Mapping[str, int]
-) -> Iterable[LoggedAnswers]:
-    """The answers that the learner counted, by the rule of its EvaluationRound.take.  counts: asked for, by data set
-
-    The first record of a prompt that is an error or good answers settles it. Mixed or malformed ones settle nothing.
-    """
-    settled: set[int] = set()
-    for one in answers:
-        if one.group_id in settled:
-            continue
-        if one.is_error:
-            settled.add(one.group_id)
-        elif (
-            _is_whole(one, newest)
-            and len(one.rewards) == counts.get(one.dataset)
-            and all(map(math.isfinite, one.rewards))
-        ):
-            settled.add(one.group_id)
-            yield one
-
-
-def _is_whole(answers: LoggedAnswers, newest: Evaluation) -> bool:
-    return answers.versions <= {newest.weights.order}

@@ -32,6 +32,12 @@ def effective_version(span: VersionSpan, forks: Forks) -> int:
     return min([span.policy_version, *(fork for incarnation, fork in forks.items() if incarnation > span.incarnation)])
 
 
+def is_of_history(order: tuple[int, int], forks: Forks) -> bool:
+    """Whether the version (incarnation, policy version) is one of the present history, or behind it."""
+    incarnation, version = order
+    return all(version <= fork for later, fork in forks.items() if later > incarnation)
+
+
 def oldest_version(spans: Sequence[VersionSpan], forks: Forks) -> int:
     return min(effective_version(span, forks) for span in spans)
 

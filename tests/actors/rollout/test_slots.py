@@ -69,3 +69,33 @@ async def test_a_group_that_stops_waiting_for_the_worker_lets_others_in() -> Non
     (await slots.take(1)).close()
     running.close()
     assert slots.num_free == 8
+
+
+async def test_alone_is_alone_over_all_stages() -> None:
+    training = SampleSlots(8)
+    evaluation = SampleSlots(8, beside=training)
+    running = await training.take(2)
+    assert (evaluation.num_free, evaluation.num_running_beside, training.num_running_beside) == (8, 2, 0)
+    alone = asyncio.create_task(evaluation.take_alone(1))
+    late = asyncio.create_task(training.take(1))
+    await settle()
+    assert (alone.done(), late.done(), training.has_free) == (False, False, False)
+    running.close()
+    lease = await alone
+    await settle()
+    assert not late.done()
+    unreserved = asyncio.create_task(training.unreserved())
+    await settle()
+    assert not unreserved.done()
+    lease.close()
+    await late
+    await unreserved
+
+
+async def test_a_stage_hears_of_changes_in_another() -> None:
+    training = SampleSlots(8)
+    evaluation = SampleSlots(8, beside=training)
+    changes = []
+    with evaluation.watched(lambda: changes.append(training.num_free)):
+        (await training.take(3)).close()
+    assert changes == [5, 8]

@@ -32,7 +32,7 @@ from asyncrl.messages import (
     replace,
 )
 from asyncrl.messages.codec import decode, encode
-from asyncrl.messages.evaluation import FIRST_GROUP_ID, Evaluation, EvaluationAnswers
+from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
 from asyncrl.messages.topics import ALL
 
@@ -46,7 +46,6 @@ TRAJECTORY = Trajectory(
     reward_parts={"right": 1.0, "format": 0.0},
     finish_reason="length",
 )
-IN_EVALUATION = TrajectoryGroup(group_id=FIRST_GROUP_ID, prompt_tokens=[9, 2], trajectories=(TRAJECTORY,))
 SAMPLES: dict[type, Any] = {
     type(message): message
     for message in (
@@ -87,7 +86,13 @@ SAMPLES: dict[type, Any] = {
         ),
         Quarantine(worker="w2", incarnation=1, reason="0.9 nats off"),
         Evaluation(number=3, weights=WeightVersion(incarnation=1, policy_version=7), num_prompts=5, num_held=2),
-        EvaluationAnswers(number=3, dataset="aime", group=IN_EVALUATION, votes=("12",), worker="w1"),
+        EvaluationAnswers(
+            number=3,
+            group_id=FIRST_GROUP_ID + 3,
+            dataset="aime",
+            answers=(Answer(reward=1.0, length=3, version_spans=SPANS, vote="12"),),
+            worker="w1",
+        ),
         StepMetrics(step=7, numbers={"loss": 0.25}, staleness=(10, 30)),
         FleetSize(rollout_workers=8, request="1f"),
         FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),

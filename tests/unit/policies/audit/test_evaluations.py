@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from asyncrl.actors.learner.evaluation_round import EvaluationRound
-from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion
-from asyncrl.messages.evaluation import FIRST_GROUP_ID, Evaluation, EvaluationAnswers
-from asyncrl.messages.rollout import failed_group
-from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations, logged_answers
+from asyncrl.messages import VersionSpan, WeightVersion
+from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
+from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
 from tests.harness.evaluation import sums
 
 NEWEST = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2, is_over=True)
 
 
-def answers(index: int, *rewards: float, version: int = 20, number: int = 1, length: int = 2) -> EvaluationAnswers:
-    trajectories = tuple(
-        Trajectory(
-            tokens=[3] * length,
-            response_mask=[True] * length,
-            behavior_logprobs=[-0.1] * length,
-            version_spans=(VersionSpan(start=0, incarnation=0, policy_version=version),),
-            reward=reward,
-        )
-        for reward in rewards
-    )
-    group = TrajectoryGroup(group_id=NEWEST.group_id(index), prompt_tokens=[1], trajectories=trajectories)
-    return EvaluationAnswers(number=number, dataset="sums", group=group, votes=("",) * len(rewards))
+def answers(index: int, *rewards: float, version: int = 20, number: int = 1) -> EvaluationAnswers:
+    span = VersionSpan(start=0, incarnation=0, policy_version=version)
+    made = tuple(Answer(reward=reward, length=2, version_spans=(span,)) for reward in rewards)
+    return EvaluationAnswers(number=number, group_id=NEWEST.group_id(index), dataset="sums", answers=made)
 
 
 def failed(index: int) -> EvaluationAnswers:
-    group = failed_group(NEWEST.group_id(index), worker="w0", error="cannot judge")
-    return EvaluationAnswers(number=1, dataset="sums", group=group)
+    return EvaluationAnswers(number=1, group_id=NEWEST.group_id(index), dataset="sums", error="cannot judge")
+
+
+UNABLE = EvaluationAnswers(number=1, group_id=None, error="cannot load version 20", worker="w0")
 
 
 def account(rows: Mapping[tuple[int, int], Mapping[str, Any]], log: Sequence[EvaluationAnswers]) -> EvaluationAccount:
-    return account_of_evaluations(rows, newest=NEWEST, answers=map(logged_answers, log))
+    return account_of_evaluations(rows, newest=NEWEST, answers=log)
 
 
 def row(mean: float, *, complete: float = 1.0) -> dict[str, Any]:
@@ -76,6 +67,7 @@ def test_a_complete_result_without_all_answers_is_named() -> None:
         pytest.param([answers(0, 1.0), answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="too few answers"),
         pytest.param([answers(0, math.nan, 1.0), answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="no number"),
         pytest.param([answers(0, 1.0, 0.0), answers(1, 1.0, 1.0), failed(1)], id="an error after good answers"),
+        pytest.param([UNABLE, answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="a worker that cannot answer"),
         pytest.param([failed(0), answers(0, 9.0, 9.0), answers(1, 1.0, 1.0)], id="good answers after an error"),
     ],
 )
@@ -92,11 +84,6 @@ def test_what_the_learner_reports_of_a_log_is_right(log: list[EvaluationAnswers]
 def test_answers_that_came_after_a_timeout_make_no_problem() -> None:
     late = [answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)]
     assert account({(0, 20): row(0.5, complete=0.0)}, late).problems == ()
-
-
-def test_tokens_are_not_kept() -> None:
-    long, short = (logged_answers(answers(0, 1.0, 0.0, length=length)) for length in (10_000, 2))
-    assert len(pickle.dumps(long)) == len(pickle.dumps(short))
 
 
 @pytest.mark.parametrize("rows", [{}, {(0, 10): row(0.3, complete=0.0)}])

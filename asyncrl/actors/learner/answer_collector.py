@@ -1,0 +1,129 @@
+"""Asks the prompts of one evaluation, and collects the answers until there is one to each.
+
+What is on the log when it begins is read before anything is asked: a learner that takes up the evaluation of an earlier
+life asks for nothing that is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+from asyncrl.actors.learner.evaluation_round import EvaluationRound
+from asyncrl.errors import BusFull
+from asyncrl.messages.topics import EVALUATION_ANSWERS, EVALUATION_PROMPTS
+from asyncrl.protocols import Bus
+
+ASK_AGAIN_SECONDS: Final = 10.0
+"""Between two looks for prompts that the bus has lost; no longer is waited for a log whose end has vanished."""
+FULL_SECONDS: Final = 0.5
+"""Between two tries to publish: nobody announces that there is space again, or that a prompt is acknowledged."""
+
+
+class AnswerCollector:
+    """``run`` once. What it found is in the round, whenever it is cancelled."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        asked: EvaluationRound,
+        *,
+        gone: Callable[[], Awaitable[str]],
+        workers: Callable[[], Awaitable[Collection[str]]],
+    ) -> None:
+        """
+        gone     why the evaluated version is nowhere any more; "" while it is there
+        workers  names of those that are up and may answer
+        """
+        self._bus, self._asked = bus, asked
+        self._gone, self._workers = gone, workers
+        self._again: set[int] = set()  # prompts to ask again, as soon as the bus takes them
+        self._wanted = asyncio.Event()
+        self._has_read = asyncio.Event()
+        self._done = asyncio.Event()
+        self._problem = ""
+
+    async def run(self) -> str:
+        """Until every prompt is settled: "", or why no more answers can come."""
+        through = await self._bus.last_sequence(EVALUATION_ANSWERS)
+        if through <= self._asked.evaluation.after:
+            self._has_read.set()
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(self._read(through), name="evaluation.read")
+            asking = group.create_task(self._ask(), name="evaluation.ask")
+            await self._done.wait()
+            reading.cancel()
+            asking.cancel()
+        return self._problem
+
+    async def _ask(self) -> None:
+        """Publish every prompt, then again those whose answers count in nothing or that the bus has lost.
+
+        consumes: nothing    waits for: the end of the log, space, the clock    woken by: ``_read``, workers
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ASK_AGAIN_SECONDS):
+                await self._has_read.wait()
+        for index in self._asked.missing:
+            await self._publish(index)
+        while True:
+            self._wanted.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FULL_SECONDS if self._again else ASK_AGAIN_SECONDS):
+                    await self._wanted.wait()
+            if self._again:
+                await self._ask_again()
+            else:
+                await self._ask_for_lost()
+
+    async def _ask_again(self) -> None:
+        """A prompt whose answers were bad can be published once their worker has acknowledged it."""
+        for index in sorted(self._again):
+            if self._asked.is_settled(index) or await self._publish(index, again=True):
+                self._again.discard(index)
+
+    async def _ask_for_lost(self) -> None:
+        kept = await self._bus.keys(EVALUATION_PROMPTS)
+        for index in self._asked.missing:
+            if str(self._asked.evaluation.group_id(index)) not in kept:
+                await self._publish(index, again=True)
+
+    async def _publish(self, index: int, *, again: bool = False) -> bool:
+        """False: it is there."""
+        prompt = self._asked.prompt(index)
+        while True:
+            try:
+                return await self._bus.publish(EVALUATION_PROMPTS, prompt, key=str(prompt.group_id), again=again)
+            except BusFull:
+                await asyncio.sleep(FULL_SECONDS)
+
+    async def _read(self, through: int) -> None:
+        """consumes: evaluation answers    waits for: the next    woken by: workers"""
+        async with self._bus.read(EVALUATION_ANSWERS, after=self._asked.evaluation.after) as records:
+            while not self._asked.is_done and not self._problem:
+                record = await anext(records)
+                if record.message is None:
+                    self._bus.rejections.note(EVALUATION_ANSWERS.name, record.problem)
+                else:
+                    num_unable = len(self._asked.unable)
+                    index, problem = self._asked.take(record.message)
+                    if index is not None:
+                        self._bus.rejections.note(EVALUATION_ANSWERS.name, problem, kind="answers")
+                        self._again.add(index)
+                        self._wanted.set()
+                    if len(self._asked.unable) > num_unable:
+                        self._problem = await self._hopeless()
+                if record.sequence >= through:
+                    self._has_read.set()
+        self._done.set()
+
+    async def _hopeless(self) -> str:
+        """Why nobody can answer: the version is gone, or none of the workers that are up can load it."""
+        if problem := await self._gone():
+            return problem
+        unable = self._asked.unable
+        if not set(await self._workers()) <= unable.keys():
+            return ""
+        return f"no worker can load it; {(name := next(iter(unable)))}: {unable[name]}"

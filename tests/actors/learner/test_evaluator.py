@@ -1,0 +1,256 @@
+"""The evaluator alone on a bus: what it asks, when it ends, and what it makes of an earlier life's evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.learner import answer_collector
+from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import WeightsError
+from asyncrl.messages import Heartbeat, VersionSpan, WeightVersion, replace
+from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
+from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
+from asyncrl.policies.evaluation.questions import EvaluationSet, digest
+from asyncrl.policies.health.faults import EVALUATION_WORKER
+from tests.harness.evaluation import section, sums
+from tests.harness.fakes import Channel
+
+LAST = Evaluation(number=3, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=5)
+"""What an earlier life began."""
+
+
+@pytest.fixture
+def bus() -> MemoryBus:
+    return FarBus(max_prompts=64, max_log_bytes=2**20, ack_seconds=30, max_message_bytes=2**20)
+
+
+class FarBus(MemoryBus):
+    """Whose log takes longer to read than a prompt to publish."""
+
+    @contextlib.asynccontextmanager
+    async def read(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        async with super().read(*arguments, **named) as records:
+
+            async def slowly() -> AsyncIterator[Any]:
+                async for record in records:
+                    for _ in range(100):
+                        await asyncio.sleep(0)
+                    yield record
+
+            yield slowly()
+
+
+@dataclass
+class Life:
+    """One life of a learner, as far as evaluations go. Its results: version -> row."""
+
+    bus: MemoryBus
+    version: int = 20
+    forks: Mapping[int, int] = field(default_factory=dict)
+    its: EvaluationSet = field(default_factory=sums)
+    channel: Channel = field(default_factory=Channel)
+    results: dict[tuple[float, int], Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.evaluator = Evaluator(
+            self.bus,
+            section=section(every_steps=10, place="dedicated", timeout_seconds=0, at_end=False),
+            sets=[self.its],
+            seed=0,
+            last_step=100,
+            channel=self.channel,
+            report=self._report,
+            version=lambda: self.version,
+            waits=WaitTracker(),
+            forks=self.forks,
+        )
+
+    async def _report(self, version: int, row: Mapping[str, float]) -> None:
+        self.results[row["learner/incarnation"], version] = row
+
+    async def until_idle(self) -> None:
+        """Evaluate what was taken up or begun."""
+        running = asyncio.create_task(self.evaluator.run())
+        await self.evaluator.finish()
+        running.cancel()
+        await asyncio.wait((running,))
+
+    async def newest(self) -> Evaluation:
+        return (await self.bus.states(EVALUATION))[""]
+
+
+async def answer(bus: MemoryBus, evaluation: Evaluation, *indices: int, version: int | None = None) -> None:
+    """version: that sampled them; None: the evaluated one"""
+    incarnation, own = evaluation.weights.order
+    span = VersionSpan(start=0, incarnation=incarnation, policy_version=own if version is None else version)
+    for index in indices:
+        made = EvaluationAnswers(
+            number=evaluation.number,
+            group_id=evaluation.group_id(index),
+            dataset="sums",
+            answers=(Answer(reward=1.0, length=4, version_spans=(span,)),) * 2,
+            worker="e0",
+        )
+        await bus.publish(EVALUATION_ANSWERS, made, key=f"{index}-{version}")
+
+
+async def answer_what_is_asked(bus: MemoryBus) -> None:
+    """A worker, until it is cancelled."""
+    async with bus.consume(EVALUATION_PROMPTS) as deliveries:
+        async for delivery in deliveries:
+            evaluation = (await bus.states(EVALUATION))[""]
+            assert delivery.message is not None
+            index = evaluation.index(delivery.message.group_id)
+            assert index is not None
+            await answer(bus, evaluation, index)
+            await delivery.ack()
+
+
+async def say_unable(bus: MemoryBus, evaluation: Evaluation, worker: str) -> None:
+    said = EvaluationAnswers(number=evaluation.number, group_id=None, error="no such folder", worker=worker)
+    await bus.publish(EVALUATION_ANSWERS, said, key=f"unable-{worker}")
+
+
+async def beats(bus: MemoryBus, *workers: str) -> None:
+    for name in workers:
+        await bus.put(ACTORS, Heartbeat(actor=name, role=EVALUATION_WORKER), key=name)
+
+
+@pytest.mark.timeout(60)
+async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus: MemoryBus) -> None:
+    await bus.put(EVALUATION, LAST)
+    await answer(bus, LAST, 0, version=19)  # mixed: to be asked again, had it no answer later in the log
+    await answer(bus, LAST, 0, 2, 4)
+    life = Life(bus)
+    await life.evaluator.start()
+    worker = asyncio.create_task(answer_what_is_asked(bus))
+    await life.until_idle()
+    worker.cancel()
+    assert await bus.last_sequence(EVALUATION_PROMPTS) == 2
+    row = life.results[0, 20]
+    assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
+
+
+@pytest.mark.timeout(60)
+async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_prompt(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.put(EVALUATION, LAST)
+    await answer(bus, LAST, 0)
+    await bus.trim(EVALUATION_ANSWERS, through=1)
+    monkeypatch.setattr(answer_collector, "ASK_AGAIN_SECONDS", 0.01)
+    life = Life(bus)
+    await life.evaluator.start()
+    worker = asyncio.create_task(answer_what_is_asked(bus))
+    await life.until_idle()
+    worker.cancel()
+    assert life.results[0, 20]["evaluation/complete"] == 1.0
+
+
+@pytest.mark.parametrize("changed", ["size", "label", "sampling"])
+async def test_an_evaluation_of_other_questions_is_given_up(
+    bus: MemoryBus, changed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers are of questions that this life would not ask."""
+    its = sums(6 if changed == "size" else 5)
+    await bus.put(EVALUATION, replace(LAST, questions=digest([its])))
+    if changed == "label":
+        its.questions[3].metadata["level"] = 2  # type: ignore[index]
+    sampling = replace(its.sampling, temperature=0.5) if changed == "sampling" else its.sampling
+    life = Life(bus, its=replace(sums(), sampling=sampling) if changed == "size" else replace(its, sampling=sampling))
+    await life.evaluator.start()
+    assert (await life.newest()).is_over
+    assert "its data sets have changed" in caplog.text
+
+
+async def test_questions_of_an_older_message_are_taken_for_the_same(bus: MemoryBus) -> None:
+    await bus.put(EVALUATION, LAST)
+    life = Life(bus)
+    await life.evaluator.start()
+    assert not (await life.newest()).is_over
+
+
+async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
+    await bus.put(EVALUATION, LAST)
+    life = Life(bus, version=10, forks={1: 10})
+    await life.evaluator.start()
+    assert (await life.newest()).is_over, "nobody needs the rest of what is of a lost history"
+    assert "lost when the learner fell back to version 10" in caplog.text
+    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=10))
+    assert (await life.newest()).weights.order == (0, 20), "version 10 is what it was"
+    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
+    newest = await life.newest()
+    assert (newest.weights.order, newest.number, newest.is_over) == ((1, 20), 4, False)
+    worker = asyncio.create_task(answer_what_is_asked(bus))
+    await life.until_idle()
+    worker.cancel()
+    assert list(life.results) == [(1, 20)]
+
+
+async def test_a_learner_that_resumes_where_it_was_goes_on_with_the_evaluation(bus: MemoryBus) -> None:
+    await bus.put(EVALUATION, LAST)
+    life = Life(bus, version=20, forks={1: 20})
+    await life.evaluator.start()
+    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
+    newest = await life.newest()
+    assert (newest.weights.order, newest.is_over) == ((0, 20), False)
+
+
+class Gone(Channel):
+    def verify(self, weights: WeightVersion) -> Path:
+        raise WeightsError(f"{weights.uri} is gone")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
+    bus: MemoryBus, is_gone: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first word of a worker where the learner finds it gone too; else at that of the last worker."""
+    await bus.put(EVALUATION, LAST)
+    await beats(bus, "e0", "e1")
+    await answer(bus, LAST, 1)
+    await say_unable(bus, LAST, "e0")
+    life = Life(bus, channel=Gone() if is_gone else Channel())
+    await life.evaluator.start()
+    if not is_gone:
+        await say_unable(bus, LAST, "e1")
+    await life.until_idle()
+    row = life.results[0, 20]
+    assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 4.0)
+    assert ("its weights are gone" if is_gone else "no worker can load it; e0: no such folder") in caplog.text
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: MemoryBus) -> None:
+    await bus.put(EVALUATION, LAST)
+    await beats(bus, "e0", "e1")
+    await say_unable(bus, LAST, "e0")
+    life = Life(bus)
+    await life.evaluator.start()
+    worker = asyncio.create_task(answer_what_is_asked(bus))
+    await life.until_idle()
+    worker.cancel()
+    assert life.results[0, 20]["evaluation/complete"] == 1.0
+
+
+def test_a_digest_is_of_all_that_makes_results_comparable() -> None:
+    made: dict[str, Any] = {
+        "as it is": digest([sums()]),
+        "fewer": digest([sums(4)]),
+        "more samples": digest([sums(samples=4)]),
+        "another name": digest([replace(sums(), name="products")]),
+        "other sampling": digest([replace(sums(), sampling=replace(sums().sampling, top_p=0.5))]),
+        "twice": digest([sums(), sums()]),
+    }
+    assert len(set(made.values())) == len(made)
+    assert digest([sums()]) == made["as it is"]

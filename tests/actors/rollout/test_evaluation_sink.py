@@ -1,0 +1,118 @@
+"""Answers into their log: without tokens, and for no longer than somebody needs them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.rollout import evaluation_sink
+from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.errors import BusFull, EngineError
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVersion, replace
+from asyncrl.messages.evaluation import Evaluation
+from asyncrl.messages.topics import EVALUATION_ANSWERS
+
+CURRENT = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2)
+
+
+class FullBus(MemoryBus):
+    """Its logs have no space until ``has_space``."""
+
+    has_space = False
+
+    def __init__(self) -> None:
+        super().__init__(max_prompts=8, max_log_bytes=2**20, ack_seconds=30, max_message_bytes=2**20)
+        self.tried = asyncio.Event()
+
+    async def publish(self, *arguments: Any, **named: Any) -> bool:
+        if not self.has_space:
+            self.tried.set()
+            raise BusFull("full")
+        return await super().publish(*arguments, **named)
+
+
+class Worker:
+    """What a sink knows of its worker."""
+
+    def __init__(self) -> None:
+        self.bus = FullBus()
+        self.current: Evaluation | None = CURRENT
+        self.is_draining = False
+        self.sink = EvaluationSink(
+            self.bus,
+            worker="w0",
+            current=lambda: self.current,
+            is_draining=lambda: self.is_draining,
+            dataset_of=lambda group_id: "sums",
+            vote=lambda dataset, group: ["12"] * len(group.trajectories),
+            waits=WaitTracker(),
+        )
+
+
+def group(index: int = 0, *, length: int = 3, version: int = 20) -> TrajectoryGroup:
+    answer = Trajectory(
+        tokens=[5] * length,
+        response_mask=[True] * length,
+        behavior_logprobs=[-0.5] * length,
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=version),),
+        reward=1.0,
+        reward_parts={"right": 1.0},
+    )
+    return TrajectoryGroup(group_id=CURRENT.group_id(index), prompt_tokens=[1], trajectories=(answer,))
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_sink, "FULL_LOG_SECONDS", 0.0)
+
+
+async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
+    worker = Worker()
+    worker.bus.has_space = True
+    await worker.sink.publish(group(length=10_000))
+    await worker.sink.publish(group(1, version=21))
+    async with worker.bus.read(EVALUATION_ANSWERS) as records:
+        long, mixed = await anext(records), await anext(records)
+    assert long.num_bytes < 512
+    (answer,) = long.message.answers
+    assert (answer.reward, answer.length, answer.vote, answer.finish_reason) == (1.0, 10_000, "12", "stop")
+    assert mixed.message.answers[0].version_spans[0].policy_version == 21, "the learner counts these"
+
+
+async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
+    worker = Worker()
+    publishing = asyncio.create_task(worker.sink.publish(group()))
+    await worker.bus.tried.wait()
+    worker.current = None
+    await publishing
+    assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
+
+
+async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
+    worker = Worker()
+    publishing = asyncio.create_task(worker.sink.publish(group()))
+    await worker.bus.tried.wait()
+    worker.current = replace(CURRENT, number=2)
+    await publishing
+
+
+async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
+    worker = Worker()
+    publishing = asyncio.create_task(worker.sink.publish(group()))
+    await worker.bus.tried.wait()
+    worker.is_draining = True
+    with pytest.raises(EngineError, match="log of answers is full"):
+        await publishing
+
+
+async def test_answers_wait_for_space_in_the_log() -> None:
+    worker = Worker()
+    publishing = asyncio.create_task(worker.sink.publish(group()))
+    await worker.bus.tried.wait()
+    worker.bus.has_space = True
+    await publishing
+    assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 1

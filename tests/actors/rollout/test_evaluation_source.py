@@ -1,0 +1,123 @@
+"""Which prompts of an evaluation a worker begins, and which it puts back without costing them anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.learner.evaluation_round import EvaluationRound
+from asyncrl.actors.rollout import evaluation_source, training_source
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.actors.rollout.weight_follower import WeightFollower
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import PromptGroup, WeightVersion, replace
+from asyncrl.messages.evaluation import Evaluation
+from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, PROMPTS, TRAJECTORIES, Topic
+from tests.harness.buses import first, prompt
+from tests.harness.evaluation import evaluating_worker, sums
+from tests.harness.fakes import Engine, run_worker, until
+
+CURRENT = Evaluation(number=0, weights=WeightVersion(incarnation=0, policy_version=0), num_prompts=1, num_held=1)
+NEXT = replace(CURRENT, number=1)
+
+
+@pytest.fixture
+def bus() -> MemoryBus:
+    return MemoryBus(max_prompts=64, max_log_bytes=2**20, ack_seconds=30, max_message_bytes=2**20)
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (evaluation_source, training_source):
+        monkeypatch.setattr(source, "RETRY_SECONDS", 0.001)
+
+
+@contextlib.asynccontextmanager
+async def working(bus: MemoryBus, engine: Engine, **changes: Any) -> AsyncIterator[WeightFollower]:
+    actors = evaluating_worker(bus, engine, name="w0", **changes)
+    task = asyncio.create_task(run_worker(actors))
+    try:
+        yield actors[1]
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def deliveries_of(bus: MemoryBus, topic: Topic[Any], message: PromptGroup) -> int:
+    stored = bus._works[topic.name]._stored
+    return stored[str(message.group_id)].attempt if str(message.group_id) in stored else 0
+
+
+async def on_its_last_attempt(bus: MemoryBus, topic: Topic[Any], message: PromptGroup) -> None:
+    """Published, and begun twice by workers that did not come back."""
+    await bus.publish(topic, message, key=str(message.group_id))
+    attempts = DeliveryAttempts(bus, worker="lost", max_attempts=3)
+    for _ in range(2):
+        async with bus.consume(topic) as deliveries:  # left without an ack
+            await attempts.begin(await anext(deliveries))
+
+
+@pytest.mark.timeout(60)
+async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus) -> None:
+    """It is of the next evaluation, which this worker has not heard of."""
+    early = EvaluationRound(NEXT, [sums(1)]).prompt(0)
+    await bus.put(EVALUATION, CURRENT)
+    await bus.publish(EVALUATION_PROMPTS, early, key=str(early.group_id))
+    async with working(bus, Engine(), is_dedicated=True):
+        await until(lambda: deliveries_of(bus, EVALUATION_PROMPTS, early) > 6)  # of 3 attempts
+    async with bus.consume(EVALUATION_PROMPTS) as deliveries:
+        assert await DeliveryAttempts(bus, worker="w1", max_attempts=3).number(await anext(deliveries)) == 1
+    await bus.put(EVALUATION, NEXT)
+    async with working(bus, Engine(), is_dedicated=True):
+        (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
+        assert record.message.error == ""
+        await until(lambda: not bus._states["segments"].present())  # no note is left of it
+
+
+@pytest.mark.timeout(60)
+async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: MemoryBus) -> None:
+    engine, asked = Engine(), EvaluationRound(CURRENT, [sums(1)]).prompt(0)
+    engine.gate.clear()
+    await bus.publish(PROMPTS, prompt(0), key="0")
+    async with working(bus, engine):
+        await until(lambda: engine.running == 2)
+        await on_its_last_attempt(bus, EVALUATION_PROMPTS, asked)
+        await bus.put(EVALUATION, CURRENT)
+        await until(lambda: deliveries_of(bus, EVALUATION_PROMPTS, asked) > 6)
+        assert engine.running == 2
+        engine.gate.set()
+        (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
+        assert record.message.error == ""
+
+
+@pytest.mark.timeout(60)
+async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_held(bus: MemoryBus) -> None:
+    await bus.put(EVALUATION, CURRENT)
+    await on_its_last_attempt(bus, PROMPTS, prompt(0))
+    engine = Engine()
+    async with contextlib.AsyncExitStack() as stack:
+        async with bus.consume(PROMPTS) as deliveries:  # kept back until the version is held
+            await anext(deliveries)
+            follower = await stack.enter_async_context(working(bus, engine))
+            await until(lambda: follower.is_held)
+        await until(lambda: deliveries_of(bus, PROMPTS, prompt(0)) > 6)
+        assert engine.running == 0
+        await bus.put(EVALUATION, replace(CURRENT, is_over=True))
+        (record,) = await first(bus, 1, topic=TRAJECTORIES)
+        assert record.message.error == ""
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.actors.rollout.weight_follower.RETRY_SECONDS", 0.001)
+    engine = Engine()
+    engine.unreadable = {3}
+    await bus.put(EVALUATION, replace(CURRENT, weights=WeightVersion(incarnation=0, policy_version=3)))
+    async with working(bus, engine, is_dedicated=True):
+        (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
+    assert (record.message.group_id, record.message.worker) == (None, "w0")
+    assert record.message.error == "cannot load version 3: version 3 is torn"
