@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.inprocess.distribution import reshaped
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
-from asyncrl.engines.stopping import StopStrings
+from asyncrl.engines.stopping import StopWatch
 from asyncrl.engines.validation import Shapes
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
@@ -32,14 +32,13 @@ class RunningSequence:
     """A sequence being generated.
 
     uniforms  one number in [0, 1) per token, drawn ahead so that it does not depend on the rest of the batch
-    stop      its stop strings; ``before`` is the end of a prefix of the answer, in which one may have begun
+    stop      looks for its stop strings, one of which may have begun in a prefix of the answer
     """
 
     prompt: NDArray[np.int32]
     sampling: SamplingParams
     uniforms: list[float]
-    stop: StopStrings | None = None
-    before: list[int] = field(default_factory=list)
+    stop: StopWatch | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
@@ -48,13 +47,6 @@ class RunningSequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the last token completes a stop string."""
-        if self.stop is None:
-            return False
-        return self.stop.is_ended_by_last([*self.before, *self.tokens[-self.stop.window :]])
 
     @property
     def is_finite(self) -> bool:
@@ -192,7 +184,7 @@ class Decoder:
         for answer, token, logprob in zip(answers, tokens, values, strict=True):
             answer.tokens.append(token)
             answer.logprobs.append(logprob)
-            if token in self._ends_of(answer.sampling) or answer.is_stopped:
+            if token in self._ends_of(answer.sampling) or (answer.stop is not None and answer.stop.is_ended_by(token)):
                 answer.finish_reason = "stop"
             elif len(answer.tokens) >= answer.sampling.max_new_tokens:
                 answer.finish_reason = "length"

@@ -151,7 +151,7 @@ class InProcessEngine(EngineAdapter):
         partial = PartialGeneration() if partial is None else partial
         uniforms = np.random.default_rng(seed % 2**64).random(sampling.max_new_tokens)[partial.num_tokens :].tolist()
         stop = await self._stops.strings(sampling)
-        before = [] if stop is None else partial.prefix.tokens[-stop.window :].tolist()
+        watch = None if stop is None else stop.watch(partial.prefix.tokens.tolist())
         prompt_tokens, sampling = partial.prefix.left_of(prompt_tokens, sampling)
         check_prompt(
             prompt_tokens,
@@ -164,8 +164,7 @@ class InProcessEngine(EngineAdapter):
             prompt=np.ascontiguousarray(prompt_tokens, dtype=np.int32),
             sampling=sampling,
             uniforms=uniforms,
-            stop=stop,
-            before=before,
+            stop=watch,
         )
         request = _Request(answer, asyncio.get_running_loop().create_future())
         partial.follow(request)
@@ -222,6 +221,7 @@ class InProcessEngine(EngineAdapter):
         thread, self._thread = self._thread, None
         if thread:
             await asyncio.get_running_loop().run_in_executor(self._reader, thread.join)
+        self._stops.close()
         self._reader.shutdown(wait=False)
 
     def _alive(self) -> Decoder:

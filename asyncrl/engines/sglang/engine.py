@@ -40,7 +40,7 @@ from asyncrl.engines.sglang.server import (
     server_environment,
 )
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
-from asyncrl.engines.stopping import StopReader, ended
+from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes
 from asyncrl.engines.version_spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
@@ -196,7 +196,7 @@ class SGLangEngine(EngineAdapter):
             reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
             partial.follow(reply)
             await self._sample(reply, self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans))
-        return ended(partial.prefix.then(reply.generation()), sampling, stop)
+        return await self._stops.ended(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._client.check_open()
@@ -230,6 +230,7 @@ class SGLangEngine(EngineAdapter):
         if self._server:
             self._log_path.with_suffix(".url").unlink(missing_ok=True)
             await self._server.close()
+        self._stops.close()
         self._reader.shutdown(wait=False)
 
     def _log_tail(self) -> str:

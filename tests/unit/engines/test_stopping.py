@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engines.stopping import StopStrings, ended
@@ -14,24 +16,116 @@ from asyncrl.protocols import Generation
 PIECES = ["a", "b", ";", "ab", "b;", ";;a", "", "ba;", " "]
 
 
-def decode(tokens: list[int]) -> str:
+def decode(tokens: Sequence[int]) -> str:
     return "".join(PIECES[token] for token in tokens)
 
 
+WIDE = [*(bytes([byte]) for byte in "é中🎉".encode()), "中".encode()[1:] + b"a", b"a", b"b", "é".encode(), b" ", b"\n"]
+"""Letters of two, three and four bytes in tokens of a byte, and tokens with a part of one."""
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """As byte-level BPE does: a letter that is not whole is one or more U+FFFD."""
+    return b"".join(WIDE[token] for token in tokens).decode(errors="replace")
+
+
+def decode_with_fallback(tokens: Sequence[int]) -> str:
+    """As SentencePiece does: bytes in a row are letters if all of them are, and the first word loses its space."""
+    text, run = "", b""
+    for piece in [*(WIDE[token] for token in tokens), None]:
+        if piece is not None and len(piece) == 1 and piece[0] >= 128:
+            run += piece
+            continue
+        try:
+            text += run.decode()
+        except UnicodeDecodeError:
+            text += "\N{REPLACEMENT CHARACTER}" * len(run)
+        run = b""
+        text += "" if piece is None else piece.decode(errors="replace")
+    return text.removeprefix(" ")
+
+
+def plain_length(tokens: list[int], strings: list[str], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """The definition: of the first tokens whose text holds one."""
+    return next(
+        (n for n in range(1, len(tokens) + 1) if any(text in decode(tokens[:n]) for text in strings)),
+        None,
+    )
+
+
+def watched_length(tokens: list[int], strings: list[str], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """What an engine finds that looks at every token as it comes."""
+    watch = StopStrings(strings, decode).watch()
+    return next((n for n, token in enumerate(tokens, 1) if watch.is_ended_by(token)), None)
+
+
 @given(
-    st.lists(st.integers(0, len(PIECES) - 1).filter(lambda token: PIECES[token]), max_size=60),
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=60),
     st.lists(st.sampled_from(["b;", ";;", "ab", "a;;a", " "]), min_size=1, max_size=3),
 )
+@example([0] + [6] * 40 + [1], ["ab"])  # tokens without text between its letters
 def test_the_answer_ends_at_the_first_token_with_which_its_text_holds_a_stop_string(
     tokens: list[int], strings: list[str]
 ) -> None:
-    stop = StopStrings(strings, decode)
-    expected = next(
-        (n for n in range(len(tokens) + 1) if any(text in decode(tokens[:n]) for text in strings)),
-        None,
-    )
-    one_by_one = next((n for n in range(1, len(tokens) + 1) if stop.is_ended_by_last(tokens[:n])), None)
-    assert stop.length(tokens) == one_by_one == expected
+    expected = plain_length(tokens, strings, decode)
+    assert StopStrings(strings, decode).length(tokens) == expected
+    assert watched_length(tokens, strings, decode) == expected
+
+
+@pytest.mark.parametrize("decode", [decode_bytes, decode_with_fallback])
+@given(
+    st.lists(st.integers(0, len(WIDE) - 1), max_size=60),
+    st.lists(st.sampled_from(["中", "é", "🎉", "中é", "a中", "b a", "é🎉", "\n", "a"]), min_size=1, max_size=3),
+)
+@settings(max_examples=300)
+def test_letters_of_several_tokens_are_seen_when_they_are_whole(
+    decode: Callable[[Sequence[int]], str], tokens: list[int], strings: list[str]
+) -> None:
+    expected = plain_length(tokens, strings, decode)
+    assert StopStrings(strings, decode).length(tokens) == expected
+    assert watched_length(tokens, strings, decode) == expected
+
+
+@given(st.integers(0, 1200), st.sampled_from(["🎉", "中é", "ab"]), st.integers(0, 9))
+def test_a_long_answer_ends_at_the_same_token_wherever_its_blocks_end(before: int, stop: str, behind: int) -> None:
+    """The stop string is in tokens of a byte, so every block may end within it."""
+    tokens = [WIDE.index(b"b")] * before
+    tokens += [WIDE.index(bytes([byte])) for byte in stop.encode()]
+    end = len(tokens)
+    tokens += [WIDE.index(b" ")] * behind
+    for decode in (decode_bytes, decode_with_fallback):
+        assert StopStrings([stop], decode).length(tokens) == end
+
+
+@given(
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=200),
+    st.lists(st.integers(0, len(PIECES) - 1), max_size=20),
+    st.sampled_from(["b;", ";;", "ab", "a;;a"]),
+)
+def test_a_stop_string_may_begin_in_the_tokens_before(before: list[int], tokens: list[int], stop: str) -> None:
+    before = [token for token in before if PIECES[token]]
+    while (found := plain_length(before, [stop], decode)) is not None:
+        before = before[: found - 1]
+    watch = StopStrings([stop], decode).watch(before)
+    found = next((n for n, token in enumerate(tokens, 1) if watch.is_ended_by(token)), None)
+    expected = plain_length(before + tokens, [stop], decode)
+    assert found == (None if expected is None else expected - len(before))
+
+
+def test_each_token_of_a_long_answer_is_decoded_about_once() -> None:
+    decoded = 0
+
+    def counting(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return decode(tokens)
+
+    tokens = [0, 2] * 4096
+    assert StopStrings([";;"], counting).length(tokens) is None
+    assert decoded < 1.1 * len(tokens)
+    decoded = 0
+    assert StopStrings([";;"], counting).length([*tokens, 2]) == len(tokens) + 1
+    assert decoded < 1.3 * len(tokens)
 
 
 def generation(tokens: list[int], reason: str) -> Generation:

@@ -1,0 +1,111 @@
+"""Looking for stop strings in a long answer: milliseconds of the event loop, or of an engine's decode thread.
+
+    python -m benchmarks.stop_strings [--tokens 8192] [--repeats 20]
+
+A byte-level BPE of 8,000 tokens, made from this repository's docs, and an answer that is such a text. Each row: where
+the stop string is; as long as one decode of the whole answer takes; decoding the whole answer and bisecting, as asyncrl
+did; what it does now, once for a finished answer and token by token while it grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.engines.stopping import StopStrings
+
+STOP = "<|the end|>"
+
+
+def tokenizer() -> Any:
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=8000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train([str(path) for path in sorted(Path("docs").rglob("*.md"))], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+
+
+def bisected(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
+    """As it was: the whole text, that without the last token, and then half of what is left."""
+
+    def has_stop(length: int) -> bool:
+        return STOP in decode(tokens[:length])
+
+    if not has_stop(len(tokens)):
+        return None
+    low, high = 0, len(tokens)
+    if not has_stop(high - 1):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_stop(middle) else (middle, high)
+    return high
+
+
+def watched(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int | None:
+    watch = StopStrings([STOP], decode).watch()
+    return next((n for n, token in enumerate(tokens, 1) if watch.is_ended_by(token)), None)
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    made = tokenizer()
+    text = "\n".join(path.read_text() for path in sorted(Path("docs").rglob("*.md")))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(made.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    stop = made.encode(STOP)
+    plain = made.encode(text)[: options.tokens]
+    answers = {
+        "nowhere": plain,
+        "at the end": plain[: -len(stop)] + stop,
+        "in the middle": plain[: len(plain) // 2] + stop + plain[len(plain) // 2 : -len(stop)],
+    }
+    print(
+        f"{'stop string':16}{'tokens':>8}{'one decode':>12}{'before':>10}{'now':>10}{'faster':>9}{'token by token':>16}"
+    )
+    for where, tokens in answers.items():
+        now = StopStrings([STOP], decode)
+        assert now.length(tokens) == bisected(tokens, decode) == watched(tokens, decode)
+        row = {
+            "stop": where,
+            "tokens": len(tokens),
+            "one_decode_ms": milliseconds(lambda tokens=tokens: decode(tokens), options.repeats),  # type: ignore[misc]
+            "before_ms": milliseconds(lambda tokens=tokens: bisected(tokens, decode), options.repeats),  # type: ignore[misc]
+            "now_ms": milliseconds(lambda tokens=tokens, now=now: now.length(tokens), options.repeats),  # type: ignore[misc]
+            "token_by_token_ms": milliseconds(lambda tokens=tokens: watched(tokens, decode), 3),  # type: ignore[misc]
+        }
+        faster = row["before_ms"] / row["now_ms"]
+        print(
+            f"{where:16}{row['tokens']:8}{row['one_decode_ms']:12.2f}{row['before_ms']:10.2f}{row['now_ms']:10.2f}"
+            f"{faster:8.1f}×{row['token_by_token_ms']:16.1f}"
+        )
+        print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}))
+
+
+if __name__ == "__main__":
+    main()
