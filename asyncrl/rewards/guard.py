@@ -48,6 +48,35 @@ class GuardedReward:
         """What is guarded."""
         return self._function
 
+    async def votes(self, completions: Sequence[str]) -> tuple[list[str], str]:
+        """What each answer comes down to (``vote`` of the function's object, or all of it), and why one has no vote.
+
+        "" where the user's function raises or exits, and for those that it has not looked at within the time that a
+        reward may take: one vote less is no reason to end a worker.
+        """
+        vote = getattr(self._function, "vote", None)
+        if vote is None:
+            return [completion.strip() for completion in completions], ""
+        found: list[str] = []
+        problems: list[str] = []
+
+        def look(completions: Sequence[str]) -> None:
+            for completion in completions:
+                try:
+                    with plugins.exits_contained():
+                        found.append(str(vote(completion)))
+                except Exception as error:  # a user's function: whatever it raises is data, not a crash
+                    found.append("")
+                    problems.append(f"vote() raised {plugins.described(error)}")
+
+        try:
+            async with asyncio.timeout(self._timeout_seconds), self._threads:
+                await _in_thread(look, completions)
+        except TimeoutError:
+            problems.append(f"vote() took longer than reward.timeout_seconds = {self._timeout_seconds:g}")
+        votes = found[: len(completions)]  # what hangs may go on
+        return [*votes, *[""] * (len(completions) - len(votes))], problems[0] if problems else ""
+
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
         """One reward a sample, in order. Raises RewardError."""
         try:

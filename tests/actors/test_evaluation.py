@@ -14,6 +14,7 @@ from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.messages import VersionSpan
 from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS
 from asyncrl.metrics import schema
+from asyncrl.rewards.guard import GuardedReward
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 
@@ -215,8 +216,10 @@ async def test_a_resumed_learner_takes_up_the_evaluation_that_its_death_interrup
 
 
 @pytest.mark.parametrize("end", [lambda text: {}[text], sys.exit])
-def test_a_vote_that_raises_or_exits_is_no_vote_and_is_said_once(end: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rewards: Any = {"sums": SimpleNamespace(function=SimpleNamespace(vote=end))}
-    by_dataset = DatasetRewards(rewards)
-    assert [by_dataset.vote("sums", "answer") for _ in range(3)] == ["", "", ""]
+async def test_a_vote_that_raises_or_exits_is_no_vote_and_is_said_once(
+    end: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    function: Any = SimpleNamespace(vote=end)
+    by_dataset = DatasetRewards({"sums": GuardedReward(function, name="own", takes_group=False, timeout_seconds=120)})
+    assert [await by_dataset.votes("sums", ["answer", "other"]) for _ in range(3)] == [["", ""]] * 3
     assert caplog.text.count("sums: its answers have no vote") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncrl.actors.rollout.evaluation_sink import EvaluationSink
@@ -13,7 +13,6 @@ from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.actors.rollout.stage import Stage
 from asyncrl.actors.rollout.worker import RolloutWorker
-from asyncrl.config import plugins
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.health.faults import EVALUATION_WORKER
 from asyncrl.protocols import Bus, Reward, RewardFn, RolloutFn, Sample, Tokenizer
@@ -38,22 +37,17 @@ class DatasetRewards:
         for reward in {id(reward): reward for reward in self._rewards.values()}.values():
             await reward.close()
 
-    def vote(self, dataset: str, completion: str) -> str:
-        """What an answer comes down to: what its reward looks at (``vote`` of a reward's object), or else all of it.
-
-        "" where the user's function raises or exits: one vote less is no reason to end a worker.
-        """
-        vote: Callable[[str], str] | None = getattr(getattr(self._rewards[dataset], "function", None), "vote", None)
-        if vote is None:
-            return completion.strip()
-        try:
-            with plugins.exits_contained():
-                return str(vote(completion))
-        except Exception as error:  # a user's function: whatever it raises is data, not a crash
-            if dataset not in self._explained:
-                self._explained.add(dataset)
-                self._log.warning("%s: its answers have no vote: vote() raised %s", dataset, plugins.described(error))
-            return ""
+    async def votes(self, dataset: str, completions: Sequence[str]) -> list[str]:
+        """What each answer comes down to, by its reward; all of it where that has nothing to say (GuardedReward)."""
+        votes = getattr(self._rewards[dataset], "votes", None)
+        if votes is None:  # a row names its reward
+            return [completion.strip() for completion in completions]
+        found: list[str]
+        found, problem = await votes(completions)
+        if problem and dataset not in self._explained:
+            self._explained.add(dataset)
+            self._log.warning("%s: its answers have no vote: %s", dataset, problem)
+        return found
 
 
 def evaluation_stage(
@@ -89,9 +83,9 @@ def evaluation_stage(
     )
     by_dataset = DatasetRewards(rewards)
 
-    def votes(dataset: str, group: TrajectoryGroup) -> tuple[str, ...]:
-        texts = (tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group.trajectories)
-        return tuple(_short(by_dataset.vote(dataset, text)) for text in texts)
+    async def votes(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
+        texts = [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group.trajectories]
+        return [_short(vote) for vote in await by_dataset.votes(dataset, texts)]
 
     return Stage(
         "evaluation",

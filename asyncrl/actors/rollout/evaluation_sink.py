@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from asyncrl.actors.wait_tracker import WaitTracker
@@ -18,7 +18,7 @@ from asyncrl.protocols import Bus
 FULL_LOG_SECONDS: Final = 1.0
 """Between two tries to publish into a full log: nobody announces that there is space again."""
 
-Vote = Callable[[str, TrajectoryGroup], Sequence[str]]
+Vote = Callable[[str, TrajectoryGroup], Awaitable[Sequence[str]]]
 """Of a data set and the answers to a prompt of it: what each comes down to."""
 
 
@@ -55,7 +55,7 @@ class EvaluationSink:
         evaluation = self._needed_by(group.group_id)
         if evaluation is None:
             return  # it ended without them
-        votes = self._vote(dataset, group) if group.trajectories else ()
+        votes = await self._vote(dataset, group) if group.trajectories else ()
         answers = EvaluationAnswers(
             number=evaluation.number,
             group_id=group.group_id,

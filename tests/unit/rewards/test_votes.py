@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.config import RewardSection
+from asyncrl.rewards.guard import GuardedReward
 from asyncrl.rewards.load import load_reward
 
 
@@ -25,6 +31,40 @@ from asyncrl.rewards.load import load_reward
         ("asyncrl.data.demo_task:reward", {}, " 0123 ", "0123"),
     ],
 )
-def test_a_vote_is_what_the_reward_looks_at(kind: str, options: dict[str, object], completion: str, vote: str) -> None:
+async def test_a_vote_is_what_the_reward_looks_at(
+    kind: str, options: dict[str, object], completion: str, vote: str
+) -> None:
     rewards = DatasetRewards({"set": load_reward(RewardSection(kind=kind, options=options))})
-    assert rewards.vote("set", completion) == vote
+    assert await rewards.votes("set", [completion]) == [vote]
+
+
+def with_vote(vote: Any, *, timeout_seconds: float = 120.0) -> DatasetRewards:
+    function: Any = SimpleNamespace(vote=vote)
+    guarded = GuardedReward(function, name="own", takes_group=False, timeout_seconds=timeout_seconds)
+    return DatasetRewards({"set": guarded})
+
+
+async def test_a_slow_vote_holds_up_nothing_else_in_the_worker() -> None:
+    loop = asyncio.get_running_loop()
+
+    def vote(completion: str) -> str:
+        answered = threading.Event()
+        loop.call_soon_threadsafe(answered.set)
+        return completion if answered.wait(120) else "the event loop was blocked"
+
+    assert await with_vote(vote).votes("set", ["a", "b"]) == ["a", "b"]
+
+
+async def test_a_vote_that_hangs_is_none_after_the_time_that_a_reward_may_take(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = threading.Event()
+    rewards = with_vote(lambda completion: str(gate.wait()), timeout_seconds=0.01)
+    assert await rewards.votes("set", ["a", "b"]) == ["", ""]
+    gate.set()
+    assert "set: its answers have no vote: vote() took longer than reward.timeout_seconds = 0.01" in caplog.text
+
+
+async def test_an_answer_without_a_vote_costs_the_others_nothing() -> None:
+    votes = {"a": "1", "b": "2"}
+    assert await with_vote(votes.__getitem__).votes("set", ["a", "?", "b"]) == ["1", "", "2"]
