@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from asyncrl.board.lanes import Doing, doing
+from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import Change, RunState
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
 from asyncrl.run.group_index import GroupIndex
@@ -50,17 +51,17 @@ class RunFeed:
             group.create_task(self._follow_rows())
             group.create_task(self._follow_bus())
 
-    async def groups(self) -> GroupIndex:
+    async def groups(self, readers: Readers) -> GroupIndex:
         """With what is new: nobody looks for it but who asks."""
         async with self._refreshing:
-            await asyncio.to_thread(self._groups.refresh)
+            await readers.run(self._groups.refresh)
         return self._groups
 
-    async def lanes(self) -> dict[str, Any]:
+    async def lanes(self, readers: Readers) -> dict[str, Any]:
         """What each actor did: what is heard of a run that is up, what was recorded of one that is not."""
         if self.state.beats:
             return self.state.lanes_as_json()
-        return self.state.lanes_as_json(await asyncio.to_thread(self.watched.timeline))
+        return self.state.lanes_as_json(await readers.run(self.watched.timeline))
 
     async def _follow_rows(self) -> None:
         while self._tail is not None:

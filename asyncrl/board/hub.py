@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from typing import Any, Final
 
 MOST_WAITING: Final = 256
@@ -36,30 +37,34 @@ class Hub:
         self._browsers.add(browser)
         return browser
 
+    @property
+    def num_browsers(self) -> int:
+        return len(self._browsers)
+
     def leave(self, browser: Browser) -> None:
         self._browsers.discard(browser)
 
 
 class Browser:
-    """What waits to be sent to one of them."""
+    """What waits to be sent to one of them. ``has_news``: whether anything does."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._lines: asyncio.Queue[bytes] = asyncio.Queue()
+        self._lines: deque[bytes] = deque()
+        self.has_news = asyncio.Event()
 
     def put(self, line: bytes) -> None:
-        if self._lines.qsize() >= MOST_WAITING:  # it does not keep up: it begins anew once it does
-            while not self._lines.empty():
-                self._lines.get_nowait()
+        if len(self._lines) >= MOST_WAITING:  # it does not keep up: it begins anew once it does
+            self._lines.clear()
             line = encoded({"kind": "restart"})
-        self._lines.put_nowait(line)
+        self._lines.append(line)
+        self.has_news.set()
 
-    async def next(self) -> bytes:
-        """All that waits.  waits for: a change    woken by: the hub"""
-        lines = [await self._lines.get()]
-        while not self._lines.empty():
-            lines.append(self._lines.get_nowait())
-        data = b"".join(lines)
+    def take(self) -> bytes:
+        """All that waits, which is to be sent now: nobody has it any more. Empty without news."""
+        data = b"".join(self._lines)
+        self._lines.clear()
+        self.has_news.clear()
         self._hub.bytes_sent += len(data)
         return data
 

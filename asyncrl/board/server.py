@@ -27,8 +27,9 @@ from aiohttp import web
 
 from asyncrl.board.feed import RunFeed
 from asyncrl.board.guard import HEADERS, Guard, Handler
-from asyncrl.board.hub import Hub, as_json
+from asyncrl.board.hub import Browser, Hub, as_json
 from asyncrl.board.lanes import STATES
+from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import RunState
 from asyncrl.errors import ConfigError
 from asyncrl.run.group_index import rows_as_json
@@ -37,6 +38,9 @@ from asyncrl.run.watched_run import WatchedRun
 STATIC: Final = Path(__file__).parent / "static"
 QUIET_SECONDS: Final = 15.0
 """Without a change, after which the stream says that it is still there."""
+STALLED_SECONDS: Final = 60.0
+"""For which a browser may take nothing of what is sent to it. Then its connection is closed: it opens another, and
+reads everything anew."""
 MOST_NAMES: Final = 200
 """Curves asked for at once."""
 
@@ -53,6 +57,7 @@ class Board:
         self._host, self._port, self._token = host, port, token
         self._guard = Guard(host=host, token=token)
         self._is_closing = asyncio.Event()
+        self._listing, self._opening = Readers("list"), Readers("open")
         self.port = 0
 
     @property
@@ -84,6 +89,8 @@ class Board:
         finally:
             self._is_closing.set()
             await runner.cleanup()
+            self._listing.close()
+            self._opening.close()
 
     def _application(self) -> web.Application:
         @web.middleware
@@ -119,7 +126,7 @@ class Board:
         return _json(self._state(request).curves_named(request.query.getall("name", [])[:MOST_NAMES]))
 
     async def _lanes(self, request: web.Request) -> web.StreamResponse:
-        return _json(await self._feed(request).lanes())
+        return _json(await self._feed(request).lanes(self._listing))
 
     async def _actor(self, request: web.Request) -> web.StreamResponse:
         beat = self._state(request).beats.get(request.match_info["name"])
@@ -129,8 +136,8 @@ class Board:
 
     async def _groups(self, request: web.Request) -> web.StreamResponse:
         asked = request.query
-        groups = await self._feed(request).groups()
-        rows, total = await asyncio.to_thread(
+        groups = await self._feed(request).groups(self._listing)
+        rows, total = await self._listing.run(
             groups.rows,
             fate=asked.get("fate", ""),
             text=asked.get("text", "")[:200],
@@ -144,9 +151,9 @@ class Board:
         number = request.match_info["group"]
         if not number.isdecimal() or len(number) > 16:
             raise web.HTTPNotFound(text="no such group\n")
-        groups = await self._feed(request).groups()
+        groups = await self._feed(request).groups(self._listing)
         try:
-            opened = await asyncio.to_thread(groups.open, int(number))
+            opened = await self._opening.run(groups.open, int(number))
         except ConfigError as error:
             raise web.HTTPNotFound(text=f"{error}\n") from None
         return _json(_finite(opened.sample.as_json() | {"texts": opened.texts, "problem": opened.problem}))
@@ -160,25 +167,27 @@ class Board:
             await answer.prepare(request)
             await answer.write(b": here\n\n")
             while not self._is_closing.is_set():
-                data = b": here\n\n"
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(QUIET_SECONDS):
-                        data = await self._next_or_closing(browser.next())
-                await answer.write(data)
+                        await self._news_or_closing(browser)
+                async with asyncio.timeout(STALLED_SECONDS):
+                    await answer.write(browser.take() or b": here\n\n")
         except ConnectionError:
             pass
+        except TimeoutError:  # half of it may be sent: there is no going on
+            if request.transport is not None:
+                request.transport.abort()
         finally:
             self.hub.leave(browser)
         return answer
 
-    async def _next_or_closing(self, next_data: Any) -> bytes:
-        data, closing = asyncio.ensure_future(next_data), asyncio.ensure_future(self._is_closing.wait())
+    async def _news_or_closing(self, browser: Browser) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in (browser.has_news, self._is_closing)]
         try:
-            await asyncio.wait((data, closing), return_when=asyncio.FIRST_COMPLETED)
-            return data.result() if data.done() else b""
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            data.cancel()
-            closing.cancel()
+            for wait in waits:
+                wait.cancel()
 
     def _state(self, request: web.Request) -> RunState:
         return self._feed(request).state

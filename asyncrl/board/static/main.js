@@ -68,8 +68,12 @@ async function beginAnew() {
   waiting = [];
   try {
     await begin();
+    byId("connection").textContent = "live";
+    byId("connection").className = "";
   } catch (error) {
     byId("connection").textContent = error.message;
+    byId("connection").className = "bad";
+    window.setTimeout(beginAnew, 2000);
   }
   const said = waiting;
   waiting = null;
@@ -81,17 +85,21 @@ function apply(change) {
   else CHANGES[change.kind]?.(change);
 }
 
-const stream = new EventSource("/api/stream");
-stream.onopen = () => {
-  byId("connection").textContent = "live";
-  byId("connection").className = "";
-  beginAnew();
-};
-stream.onerror = () => {
-  byId("connection").textContent = "the board does not answer; trying again";
-  byId("connection").className = "bad";
-};
-stream.onmessage = (event) => apply(JSON.parse(event.data));
+const CLOSED_SECONDS = 5;
+
+// A browser connects again by itself, unless it was refused: too many look, say.
+function follow() {
+  const stream = new EventSource("/api/stream");
+  stream.onopen = () => beginAnew();
+  stream.onerror = () => {
+    byId("connection").textContent = "the board does not answer; trying again";
+    byId("connection").className = "bad";
+    if (stream.readyState === EventSource.CLOSED) window.setTimeout(follow, 1000 * CLOSED_SECONDS);
+  };
+  stream.onmessage = (event) => apply(JSON.parse(event.data));
+}
+
+follow();
 
 byId("tabs").addEventListener("click", (event) => {
   const tab = event.target.dataset.tab;

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -14,12 +15,17 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl.board import server
+from asyncrl.board.hub import MOST_WAITING
+from asyncrl.board.readers import MOST_ASKED
 from asyncrl.board.server import Board
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.cli.main import main
+from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
+from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.watched_run import WatchedRun
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 
@@ -238,3 +244,80 @@ def test_a_mistake_is_said_in_one_line(
     line = capsys.readouterr().err
     assert said in line
     assert line.count("\n") == 1
+
+
+# -- a browser that does not read --------------------------------------------------------------------------------------
+
+LARGE = {"kind": "rows", "rows": ["x" * 50_000]}
+
+
+@contextlib.asynccontextmanager
+async def stalled(board: Board) -> AsyncIterator[asyncio.StreamReader]:
+    """A browser that has asked for the stream, and reads nothing but what its buffers take."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", board.port))
+    connection.sendall(b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
+    assert b"200" in await reader.readline()
+    while board.hub.num_browsers == 0:
+        await asyncio.sleep(0)
+    yield reader
+    writer.close()
+
+
+async def test_a_browser_that_fell_behind_is_told_to_read_everything_anew(
+    recorded: Path, open_board: OpenBoard
+) -> None:
+    async with open_board(recorded) as board, stalled(board) as reader:
+        for _ in range(10 * MOST_WAITING):  # far more than the buffers between the two take
+            board.hub.tell(0, LARGE)
+            await asyncio.sleep(0)
+        async with asyncio.timeout(120):
+            while b'"kind":"restart"' not in await reader.read(2**16):
+                pass
+        assert board.hub.num_browsers == 1
+
+
+async def test_a_browser_that_reads_nothing_is_hung_up_on(
+    recorded: Path, open_board: OpenBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens another connection, and reads everything anew."""
+    monkeypatch.setattr(server, "STALLED_SECONDS", 0.05)
+    async with open_board(recorded) as board, stalled(board) as reader:
+        async with asyncio.timeout(120):
+            while board.hub.num_browsers:
+                board.hub.tell(0, LARGE)
+                await asyncio.sleep(0)
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**16):
+                    pass
+
+
+async def test_browsers_that_wait_for_a_slow_log_hold_up_no_others(
+    with_groups: Path, open_board: OpenBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(self: GroupIndex, group_id: int) -> Any:
+        begun.set()
+        assert gate.wait(120)
+        raise ConfigError(f"group {group_id} is not here")
+
+    monkeypatch.setattr(GroupIndex, "open", slow)
+
+    async def opened() -> int:
+        async with asked(board, "/api/runs/0/groups/5") as answer:
+            return answer.status
+
+    async with open_board(with_groups) as board:
+        waiting = [asyncio.ensure_future(opened()) for _ in range(MOST_ASKED + 8)]
+        await asyncio.to_thread(begun.wait, 120)
+        refused, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert {one.result() for one in refused} == {503}
+        assert len((await table(board, "/api/runs/0/groups"))["rows"]) > 0
+        async with asked(board, "/api/stream") as stream:
+            write_rows(with_groups, row(31))
+            await the_first(stream, lambda change: change["kind"] == "rows")
+        gate.set()
+        assert sorted(await asyncio.gather(*waiting)) == [404] * MOST_ASKED + [503] * 8

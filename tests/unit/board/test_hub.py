@@ -14,7 +14,7 @@ async def test_everybody_gets_what_is_new_in_one_piece() -> None:
     hub.tell(0, {"kind": "rows"})
     hub.tell(1, {"kind": "marks"})
     expected = b'data: {"run":0,"kind":"rows"}\n\ndata: {"run":1,"kind":"marks"}\n\n'
-    assert await one.next() == await other.next() == expected
+    assert one.take() == other.take() == expected
     assert hub.bytes_sent == 2 * len(expected)
 
 
@@ -24,7 +24,7 @@ async def test_a_browser_that_does_not_keep_up_begins_anew() -> None:
     assert browser is not None
     for _ in range(MOST_WAITING + 1):
         hub.tell(0, {"kind": "rows"})
-    assert await browser.next() == b'data: {"kind":"restart"}\n\n'
+    assert browser.take() == b'data: {"kind":"restart"}\n\n'
 
 
 async def test_there_are_never_too_many_browsers() -> None:

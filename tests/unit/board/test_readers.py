@@ -1,0 +1,41 @@
+"""Browsers that ask for much at once are read for by a few threads of their own, or told to ask again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from aiohttp import web
+
+from asyncrl.board.readers import MOST_ASKED, THREADS, Readers
+
+
+async def test_more_requests_than_may_wait_are_told_to_ask_again_and_hold_up_nobody_else() -> None:
+    readers, others = Readers("test"), Readers("others")
+    gate, running, most = threading.Event(), 0, 0
+    lock = threading.Lock()
+
+    def read(number: int) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        assert gate.wait(60)
+        with lock:
+            running -= 1
+        return number
+
+    asked = [asyncio.ensure_future(readers.run(read, number)) for number in range(MOST_ASKED)]
+    await asyncio.sleep(0)
+    with pytest.raises(web.HTTPServiceUnavailable) as refused:
+        await readers.run(read, MOST_ASKED)
+    assert refused.value.headers["Retry-After"] == "2"
+    assert await others.run(lambda: "read") == "read"
+    assert await asyncio.to_thread(lambda: "read") == "read"
+    gate.set()
+    assert await asyncio.gather(*asked) == list(range(MOST_ASKED))
+    assert most <= THREADS
+    assert await readers.run(read, 7) == 7
+    for each in (readers, others):
+        each.close()
