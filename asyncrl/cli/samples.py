@@ -211,8 +211,8 @@ class _Printer:
 
     def decoded(self, group: GroupSample) -> GroupSample:
         """The group with its text; as it is where the tokenizer is not here."""
+        from asyncrl.data.tokenizer import load_decode
         from asyncrl.policies.groups.sample import decoded
-        from asyncrl.run.samples import load_decode
 
         if group.prompt is not None or self._problem:
             return group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,14 @@ def load_tokenizer(path: Path) -> Any:
         return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
+
+
+def load_decode(path: str) -> Callable[[Sequence[int]], str]:
+    """What makes text of tokens, special ones included. Raises ConfigError where the tokenizer is not here."""
+    if not path:
+        raise ConfigError("model.path: not known here; say where the tokenizer is with --set model.path=...")
+    tokenizer = load_tokenizer(Path(path))
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def is_generic(path: Path) -> bool:

@@ -34,7 +34,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.config.record import as_table
 from asyncrl.data.model_folder import check_model
-from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
@@ -43,7 +43,6 @@ from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
-from asyncrl.policies.groups.sample import Decode
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -207,13 +206,9 @@ def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
     if not run.metrics.samples_per_step:
         return None
 
-    def load_decode() -> Decode:
-        tokenizer = load_tokenizer(Path(run.model.path))
-        return lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=False)
-
     return SampleRecorder(
         SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes),
-        load_decode=load_decode,
+        load_decode=functools.partial(load_decode, run.model.path),
         per_step=run.metrics.samples_per_step,
         seed=run.run.seed,
         has_advantages=not algorithm.advantage_scores,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.config import RunConfig
+from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.messages import Event
 from asyncrl.messages.topics import TRAJECTORIES
@@ -29,7 +30,7 @@ from asyncrl.policies.groups.sample import Decode, GroupSample, decoded, reason_
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.groups.token_text import token_texts
 from asyncrl.run.file_tail import FileTail
-from asyncrl.run.samples import RunSamples, load_decode, model_path
+from asyncrl.run.samples import RunSamples, model_path
 from asyncrl.state import history, samples
 
 MOST_GROUPS: Final = 5000

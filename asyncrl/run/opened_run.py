@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
-from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.messages.topics import TRAJECTORIES
@@ -109,15 +109,14 @@ class OpenedRun:
 
         Raises ConfigError if nothing is left of the log, BusError if it cannot be read.
         """
-        tokenizer = load_tokenizer(Path(self.settings.model.path)) if text else None
+        decode = load_decode(self.settings.model.path) if text else None
         for record in _log(self._recorded, self._begun, token=self._token):
             group = record.message
             for sample, trajectory in enumerate(group.trajectories if group is not None else ()):
                 assert group is not None
                 row = _row(group, trajectory, sample=sample, sequence=record.sequence)
-                if tokenizer is not None:
-                    row |= {"prompt": tokenizer.decode(row["prompt_tokens"])}
-                    row |= {"response": tokenizer.decode(row["tokens"])}
+                if decode is not None:
+                    row |= {"prompt": decode(row["prompt_tokens"]), "response": decode(row["tokens"])}
                 yield row
 
 

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from asyncrl.config import RunConfig
-from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import AsyncRLError, ConfigError, NoHistory
 from asyncrl.messages import Event, TrajectoryGroup
 from asyncrl.messages.topics import EVENTS, PROGRESS, SETTINGS, TRAJECTORIES, Topic, group_id_of
 from asyncrl.policies.audit.entries import BEGUN, DAMAGED, HistoryEntry, present
-from asyncrl.policies.groups.sample import PENDING, UNKNOWN, Decode, GroupSample, reason_of, sample_of
+from asyncrl.policies.groups.sample import PENDING, UNKNOWN, GroupSample, reason_of, sample_of
 from asyncrl.policies.groups.states import FATES
 from asyncrl.policies.staleness.staleness import Forks
 from asyncrl.protocols import Bus, Record
@@ -277,14 +276,6 @@ async def model_path(bus: Bus, run: RunConfig) -> str:
     settings = (await bus.states(SETTINGS)).get("")
     model: Mapping[str, Any] = settings.sections.get("model", {}) if settings is not None else {}
     return str(model.get("path", ""))
-
-
-def load_decode(path: str) -> Decode:
-    """What makes text of tokens. Raises ConfigError where the tokenizer is not here."""
-    if not path:
-        raise ConfigError("model.path: not known here; say where the tokenizer is with --set model.path=...")
-    tokenizer = load_tokenizer(Path(path))
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 def _growing(path: Path, file: BinaryIO | None) -> Generator[GroupSample, None, None]:
