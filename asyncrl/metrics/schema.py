@@ -33,6 +33,7 @@ SCHEMA: dict[str, str] = {
     "bus/lag": "log entries not read yet",
     "learner/incarnation": "which start of the learner trained the step; tells apart rows of a step trained twice",
     "bus/rejected": "messages that were none or could not be, at the learner and its workers, since they started",
+    "metrics/left_out": "rows, samples and alarms that sinks were too slow for, since the start",
     "learner/step_seconds": "one optimizer step, without waiting",
     "learner/wait_seconds": "before the step, while the backend had nothing to do: no full batch, or not prepared yet",
     "learner/export_seconds": "after the step, copying the weights to publish: how long that held the backend up",

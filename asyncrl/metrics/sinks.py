@@ -10,37 +10,15 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TextIO, runtime_checkable
+from typing import Any, BinaryIO, TextIO
 
 from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
 from asyncrl.logs import is_at, put_back
+from asyncrl.metrics.background import BackgroundSink
+from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import GroupSample
-
-
-class Sink(Protocol):
-    """Where numbers go. One that also has ``write_samples`` or ``alarm`` gets those too (ShowsSamples, TakesAlarms)."""
-
-    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Raises OSError when nothing of the row was written: it may be written again."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class ShowsSamples(Protocol):
-    def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
-        """Groups recorded since the last call, decoded (metrics.samples_per_step)."""
-        ...
-
-
-@runtime_checkable
-class TakesAlarms(Protocol):
-    def alarm(self, step: int, name: str, text: str) -> None:
-        """An alarm goes on at this step."""
-        ...
 
 
 class OwnSink:
@@ -202,25 +180,28 @@ def check_sinks(run: RunConfig) -> None:
         writer_class()
 
 
-def open_sinks(run: RunConfig, *, resume: bool) -> list[Sink]:
-    """Those that the run file asks for. A resumed run goes on with its file and its W&B run."""
+def open_sinks(run: RunConfig, *, resume: bool, step: int = 0) -> list[Sink]:
+    """Those that the run file asks for. A resumed run goes on with its file and its W&B run, from ``step`` on.
+
+    The file and the console are written at once; whatever else there is may take its time.
+    """
     made: list[Sink] = [JsonLines(run.run_directory / "metrics.jsonl")]
     if run.metrics.console:
         made.append(Console(run.run.steps))
     if run.metrics.wandb:
         from asyncrl.metrics.wandb import WandB
 
-        made.append(
-            WandB(
-                project=run.metrics.wandb_project,
-                name=run.run.name,
-                directory=run.run_directory,
-                config=secret_values.shown(run),
-                resume=resume,
-            )
+        wandb = WandB(
+            project=run.metrics.wandb_project,
+            name=run.run.name,
+            directory=run.run_directory,
+            config=secret_values.shown(run),
+            resume=resume,
         )
+        made.append(BackgroundSink(wandb, name="W&B"))
     if run.metrics.tensorboard:
         from asyncrl.metrics.tensorboard import TensorBoard
 
-        made.append(TensorBoard(run.run_directory / "tensorboard"))
-    return [*made, *(OwnSink(run, name) for name in run.metrics.sinks)]
+        events = TensorBoard(run.run_directory / "tensorboard", purge_step=step + 1 if resume else None)
+        made.append(BackgroundSink(events, name="TensorBoard"))
+    return [*made, *(BackgroundSink(OwnSink(run, name), name=name) for name in run.metrics.sinks)]

@@ -31,16 +31,21 @@ def writer_class() -> Any:
 
 
 class TensorBoard:
-    """The event files of one learner."""
+    """The event files of one learner.
 
-    def __init__(self, directory: Path) -> None:
+    purge_step  the first step that it trains, where it may be trained again: what an earlier learner wrote at this step
+                and behind it is not shown. None: there is none
+    """
+
+    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
         """Raises ConfigError when no writer is installed."""
+        self._purge_step = purge_step
         self._directory = directory
         self._class = writer_class()
         self._made: Any = None
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        writer = self._writer(step)
+        writer = self._writer()
         for name, value in metrics.items():
             if isinstance(value, Histogram):
                 if sum(value.counts):
@@ -51,18 +56,18 @@ class TensorBoard:
 
     def write_samples(self, step: int, samples: Sequence[GroupSample]) -> None:
         for sample in samples:
-            self._writer(step).add_text(f"samples/{sample.fate}", markdown(sample), step)
+            self._writer().add_text(f"samples/{sample.fate}", markdown(sample), step)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        self._writer(step).add_text(f"alarms/{name}", text, step)
+        self._writer().add_text(f"alarms/{name}", text, step)
 
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
 
-    def _writer(self, step: int) -> Any:
-        if self._made is None:  # what a learner that fell back wrote behind this step is not shown
-            self._made = self._class(log_dir=str(self._directory), purge_step=step)
+    def _writer(self) -> Any:
+        if self._made is None:
+            self._made = self._class(log_dir=str(self._directory), purge_step=self._purge_step)
         return self._made
 
 

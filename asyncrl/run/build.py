@@ -102,7 +102,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         rows=rows,
         metrics=MetricsReporter(
             bus,
-            open_sinks(run, resume=resume),
+            open_sinks(run, resume=resume, step=state.step),
             alarms=_alarms(run),
             has_behavior=_are_sampled(run),
             samples=samples,

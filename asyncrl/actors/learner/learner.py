@@ -141,7 +141,7 @@ class Learner(Actor):
         await self._trainer.stop()
         if self._samples is not None:
             await self._samples.stop()
-        self._metrics.close()
+        await self._metrics.close()
         self._progress.close()
         self._in_progress.close()
         self._trainer.close()

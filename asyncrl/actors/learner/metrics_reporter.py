@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
@@ -13,7 +15,8 @@ from asyncrl.actors.learner.timeline import Timeline
 from asyncrl.messages import Heartbeat, StepMetrics
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, METRICS, PROMPTS, TRAJECTORIES
 from asyncrl.metrics.alarms import Alarm
-from asyncrl.metrics.sinks import ShowsSamples, Sink, TakesAlarms
+from asyncrl.metrics.background import BackgroundSink
+from asyncrl.metrics.ports import ShowsSamples, Sink, TakesAlarms
 from asyncrl.policies.batching.batch import Histogram, Metric, histogram
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -21,6 +24,7 @@ from asyncrl.policies.health.faults import WORKER
 from asyncrl.protocols import Bus
 
 REJECTED = "bus/rejected"
+LEFT_OUT = "metrics/left_out"
 LARGE_FLEET = 64
 """Of more workers than this a row has the sums only, and they are looked up at most every LOOK_SECONDS: what a step
 costs the learner does not grow with the fleet."""
@@ -75,6 +79,8 @@ class MetricsReporter:
             rung += [alarm] if alarm.is_on and not was_on else []
         row |= await self._bus_metrics(cursor) | worker_metrics(workers, policy_version)
         row[REJECTED] = self._bus.rejections.total + sum(beat.numbers.get(REJECTED, 0.0) for beat in workers)
+        if slow := [sink for sink in self._sinks if isinstance(sink, BackgroundSink)]:
+            row[LEFT_OUT] = float(sum(sink.num_left_out for sink in slow))
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, row), what="metrics")
         if self._timeline is not None:
@@ -123,11 +129,27 @@ class MetricsReporter:
             "bus/lag": float(max(0, await self._bus.last_sequence(TRAJECTORIES) - cursor)),
         }
 
-    def close(self) -> None:
-        """The last samples go out, and the sinks are closed."""
-        self._tell(self.newest.step, ())
-        for sink in self._sinks:
-            sink.close()
+    async def close(self) -> None:
+        """The last samples go out, and the sinks are closed, side by side. Raises what the first of them raises."""
+        problems: list[Exception] = []
+        with _noted(problems):
+            self._tell(self.newest.step, ())
+
+        def close(sink: Sink) -> None:
+            with _noted(problems):
+                sink.close()
+
+        await asyncio.gather(*(asyncio.to_thread(close, sink) for sink in self._sinks))
+        if problems:
+            raise problems[0]
+
+
+@contextlib.contextmanager
+def _noted(problems: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        problems.append(error)
 
 
 async def _write(sink: Sink, step: int, row: Mapping[str, Metric]) -> None:

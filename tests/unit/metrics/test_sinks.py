@@ -15,8 +15,9 @@ from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError, HopelessError
 from asyncrl.metrics import tensorboard as tensorboard_sink
+from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
 from asyncrl.metrics.samples_text import COLUMNS, markdown, rows
-from asyncrl.metrics.sinks import OwnSink, ShowsSamples, TakesAlarms, check_sinks, open_sinks
+from asyncrl.metrics.sinks import OwnSink, check_sinks, open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.policies.batching.batch import Histogram, Metric
 from asyncrl.policies.groups.sample import Answer, GroupSample
@@ -55,13 +56,29 @@ def test_tensorboard_has_every_number_histogram_sample_and_alarm(tmp_path: Path)
 
 
 def test_a_learner_that_fell_back_hides_the_steps_that_it_trains_again(tmp_path: Path) -> None:
-    for steps, reward in (((1, 2, 3), 0.1), ((2, 3), 0.9)):
-        sink = tensorboard_sink.TensorBoard(tmp_path)
+    for steps, reward, purged in (((1, 2, 3), 0.1, None), ((2, 3), 0.9, 2)):
+        sink = tensorboard_sink.TensorBoard(tmp_path, purge_step=purged)
         for step in steps:
             sink.write(step, {"reward/mean": reward})
         sink.close()
     values = [(event.step, round(event.value, 3)) for event in _read(tmp_path).Scalars("reward/mean")]
     assert values == [(1, 0.1), (2, 0.9), (3, 0.9)]
+
+
+def test_an_evaluation_that_ends_first_after_a_resume_hides_no_training_step(tmp_path: Path) -> None:
+    """It is of version 2, and the learner resumed behind step 4; the evaluation of version 6 was of a lost history."""
+    first = tensorboard_sink.TensorBoard(tmp_path)
+    for step in range(1, 7):
+        first.write(step, {"reward/mean": 0.1})
+    first.write(6, {"evaluation/sums/mean@8": 0.6})
+    first.close()
+    second = tensorboard_sink.TensorBoard(tmp_path, purge_step=5)
+    second.write(2, {"evaluation/sums/mean@8": 0.2})
+    second.write(5, {"reward/mean": 0.9})
+    second.close()
+    read = _read(tmp_path)
+    assert [event.step for event in read.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in read.Scalars("evaluation/sums/mean@8")] == [2]
 
 
 def _read(directory: Path) -> Any:
@@ -117,7 +134,7 @@ class Deaf:
     def close(self) -> None: ...
 
 
-def test_a_sink_of_the_users_own_gets_numbers_and_samples(run: RunConfig) -> None:
+def test_a_sink_of_the_users_own_gets_numbers_and_samples_and_ends_the_run_where_it_raises(run: RunConfig) -> None:
     Own.made.clear()
     sinks = open_sinks(_with(run, sinks=(f"{__name__}:Own",)), resume=False)
     own = sinks[-1]
@@ -125,10 +142,10 @@ def test_a_sink_of_the_users_own_gets_numbers_and_samples(run: RunConfig) -> Non
     assert isinstance(own, ShowsSamples) and isinstance(own, TakesAlarms)
     own.write_samples(1, [SAMPLE])
     own.alarm(1, "drop", "it has no method for it")
+    own.write(13, ROW)
+    sinks[0].close()
     with pytest.raises(HopelessError, match=r"metrics.sinks: .*:Own.write raised ValueError: no thirteenth step"):
-        own.write(13, ROW)
-    for sink in sinks:
-        sink.close()
+        own.close()
     assert Own.made[0].name == "r"
     assert Own.made[0].said == [1, [7], "closed"]
 

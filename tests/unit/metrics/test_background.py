@@ -1,0 +1,125 @@
+"""A sink that is slow, hangs or raises: training does not wait, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from asyncrl.metrics import background
+from asyncrl.metrics.background import MOST_WAITING, BackgroundSink
+from asyncrl.metrics.ports import ShowsSamples, TakesAlarms
+
+
+class Slow:
+    """Waits for ``gate`` in its first call."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self.steps: list[int] = []
+        self.is_closed = False
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.begun.set()
+        assert self.gate.wait(120)
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_rows_arrive_in_order_and_the_rest_before_it_is_closed() -> None:
+    slow = Slow()
+    sink = BackgroundSink(slow, name="slow", close_seconds=120)
+    for step in range(5):
+        sink.write(step, {})
+    slow.gate.set()
+    sink.close()
+    assert slow.steps == [0, 1, 2, 3, 4] and slow.is_closed
+
+
+def test_what_a_slow_sink_cannot_take_is_left_out_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow()
+    sink = BackgroundSink(slow, name="slow", close_seconds=120)
+    sink.write(0, {})
+    assert slow.begun.wait(120)
+    for step in range(1, MOST_WAITING + 4):
+        sink.write(step, {})
+    assert sink.num_left_out == 3
+    assert caplog.text.count("slow is slower than training") == 1
+    slow.gate.set()
+    sink.close()
+    assert slow.steps == list(range(MOST_WAITING + 1))
+    assert "slow did not get 3 rows in all" in caplog.text
+
+
+def test_a_sink_that_hangs_is_not_waited_for_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    hanging = Slow()
+    sink = BackgroundSink(hanging, name="hanging", close_seconds=0.01)
+    for step in range(3):
+        sink.write(step, {})
+    assert hanging.begun.wait(120)
+    sink.close()
+    assert "hanging is not done after 0.01 s; it did not get 2 of the last rows" in caplog.text
+    assert not hanging.is_closed
+    hanging.gate.set()
+
+
+class Failing(Slow):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error: Exception | None = error
+        self.gate.set()
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        super().write(step, metrics)
+
+
+def test_what_it_raises_is_raised_once_and_it_is_closed_all_the_same() -> None:
+    failing = Failing(ValueError("no"))
+    sink = BackgroundSink(failing, name="failing", close_seconds=120)
+    sink.write(1, {})
+    with pytest.raises(ValueError, match="no"):
+        sink.close()
+    sink.close()
+    assert failing.is_closed
+    sink.write(2, {})
+    assert failing.steps == []
+
+
+def test_a_row_that_the_disk_does_not_take_is_written_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Failing(OSError(errno.ENOSPC, "No space left on device", "events"))
+    tried = threading.Event()
+
+    class Pause(threading.Event):
+        """There is room after the first try."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            full.error = None
+            tried.set()
+            return False
+
+    sink = BackgroundSink(full, name="full", close_seconds=120)
+    monkeypatch.setattr(sink, "_is_closing", Pause())
+    with caplog.at_level(logging.ERROR, logger=background.log.name):
+        sink.write(1, {})
+        assert tried.wait(120)
+        sink.close()
+    assert full.steps == [1] and full.is_closed
+    assert "full cannot write" in caplog.text
+
+
+def test_it_takes_samples_and_alarms_for_a_sink_that_does() -> None:
+    sink = BackgroundSink(Slow(), name="numbers only")
+    assert isinstance(sink, ShowsSamples) and isinstance(sink, TakesAlarms)
+    sink.write_samples(1, [])
+    sink.alarm(1, "drop", "text")
+    sink.close()
