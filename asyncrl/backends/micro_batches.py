@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,3 +159,30 @@ def response_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
 def predicted_rows(micro_batch: MicroBatch) -> NDArray[np.int64]:
     """i64[N - D]: every token except the first of each document."""
     return np.flatnonzero(micro_batch.positions)
+
+
+class RecordedTokens:
+    """What a step thinks of the tokens of recorded documents: on the device until its end, then copied once."""
+
+    def __init__(self) -> None:
+        self._documents: list[int] = []
+        self._rows: list[torch.Tensor] = []
+
+    def note(self, micro_batch: MicroBatch, outputs: Sequence[torch.Tensor]) -> None:
+        """outputs: logprobs and entropy f32[M] of the response rows; of a model with a value head nothing is kept."""
+        if not micro_batch.recorded or len(outputs) != 2:
+            return
+        ends = np.searchsorted(response_rows(micro_batch), micro_batch.boundaries)
+        both = torch.stack([output.detach() for output in outputs])
+        for place, document in enumerate(micro_batch.documents.tolist()):
+            if document in micro_batch.recorded:
+                self._documents.append(document)
+                self._rows.append(both[:, ends[place] : ends[place + 1]])
+
+    def on_host(self) -> dict[int, NDArray[np.float32]]:
+        """f32[2, M] of each document. Waits for the device."""
+        if not self._rows:
+            return {}
+        joined = torch.cat(self._rows, dim=1).float().cpu().numpy()
+        ends = np.cumsum([rows.shape[1] for rows in self._rows])
+        return dict(zip(self._documents, np.split(joined, ends[:-1], axis=1), strict=True))

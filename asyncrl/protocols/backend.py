@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """metrics: named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks."""
+    """metrics: named as in asyncrl/metrics/schema.py, reduced over micro-batches and data-parallel ranks.
+
+    tokens: of the policy, for each document that is MicroBatch.recorded, f32[2, M]: logprobs and entropies in nats of
+    the M tokens that the step trained, as it found them. A backend may leave documents out
+    """
 
     metrics: Mapping[str, float]
+    tokens: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Backend(Protocol):
@@ -45,6 +50,7 @@ class Backend(Protocol):
 
         Returns the objective's metrics; for the critic, also critic/grad_norm, critic/learning_rate and
         critic/skipped_steps.
+        And what it thought of the tokens of documents that are recorded (StepResult).
         """
         ...
 

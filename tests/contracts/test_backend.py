@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.policies.batching.packing import empty, pack, pack_for_ranks
+from asyncrl.policies.batching.packing import empty, pack, pack_for_ranks, recording
+from asyncrl.protocols import Rehearsing
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,
@@ -255,3 +256,27 @@ def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
         after = weights(backend)
     name = "model.norm.weight"
     assert float((after[name] - before[name]).abs().max()) > 2**-8
+
+
+def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: str, folder: Path) -> None:
+    """Before its update, of the tokens that it trains; and of no others, whichever rank trains them."""
+    batch = documents()
+    (recorded,) = recording([shares(kind, batch)], (1, 4, 5))
+    model = hugging_face(folder)
+    with started(kind, folder, temperature=0.7) as backend:
+        if isinstance(backend, Rehearsing):
+            backend.rehearse(recorded)
+        result = backend.step(recorded, learning_rate=LEARNING_RATE)
+        again = backend.step(shares(kind, batch), learning_rate=LEARNING_RATE)
+        assert scored(backend, kind, pack(batch, max_tokens=1000)[0]).size  # no rank has anything left to say
+    assert sorted(result.tokens) == [1, 4, 5]
+    assert not again.tokens
+    for number, (logprobs, entropies) in result.tokens.items():
+        trained = batch[number].response_mask.copy()
+        trained[0] = False
+        ids = torch.from_numpy(batch[number].tokens.astype(np.int64))
+        distribution = torch.log_softmax(model(ids[None]).logits[0, :-1].detach() / 0.7, -1)
+        expected = distribution.gather(-1, ids[1:, None])[:, 0].numpy()[trained[1:]]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        expected = -(distribution.exp() * distribution).sum(-1).numpy()[trained[1:]]
+        np.testing.assert_allclose(entropies, expected, atol=1e-4)

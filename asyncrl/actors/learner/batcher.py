@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
@@ -31,7 +32,7 @@ from asyncrl.config import RunConfig
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack_parts
+from asyncrl.policies.batching.packing import MicroBatch, pack_parts, recording
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
@@ -72,8 +73,11 @@ class Batcher:
         progress: ProgressReporter,
         changed: asyncio.Event,
         algorithm: Algorithm,
+        picks: Callable[[int, int], Collection[int]] | None = None,
     ) -> None:
+        """picks: which of the groups of a step are recorded, by their count and the step's number;  None: none is"""
         self._table = table
+        self._picks = picks
         self._progress = progress
         self._changed = changed
         self._algorithm = algorithm
@@ -227,4 +231,15 @@ class Batcher:
         parts = pack_parts(
             batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens
         )
+        parts = recording(
+            parts, self._recorded([len(one.group.trajectories) for one in groups], step=policy_version + 1)
+        )
         return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)
+
+    def _recorded(self, sizes: Sequence[int], *, step: int) -> list[int]:
+        """Documents of the groups that are recorded. ``sizes``: documents of each group of the batch."""
+        if self._picks is None:
+            return []
+        ends = list(itertools.accumulate(sizes))
+        picked = self._picks(len(sizes), step)
+        return [number for index in picked for number in range(ends[index] - sizes[index], ends[index])]

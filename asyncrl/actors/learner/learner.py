@@ -285,7 +285,8 @@ class Learner(Actor):
         group: asyncio.TaskGroup,
     ) -> None:
         """All that follows from a step on ``taken``."""
-        self._progress.record(self.table.trained(max_staleness=prepared.batch.max_staleness), batch=prepared.batch)
+        outcome = self.table.trained(max_staleness=prepared.batch.max_staleness)
+        self._progress.record(outcome, batch=prepared.batch, tokens=result.tokens)
         await self._progress.recorded()
         metrics: dict[str, Metric] = {
             "time": time.time(),

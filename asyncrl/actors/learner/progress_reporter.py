@@ -11,7 +11,11 @@ import functools
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
@@ -50,9 +54,11 @@ class ProgressReporter:
         self._disk = disk or Disk(WaitTracker())
         self._samples = samples
 
-    def record(self, outcome: Outcome, *, batch: Batch | None = None) -> None:
+    def record(
+        self, outcome: Outcome, *, batch: Batch | None = None, tokens: Mapping[int, NDArray[np.float32]] | None = None
+    ) -> None:
         """Write what became of groups to the history. Call it before anything else can run. ``batch``: that of a
-        step."""
+        step;  ``tokens``: of its documents, what the step thought of them (StepResult)."""
         if outcome.fate == "trained":
             self._history.trained(
                 outcome.group_ids,
@@ -63,7 +69,9 @@ class ProgressReporter:
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)
         if self._samples is not None:
-            self._samples.note(outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch)
+            self._samples.note(
+                outcome, incarnation=self._table.incarnation, forks=self._table.forks, batch=batch, tokens=tokens
+            )
 
     async def recorded(self) -> None:
         """Wait until the history has every line: nothing that follows from one is told before."""

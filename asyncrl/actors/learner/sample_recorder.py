@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -67,21 +67,35 @@ class SampleRecorder:
         self._recent: deque[GroupSample] = deque(maxlen=MOST_KEPT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
-    def note(self, outcome: Outcome, *, incarnation: int, forks: Forks, batch: Batch | None = None) -> None:
-        """Groups left the window. ``batch``: of those that were trained."""
+    def note(
+        self,
+        outcome: Outcome,
+        *,
+        incarnation: int,
+        forks: Forks,
+        batch: Batch | None = None,
+        tokens: Mapping[int, NDArray[np.float32]] | None = None,
+    ) -> None:
+        """Groups left the window. ``batch``: of those that were trained;  ``tokens``: StepResult.tokens of its step."""
         of_all = functools.partial(
             sample_of, fate=outcome.fate, step=outcome.step, incarnation=incarnation, time=time.time(), forks=forks
         )
         if outcome.fate == "trained":
             self._lost = 0
             advantages = self._advantages(outcome.groups, batch)
-            for index in picked(len(outcome.groups), count=self._per_step, seed=self._seed, step=outcome.step):
-                self._record(functools.partial(of_all, outcome.groups[index], advantages=advantages[index]))
+            trainer = _trainer(outcome.groups, batch, tokens or {})
+            for index in self.picks(len(outcome.groups), outcome.step):
+                known = {"advantages": advantages[index], "trainer": trainer[index]}
+                self._record(functools.partial(of_all, outcome.groups[index], **known))
             return
         for group, event in zip(outcome.groups, outcome.events, strict=False):
             if self._lost < self._per_step:
                 self._lost += 1
                 self._record(functools.partial(of_all, group, reason=reason_of(outcome.fate, event)))
+
+    def picks(self, count: int, step: int) -> list[int]:
+        """Which of the ``count`` groups of a step are recorded."""
+        return picked(count, count=self._per_step, seed=self._seed, step=step)
 
     def take(self) -> Sequence[GroupSample]:
         """Those recorded since this was last asked, the newest MOST_KEPT of them."""
@@ -129,3 +143,25 @@ class SampleRecorder:
             self._is_said = True
         finally:
             self._room.release()
+
+
+def _trainer(
+    groups: Sequence[TrajectoryGroup], batch: Batch | None, tokens: Mapping[int, NDArray[np.float32]]
+) -> Sequence[Sequence[NDArray[np.float32]]]:
+    """Of each group, f32[2, T] of each answer: trainer logprobs and entropies, NaN where the step trained nothing.
+
+    None where they are not known.
+    """
+    if batch is None or not tokens:
+        return [()] * len(groups)
+    numbers = iter(range(len(batch.documents)))
+
+    def of_answer(number: int, prompt: int) -> NDArray[np.float32]:
+        mask = batch.documents[number].response_mask
+        found = np.full((2, len(mask)), np.nan, np.float32)
+        if number in tokens:
+            trained = np.flatnonzero(mask)
+            found[:, trained[trained > 0]] = tokens[number]  # the first of all has no logprob
+        return found[:, prompt:]
+
+    return [[of_answer(next(numbers), len(group.prompt_tokens)) for _ in group.trajectories] for group in groups]

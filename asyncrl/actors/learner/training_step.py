@@ -22,6 +22,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
 from asyncrl.policies.batching.apply_scores import complete
@@ -83,13 +86,15 @@ class TrainingStep:
         started = time.monotonic()
         scored = self._scored(batch, parts)
         metrics = {} if scored is parts else {"learner/score_seconds": time.monotonic() - started}
+        tokens: Mapping[int, NDArray[np.float32]] = {}
         if self.policy_steps(step + 1):
-            metrics |= self._steps(scored, learning_rate=learning_rate, model="policy")
+            result = self._steps(scored, learning_rate=learning_rate, model="policy")
+            metrics, tokens = metrics | dict(result.metrics), result.tokens
         else:
             metrics["learner/learning_rate"] = 0.0
         if "critic" in self._algorithm.models and not is_skipped(metrics):  # else the batch may be trained again
-            metrics |= self._critic_steps(scored)
-        return StepResult(metrics=metrics)
+            metrics |= self._critic_steps(scored).metrics
+        return StepResult(metrics=metrics, tokens=tokens)
 
     def _scored(self, batch: Batch, parts: Parts) -> Parts:
         """``parts`` with what the algorithm asks of other models, and of the policy as it is now."""
@@ -101,28 +106,29 @@ class TrainingStep:
         rows = [iter(share) for share in complete(shares, scores, batch=batch, algorithm=self._algorithm)]
         return [[[next(row) for _ in share] for row, share in zip(rows, part, strict=True)] for part in parts]
 
-    def _steps(self, parts: Parts, *, learning_rate: float, model: str) -> dict[str, float]:
-        """An optimizer step on each part; metrics of all of them.
+    def _steps(self, parts: Parts, *, learning_rate: float, model: str) -> StepResult:
+        """An optimizer step on each part; metrics of all of them, and what each thought of the tokens of its own.
 
         What the first one raises leaves the model as it was. Once a step has changed it, the batch cannot be trained
         again without some of its groups: what a later one raises is a BackendError.
         """
-        made: list[Mapping[str, float]] = []
+        made: list[StepResult] = []
         for dp_shards in parts:
             try:
-                made.append(self._backend.step(dp_shards, learning_rate=learning_rate, model=model).metrics)
+                made.append(self._backend.step(dp_shards, learning_rate=learning_rate, model=model))
             except Exception as error:
-                if all(is_skipped(metrics, model=model) for metrics in made):
+                if all(is_skipped(one.metrics, model=model) for one in made):
                     raise
                 raise BackendError(
                     f"optimizer step {len(made) + 1} of {len(parts)} on the batch failed: {error!r}"
                 ) from error
-        joined = made_one(made, model=model)
+        joined = made_one([one.metrics for one in made], model=model)
         if num_skipped := int(joined.get(f"{_prefix(model)}/skipped_parts", 0)):
             log.warning("%d of %d optimizer steps of the %s on a batch were not finite", num_skipped, len(made), model)
-        return joined
+        tokens = {document: row for one in made for document, row in one.tokens.items()}
+        return StepResult(metrics=joined, tokens=tokens)
 
-    def _critic_steps(self, parts: Parts) -> dict[str, float]:
+    def _critic_steps(self, parts: Parts) -> StepResult:
         """The policy's step is done: it cannot be repeated without the groups that this one fails with."""
         try:
             return self._steps(parts, learning_rate=self._critic_learning_rate, model="critic")

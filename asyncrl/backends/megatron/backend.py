@@ -174,10 +174,17 @@ class MegatronBackend(BackendAdapter):
         trained = {name: held for name, held in self._job.models.items() if held.is_trained}
         models.find(trained, model, doing="step")
         began = time.perf_counter()
-        result: StepResult = self._together(self._commands("step", dp_shards, model=model, learning_rate=learning_rate))
+        commands = self._commands("step", dp_shards, model=model, learning_rate=learning_rate)
+        result: StepResult = self._together(commands)
         if model != POLICY:
             return result
-        return StepResult(metrics={**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)})
+        metrics = {**result.metrics, **self._speed(dp_shards, time.perf_counter() - began)}
+        return StepResult(metrics=metrics, tokens={**result.tokens, **self._tokens_of_followers(commands)})
+
+    def _tokens_of_followers(self, commands: Sequence[Command]) -> dict[int, NDArray[np.float32]]:
+        ranks = [rank for rank in self._firsts if rank and commands[rank].has_recorded]
+        told = self._followers.scores(ranks) if self._followers else []
+        return {number: row for one in told for number, row in zip(one.documents, one.rows, strict=True)}
 
     def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = POLICY) -> StepResult:
         result: StepResult = self._together(self._commands("rehearse", dp_shards, model=model))
@@ -200,6 +207,11 @@ class MegatronBackend(BackendAdapter):
             for rank in range(self._layout.ranks)
         ]
 
+    @property
+    def _firsts(self) -> range:
+        """The first rank of each copy of the model, which speaks for it."""
+        return range(0, self._layout.ranks, self._layout.tensor)
+
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
         """Throughput of one step over all ranks; MFU only on a device whose peak is known."""
         lengths = np.concatenate(
@@ -217,7 +229,7 @@ class MegatronBackend(BackendAdapter):
     ) -> list[list[NDArray[np.float32]]]:
         models.find(self._job.models, model, doing="score")
         own: Scores = self._together(self._commands("score", dp_shards, model=model))
-        others = self._followers.scores(every=self._layout.tensor) if self._followers else []
+        others = self._followers.scores(self._firsts) if self._followers else []
         if problem := next((scores.problem for scores in [own, *others] if scores.problem), ""):
             raise self._failed("score", problem)
         return [list(scores.rows) for scores in [own, *others]]

@@ -17,7 +17,7 @@ import multiprocessing.process
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -74,9 +74,9 @@ class Followers:
             except OSError as error:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
 
-    def scores(self, *, every: int) -> list[Scores]:
-        """Scores of ranks ``every``, 2 x ``every``, ...: the first of each group. Raises BackendError."""
-        return [self._answer(place, connection) for place, connection, _ in self._links if place.rank % every == 0]
+    def scores(self, ranks: Collection[int]) -> list[Scores]:
+        """What these ranks, each the first of a copy of the model, have to say. Raises BackendError."""
+        return [self._answer(place, connection) for place, connection, _ in self._links if place.rank in ranks]
 
     def problems(self) -> list[str]:
         """What went wrong on each follower in a step that failed on all ranks. Raises BackendError."""

@@ -24,6 +24,7 @@ from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.errors import CheckpointError
+from asyncrl.protocols import StepResult
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -56,11 +57,7 @@ class MegatronRank:
         """Run a command together with the other ranks; returns this rank's result."""
         trained = {name: model for name, model in self._loaded.items() if isinstance(model, TrainedModel)}
         if command.name in ("step", "rehearse"):
-            return trained[command.model].step(
-                command.micro_batches,
-                learning_rate=command.learning_rate,
-                is_rehearsal=command.name == "rehearse",
-            )
+            return self._step(trained[command.model], command)
         if command.name == "score":
             return self._score(command)
         if command.name == "export":
@@ -72,6 +69,16 @@ class MegatronRank:
             for name, model in trained.items():
                 model.restore(folders[name])
         return None
+
+    def _step(self, model: TrainedModel, command: Command) -> StepResult | Scores | None:
+        """Of a follower what it thought of recorded tokens, if it is the first that holds its copy of the model."""
+        is_rehearsal = command.name == "rehearse"
+        result = model.step(command.micro_batches, learning_rate=command.learning_rate, is_rehearsal=is_rehearsal)
+        if self._is_leader:
+            return result
+        if not command.has_recorded or process_groups.tensor_parallel_group().rank():
+            return None
+        return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
 
     def _save(self, trained: Mapping[str, TrainedModel], folders: Mapping[str, Path]) -> None:
         """Write the files of all models, agree that all ranks have; then the leader completes them.

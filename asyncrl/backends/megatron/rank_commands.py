@@ -58,14 +58,20 @@ class Command:
     learning_rate: float = 0.0
     folder: str = ""
 
+    @property
+    def has_recorded(self) -> bool:
+        """Whether somebody will read what the step thought of tokens of the shard."""
+        return self.name == "step" and self.model == POLICY and any(one.recorded for one in self.micro_batches)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """A follower's reply to "score": f32[N] per micro-batch of its shard.
 
-
-    problem  why it has none; so it answers to a step that failed too, with "" when that was not here
+    documents  of a step with recorded ones: these, and f32[2, M] of each as ``rows`` (StepResult.tokens)
+    problem    why it has none; so it answers to a step that failed too, with "" when that was not here
     """
 
     rows: tuple[NDArray[np.float32], ...] = ()
+    documents: tuple[int, ...] = ()
     problem: str = ""

@@ -22,6 +22,7 @@ from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.rank_commands import Job
+from asyncrl.backends.micro_batches import RecordedTokens
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.offload import HostMoments
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
@@ -56,6 +57,7 @@ class TrainedModel(LoadedModel):
         """
         self._buffers.zero_grad_buffer()
         self._optimizer.zero_grad()
+        self._recorded = RecordedTokens()
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
@@ -83,7 +85,7 @@ class TrainedModel(LoadedModel):
         )
         if self._device.type == "cuda" and self._name == POLICY:
             metrics = {**metrics, "learner/memory_bytes": float(torch.cuda.max_memory_allocated())}
-        return StepResult(metrics=metrics)
+        return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 
     def _accumulated(self, share: Sequence[MicroBatch]) -> tuple[diagnostics.Sums, Exception | None]:
         """The gradients of all micro-batches in Megatron's buffers, summed over ranks as the last one's come.
@@ -122,6 +124,7 @@ class TrainedModel(LoadedModel):
         row = self._row(micro_batch, micro_batches.response_rows(micro_batch))
         with record_function("learner: forward"):
             outputs = self._outputs(row)
+            self._recorded.note(micro_batch, outputs)
             if len(row.rows):
                 loss, sums = self._objective.objective(self._inputs(row, outputs))
             else:  # nothing to learn, but the buffers expect a gradient of every parameter

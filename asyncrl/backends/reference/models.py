@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends import micro_batches, models, optimizer_state
 from asyncrl.backends.frozen import is_trained
-from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.micro_batches import PackedRow, RecordedTokens
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings, is_trainable, step_metrics
 from asyncrl.errors import BackendError, ConfigError
@@ -70,10 +70,12 @@ class LoadedModel:
     def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> PackedRow:
         return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=True)
 
-    def _inputs(self, row: PackedRow) -> LossInputs | ValueInputs:
-        if self._value_head is not None:
-            return row.value_inputs(self._values(row))
-        return row.loss_inputs(*self._token_logprobs(row))
+    def _outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
+        """Logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""
+        return self._token_logprobs(row) if self._value_head is None else (self._values(row),)
+
+    def _inputs(self, row: PackedRow, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
+        return row.loss_inputs(*outputs) if self._value_head is None else row.value_inputs(*outputs)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
         """The last hidden state of every token, [N, H]."""
@@ -136,9 +138,9 @@ class TrainedModel(LoadedModel):
         """``is_rehearsal``: all but the update. What goes wrong does so before that, and leaves gradients alone."""
         for weight in self._weights.values():
             weight.grad = torch.zeros_like(weight)
-        totals = self._objective.zero(self._device)
+        totals, recorded = self._objective.zero(self._device), RecordedTokens()
         for micro_batch in share:
-            totals = totals + self._accumulate(micro_batch)
+            totals = totals + self._accumulate(micro_batch, recorded)
         if (scale := self._objective.gradient_scale(totals)) is not None:
             torch._foreach_mul_([weight.grad for weight in self._weights.values() if weight.grad is not None], scale)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._settings.max_grad_norm))
@@ -156,14 +158,17 @@ class TrainedModel(LoadedModel):
             learning_rate=learning_rate,
             is_skipped=is_skipped,
         )
-        return StepResult(metrics=metrics)
+        return StepResult(metrics=metrics, tokens=recorded.on_host())
 
-    def _accumulate(self, micro_batch: MicroBatch) -> diagnostics.Sums:
+    def _accumulate(self, micro_batch: MicroBatch, recorded: RecordedTokens) -> diagnostics.Sums:
         """Accumulate a micro-batch's gradients."""
         rows = micro_batches.response_rows(micro_batch)
         if not len(rows):
             return self._objective.zero(self._device)
-        loss, sums = self._objective.objective(self._inputs(self._row(micro_batch, rows)))
+        row = self._row(micro_batch, rows)
+        outputs = self._outputs(row)
+        recorded.note(micro_batch, outputs)
+        loss, sums = self._objective.objective(self._inputs(row, outputs))
         gradients = torch.autograd.grad(loss, list(self._trained.values()), allow_unused=True)
         for weight, gradient in zip(self._weights.values(), gradients, strict=True):
             if gradient is not None and weight.grad is not None:

@@ -5,16 +5,26 @@ const MODES = [
   ["version", "policy version"],
   ["logprob", "engine logprob"],
   ["advantage", "advantage"],
-  ["trainer", "trainer − engine logprob", "not recorded: the trainer's logprobs leave the learner as metrics of the batch only"],
-  ["entropy", "entropy", "not recorded: only its mean over the batch is, as the metric entropy"],
+  ["trainer", "trainer − engine logprob"],
+  ["entropy", "entropy"],
 ];
+const NOT_RECORDED = "not recorded: known of trained groups in samples.jsonl";
 let mode = "version";
+
+// Whether this is known of a token of the group.
+function isKnown(group, name) {
+  if (name === "trainer") return group.answers.some((answer) => answer.trainer_logprobs.length);
+  if (name === "entropy") return group.answers.some((answer) => answer.entropies.length);
+  return true;
+}
 
 export function openGroup(place, group) {
   const answers = el("div", {});
+  if (!isKnown(group, mode)) mode = "version";
   const draw = () => answers.replaceChildren(legend(group), ...group.answers.map((answer, index) => answerBox(group, answer, index)));
-  const modes = el("div", { class: "bar" }, "colour by ", ...MODES.map(([name, title, missing]) => {
-    const button = el("button", { "data-mode": name, title: missing ?? null, disabled: missing ? "" : false, "aria-pressed": String(name === mode) }, title + (missing ? " (not recorded)" : ""));
+  const modes = el("div", { class: "bar" }, "colour by ", ...MODES.map(([name, title]) => {
+    const isMissing = !isKnown(group, name);
+    const button = el("button", { "data-mode": name, title: isMissing ? NOT_RECORDED : null, disabled: isMissing ? "" : false, "aria-pressed": String(name === mode) }, title + (isMissing ? " (not recorded)" : ""));
     button.addEventListener("click", () => {
       mode = name;
       for (const other of modes.querySelectorAll("button")) other.setAttribute("aria-pressed", String(other.dataset.mode === mode));
@@ -87,15 +97,29 @@ function advantageAt(answer, index) {
   return answer.advantages.length ? answer.advantages[index] : answer.advantage;
 }
 
+// trainer − engine logprob of a token; null where the step trained nothing.
+function differenceAt(answer, index) {
+  const trainer = answer.trainer_logprobs[index] ?? null;
+  return trainer === null ? null : trainer - answer.logprobs[index];
+}
+
 function tip(answer, texts, index) {
   if (index < 0) return "";
   const [, incarnation, version] = spanAt(answer, index);
-  const advantage = advantageAt(answer, index);
+  const advantage = advantageAt(answer, index), difference = differenceAt(answer, index), entropy = answer.entropies[index] ?? null;
+  const trainer = difference === null ? "" : `\ntrainer logprob ${number(answer.trainer_logprobs[index])}, ${difference > 0 ? "+" : ""}${number(difference)} to the engine's` + (entropy === null ? "" : `; entropy ${number(entropy)}`);
   return `token ${index}: ${JSON.stringify(texts[index])}, id ${answer.tokens[index]}\nversion ${version}${incarnation ? ` of incarnation ${incarnation}` : ""}\n` +
-    `engine logprob ${number(answer.logprobs[index])} (probability ${number(Math.exp(answer.logprobs[index]))})\nadvantage ${advantage === null ? "not known" : number(advantage)}`;
+    `engine logprob ${number(answer.logprobs[index])} (probability ${number(Math.exp(answer.logprobs[index]))})${trainer}\nadvantage ${advantage === null ? "not known" : number(advantage)}`;
 }
 
 const VERSIONS = ["#4477aa55", "#ee667755", "#22883355", "#ccaa2255", "#66ccee55", "#aa337755", "#ee886655", "#77777755"];
+
+const MOST_DIFFERENCE = 0.5, MOST_ENTROPY = 4; // nats, drawn fully
+
+function signed(value, most) {
+  if (value === null) return "";
+  return `rgb(${value < 0 ? "200 60 40" : "40 150 70"} / ${Math.min(0.85, 0.1 + (0.75 * Math.abs(value)) / most).toFixed(3)})`;
+}
 
 // The colour of a token by its index.
 function painter(answer) {
@@ -104,12 +128,10 @@ function painter(answer) {
     return (index) => VERSIONS[found.indexOf(spanAt(answer, index)[2]) % VERSIONS.length];
   }
   if (mode === "logprob") return (index) => `rgb(200 60 40 / ${Math.min(0.85, -answer.logprobs[index] / 6).toFixed(3)})`;
+  if (mode === "trainer") return (index) => signed(differenceAt(answer, index), MOST_DIFFERENCE);
+  if (mode === "entropy") return (index) => `rgb(120 80 190 / ${Math.min(0.85, (answer.entropies[index] ?? 0) / MOST_ENTROPY).toFixed(3)})`;
   const largest = Math.max(1e-9, ...(answer.advantages.length ? answer.advantages.map(Math.abs) : [Math.abs(answer.advantage ?? 0)]), 2);
-  return (index) => {
-    const advantage = advantageAt(answer, index);
-    if (advantage === null) return "";
-    return `rgb(${advantage < 0 ? "200 60 40" : "40 150 70"} / ${Math.min(0.85, 0.1 + (0.75 * Math.abs(advantage)) / largest).toFixed(3)})`;
-  };
+  return (index) => signed(advantageAt(answer, index), largest);
 }
 
 function versions(answer) {
@@ -119,11 +141,13 @@ function versions(answer) {
 }
 
 function legend(group) {
-  const isKnown = group.answers.some((answer) => answer.advantage !== null), isEach = group.answers.some((answer) => answer.advantages.length);
+  const hasAdvantage = group.answers.some((answer) => answer.advantage !== null), isEach = group.answers.some((answer) => answer.advantages.length);
   const texts = {
     version: "a colour for each policy version that sampled a part of the answer",
     logprob: "the redder, the less probable under the policy that sampled it (6 nats and more: full)",
-    advantage: !isKnown ? "advantages are known of recorded groups that were trained" : `${isEach ? "an advantage for each token" : "one advantage for all tokens of an answer"}: green above 0, red below`,
+    trainer: `the trainer's logprob, when the step trained the token, less the engine's when it sampled it: green where the trainer finds it likelier, red less likely (${MOST_DIFFERENCE} nats and more: full)`,
+    entropy: `of the policy at the token, when the step trained it: the darker, the less certain (${MOST_ENTROPY} nats and more: full)`,
+    advantage: !hasAdvantage ? "advantages are known of recorded groups that were trained" : `${isEach ? "an advantage for each token" : "one advantage for all tokens of an answer"}: green above 0, red below`,
   };
   return el("p", { class: "legend" }, texts[mode]);
 }

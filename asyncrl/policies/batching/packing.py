@@ -7,7 +7,7 @@ state at n - 1), so every array below is aligned with ``tokens`` and position 0 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -47,6 +47,7 @@ class MicroBatch:
     scores      f32[N] each, by name: numbers of other models about each token ("ref_logprobs", "teacher_logprobs",
                 "old_values", "returns"). Aligned as everything here: what belongs to choosing token n is at n, so the
                 old value of the state in which it was chosen is the critic's at token n - 1.
+    recorded    which of ``documents`` somebody will read: the step tells of their tokens (StepResult.tokens)
     """
 
     tokens: NDArray[np.int32]
@@ -58,6 +59,7 @@ class MicroBatch:
     staleness: NDArray[np.int32]
     documents: NDArray[np.int64]
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    recorded: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +130,19 @@ def _numbered_from(begin: int, micro_batch: MicroBatch) -> MicroBatch:
         return micro_batch
     numbers = np.where(micro_batch.documents < 0, micro_batch.documents, micro_batch.documents + begin)
     return replace(micro_batch, documents=numbers)
+
+
+def recording(
+    parts: Sequence[Sequence[Sequence[MicroBatch]]], documents: Collection[int]
+) -> list[list[list[MicroBatch]]]:
+    """What ``pack_parts`` made, with these documents of the batch recorded."""
+    wanted = frozenset(documents)
+
+    def marked(micro_batch: MicroBatch) -> MicroBatch:
+        found = tuple(number for number in micro_batch.documents.tolist() if number in wanted)
+        return replace(micro_batch, recorded=found) if found else micro_batch
+
+    return [[[marked(micro_batch) for micro_batch in share] for share in part] for part in parts]
 
 
 ATTENTION_TOKENS: Final = 16_384

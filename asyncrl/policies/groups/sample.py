@@ -38,6 +38,8 @@ class Answer:
     reward, parts  None where it was not finite
     advantage      mean over the tokens that the policy sampled; None where it is not known
     advantages     of each token, where they are not all the same
+    trainer_logprobs, entropies  of each token, in nats, as the step that trained it found it; None where it trained
+                   nothing, and () where they are not known
     staleness      versions between its oldest token and the version that trained it, or that dropped it; None: unknown
     tokens, logprobs  of each token, the behavior policy's
     environment    [start, end) of tokens that the policy did not sample
@@ -53,6 +55,8 @@ class Answer:
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
+    trainer_logprobs: tuple[float | None, ...] = ()
+    entropies: tuple[float | None, ...] = ()
     environment: tuple[tuple[int, int], ...] = ()
     versions: tuple[tuple[int, int, int], ...] = ()
 
@@ -127,11 +131,13 @@ def sample_of(
     time: float = 0.0,
     forks: Forks | None = None,
     advantages: Sequence[NDArray[np.float32]] = (),
+    trainer: Sequence[NDArray[np.float32]] = (),
 ) -> GroupSample:
     """Not decoded yet.
 
     forks       None: the staleness of its answers is not known
     advantages  f32[T] of each answer, 0 where the policy sampled nothing
+    trainer     f32[2, T] of each answer: trainer logprobs and entropies, NaN where nothing was trained
     """
     at = step - 1 if fate == "trained" else step
     answers = [
@@ -139,6 +145,7 @@ def sample_of(
             trajectory,
             staleness=None if forks is None else max(0, at - oldest_version(trajectory.version_spans, forks)),
             advantages=advantages[index] if advantages else None,
+            trainer=trainer[index] if trainer else None,
         )
         for index, trajectory in enumerate(group.trajectories)
     ]
@@ -177,7 +184,13 @@ def reason_of(fate: str, event: Mapping[str, Any]) -> str:
     return str(event.get("error", ""))
 
 
-def _answer(trajectory: Trajectory, *, staleness: int | None, advantages: NDArray[np.float32] | None) -> Answer:
+def _answer(
+    trajectory: Trajectory,
+    *,
+    staleness: int | None,
+    advantages: NDArray[np.float32] | None,
+    trainer: NDArray[np.float32] | None,
+) -> Answer:
     mask = trajectory.response_mask
     mean, each = None, ()
     if advantages is not None and mask.any():
@@ -185,6 +198,7 @@ def _answer(trajectory: Trajectory, *, staleness: int | None, advantages: NDArra
         mean = round(float(sampled.mean()), 6)
         if not (sampled == sampled[0]).all():
             each = tuple(round(value, 6) for value in advantages.tolist())
+    logprobs, entropies = trainer if trainer is not None and np.isfinite(trainer).any() else ((), ())
     return Answer(
         reward=_finite(trajectory.reward),
         parts={name: value for name, value in trajectory.reward_parts.items() if math.isfinite(value)},
@@ -194,6 +208,8 @@ def _answer(trajectory: Trajectory, *, staleness: int | None, advantages: NDArra
         tokens=tuple(trajectory.tokens.tolist()),
         logprobs=tuple(round(value, 4) for value in trajectory.behavior_logprobs.tolist()),
         advantages=each,
+        trainer_logprobs=tuple(map(_rounded, logprobs)),
+        entropies=tuple(map(_rounded, entropies)),
         environment=tuple(_ranges(~mask)),
         versions=tuple((span.start, span.incarnation, span.policy_version) for span in trajectory.version_spans),
     )
@@ -215,6 +231,10 @@ def _turns(answer: Answer, decode: Decode) -> list[tuple[By, str]]:
             found.append(("environment", decode(answer.tokens[start:end])))
         done = end
     return found
+
+
+def _rounded(value: float) -> float | None:
+    return round(float(value), 4) if math.isfinite(value) else None
 
 
 def _finite(value: float) -> float | None:

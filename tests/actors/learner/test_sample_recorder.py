@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl.actors.learner import sample_recorder
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.messages.topics import EVENTS
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.filters import dynamic_sampling
+from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.groups.states import Outcome
-from asyncrl.protocols import Reward, Sample
+from asyncrl.protocols import Reward, Sample, StepResult
 from asyncrl.state.history import HISTORY_FILE
 from asyncrl.state.history import read as read_history
 from asyncrl.state.samples import SampleFile, read
 from tests.harness import buses, fakes
-from tests.harness.fakes import Engine, Loop, run_worker, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -128,3 +134,60 @@ async def test_a_burst_of_drops_is_recorded_up_to_the_count_of_a_step(tmp_path: 
     assert [(row.group_id, row.reason) for row in rows] == [(0, "stale, 7 versions old"), (1, "stale, 7 versions old")]
     assert [row.group_id for row in recorded.take()] == [0, 1]
     assert recorded.take() == []
+
+
+class Telling(Backend):
+    """Knows of each token of a recorded document its logprob, of which the digits are the token, and its entropy."""
+
+    def step(self, shares: Any, *, learning_rate: float, model: str = "policy") -> StepResult:
+        result = super().step(shares, learning_rate=learning_rate, model=model)
+        tokens = {}
+        for micro_batch in shares[0]:
+            for number, place in zip(micro_batch.documents.tolist(), document_slices(micro_batch), strict=True):
+                if number in micro_batch.recorded:
+                    ids = micro_batch.tokens[place][micro_batch.response_mask[place]].astype(np.float32)
+                    tokens[number] = np.stack([-ids / 1000, ids])
+        return StepResult(metrics=result.metrics, tokens=tokens)
+
+
+async def test_a_trained_group_has_what_the_trainer_thought_of_each_token(bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(await bus_factory(), tmp_path, steps=4, samples=recorder(tmp_path, per_step=1))
+    loop.backend = Telling()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        await loop.run_learner()
+    answers = [answer for row in read(tmp_path) if row.fate == "trained" for answer in row.answers]
+    assert len(answers) == 4 * loop.group_size
+    for answer in answers:
+        assert answer.trainer_logprobs == tuple(round(-token / 1000, 4) for token in answer.tokens)
+        assert answer.entropies == tuple(float(token) for token in answer.tokens)
+
+
+async def test_what_was_not_trained_of_an_answer_has_no_numbers(tmp_path: Path) -> None:
+    """Of two answers one is masked whole; the other has a token of a tool, and one that is no number."""
+    group = buses.group(0)
+    recorded = recorder(tmp_path)
+    batch = batches.build([group], algorithm=resolve(ALGORITHMS["grpo"]), policy_version=0, max_staleness=4, forks={})
+    first, *others = batch.documents
+    mask = first.response_mask.copy()
+    (trained,) = np.nonzero(mask)
+    mask[trained[1]] = False
+    documents = [
+        dataclasses.replace(first, response_mask=mask),
+        *(dataclasses.replace(one, response_mask=np.zeros_like(one.response_mask)) for one in others),
+    ]
+    batch = dataclasses.replace(batch, documents=documents)
+    numbers = np.full((2, len(trained) - 1), 0.25, np.float32)
+    numbers[0, 0] = np.nan
+    outcome = Outcome(fate="trained", group_ids=(0,), step=1, groups=(group,))
+    tokens = {0: numbers} | {number: np.zeros((2, 0), np.float32) for number in range(1, len(documents))}
+    recorded.note(outcome, incarnation=0, forks={}, batch=batch, tokens=tokens)
+    await recorded.stop()
+    (row,) = read(tmp_path)
+    entropies: list[float | None] = [None] * len(row.answers[0].tokens)
+    for place in (trained[0], *trained[2:]):
+        entropies[place - len(group.prompt_tokens)] = 0.25
+    assert row.answers[0].entropies == tuple(entropies)
+    entropies[trained[0] - len(group.prompt_tokens)] = None  # of the logprobs, the one that is no number
+    assert row.answers[0].trainer_logprobs == tuple(entropies)
+    assert [answer.trainer_logprobs for answer in row.answers[1:]] == [()] * len(others)

@@ -116,6 +116,8 @@ def with_groups(recorded: Path, demo: Path) -> Path:
         turns=(("policy", "01"), ("environment", "23"), ("policy", f"4{HOSTILE}")),
         tokens=tokens,
         logprobs=(-0.1, -4.0, 0.0, 0.0, -1.0, -0.5),
+        trainer_logprobs=(-0.3, -3.5, None, None, -1.0, -0.5),
+        entropies=(0.1, 3.0, None, None, 0.5, 0.5),
         environment=((2, 4),),
         versions=((0, 0, 0), (4, 0, 1)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS
 from asyncrl.run.watched_run import WatchedRun
+from asyncrl.state.samples import SAMPLES_FILE
 from tests.harness.histories import forge
 from tests.integration.board.conftest import HOSTILE, OpenBoard, row, write_rows
 
@@ -116,9 +118,17 @@ async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
         await page.click("[data-mode=advantage]")
         first, second, *_ = await tokens.evaluate_all(colours)
         assert "40, 150, 70" in first and "200, 60, 40" in second
-        await expect(page.locator("[data-mode=entropy]")).to_be_disabled()
+        await page.click("[data-mode=trainer]")
+        first, second, third, _ = await tokens.evaluate_all(colours)
+        assert "200, 60, 40" in first and "40, 150, 70" in second  # 0.2 less and 0.5 more than the engine
+        assert third == "rgba(40, 150, 70, 0.1)"  # the same
+        await page.get_by_text("the trainer's logprob, when the step trained the token").wait_for()
+        await page.click("[data-mode=entropy]")
+        first, second, *_ = await tokens.evaluate_all(colours)
+        assert "rgba(120, 80, 190, 0.0" in first and "rgba(120, 80, 190, 0.7" in second
         await tokens.nth(1).hover()
         await page.get_by_text("engine logprob -4").wait_for()
+        await page.get_by_text("trainer logprob -3.5, +0.5 to the engine's; entropy 3").wait_for()
         assert await page.locator("img").count() == 0
         assert await page.title() == "asyncrl board"
 
@@ -135,3 +145,21 @@ async def test_where_the_tokenizer_is_not_here_text_is_shown_as_text(
         await page.get_by_text("no text for each token").wait_for()
         await expect(page.locator("[data-answer='0'] .text")).to_have_text(f"01234{HOSTILE}")
         assert await page.locator("img").count() == 0
+
+
+async def test_what_an_older_asyncrl_did_not_record_is_not_offered(
+    with_groups: Path, open_board: OpenBoard, browse: Browse
+) -> None:
+    path = with_groups / SAMPLES_FILE
+    group = json.loads(path.read_bytes())
+    for answer in group["answers"]:
+        del answer["trainer_logprobs"], answer["entropies"]
+    path.write_text(json.dumps(group) + "\n")
+    async with open_board(with_groups) as board:
+        page = await browse(board.url)
+        await page.click("[data-tab=groups]")
+        await page.click("#groups-rows tr")
+        for mode in ("trainer", "entropy"):
+            await expect(page.locator(f"[data-mode={mode}]")).to_be_disabled()
+        await page.locator("[data-answer='0'] .token").nth(1).hover()
+        await page.get_by_text("engine logprob -4").wait_for()
