@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import difflib
 import importlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.errors import ConfigError
 
@@ -59,7 +60,9 @@ def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> An
 @contextlib.contextmanager
 def exits_contained() -> Iterator[None]:
     """Around a user's function: where it exits (``sys.exit``, KeyboardInterrupt), UserExit is raised, an error like
-    others. A task that exits would end the event loop, and the process with it. A Ctrl-C remains one."""
+    others. A task that exits would end the event loop, and the process with it; so would one that the function makes
+    (actors/rollout/user_tasks.py). A Ctrl-C remains one."""
+    before = IS_USERS.set(True)
     try:
         yield
     except SystemExit as error:
@@ -68,10 +71,16 @@ def exits_contained() -> Iterator[None]:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise
         raise UserExit("KeyboardInterrupt") from error
+    finally:
+        IS_USERS.reset(before)
 
 
 class UserExit(Exception):
     """A user's function wanted to end the process."""
+
+
+IS_USERS: Final = contextvars.ContextVar("is_users", default=False)
+"""Whether what runs is a user's. A task begins with the context of who makes it."""
 
 
 def raised(error: BaseException) -> str:
