@@ -134,6 +134,10 @@ class PromptError(EngineError):
     """This prompt can be answered by no engine: too long for the model, or not of its tokens. The group is failed."""
 
 
+class NotNow(EngineError):
+    """This worker leaves before it can begin. It gives the prompt back, and that is no attempt at the group."""
+
+
 class EngineDied(EngineError):
     """The engine is gone. The rollout worker's process ends with it."""
 

@@ -2,7 +2,7 @@
 
 Each delivery after the first is noted in ``segments`` (GROUP/DELIVERY/begun) before anything of it is generated. The
 first counts as begun, so that groups that never fail cost nothing, unless it is noted that its worker gave it back
-before it began (GROUP/1/returned); with ``max_attempts`` = 1 the first is noted like the others.
+before it began, or looked at it (GROUP/1/returned); with ``max_attempts`` = 1 the first is noted like the others.
 Tests: tests/actors/rollout/test_prefetch.py, test_a_delivery_that_never_began_fails_nothing and
 test_what_is_given_back_before_it_began_has_used_no_attempt.
 """
@@ -39,17 +39,30 @@ class DeliveryAttempts:
         if delivery.attempt >= self._first_noted and delivery.message is not None:
             await self._note(delivery.message, _key(delivery.message.group_id, delivery.attempt))
 
-    async def give_back(self, delivery: Delivery[PromptGroup], *, delay: float = 0.0) -> None:
-        """It was not begun here: another gets it after ``delay`` seconds, with as many attempts left as we had."""
-        if delivery.attempt < self._first_noted and delivery.message is not None:
-            try:
-                await self._note(delivery.message, _returned_key(delivery.message.group_id))
-            except BusError as error:  # one attempt less
-                self._log.warning("group %s: cannot note that it was not begun: %s", delivery.key, error)
+    async def give_back(
+        self, delivery: Delivery[PromptGroup], *, has_begun: bool = False, delay: float = 0.0
+    ) -> None:
+        """Another gets it after ``delay`` seconds, with as many attempts left as we had.
+
+        has_begun  ``begin`` was called, and nothing came of it but that this worker leaves
+        """
+        try:
+            if delivery.attempt < self._first_noted:
+                await self.note_unread(delivery, is_sure=True)
+            elif has_begun and delivery.message is not None:
+                await self._bus.forget(SEGMENTS, key=_key(delivery.message.group_id, delivery.attempt))
+        except BusError as error:  # one attempt less
+            self._log.warning("group %s: cannot note that it was not begun: %s", delivery.key, error)
         await delivery.retry(delay=delay)
 
-    async def _note(self, prompt: PromptGroup, key: str) -> None:
-        await self._bus.put(SEGMENTS, GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=()), key=key)
+    async def note_unread(self, delivery: Delivery[PromptGroup], *, is_sure: bool = False) -> None:
+        """It goes back as it came. ``is_sure`` False waits for no answer: at worst it has one attempt less."""
+        if delivery.attempt < self._first_noted and delivery.message is not None:
+            await self._note(delivery.message, _returned_key(delivery.message.group_id), is_sure=is_sure)
+
+    async def _note(self, prompt: PromptGroup, key: str, *, is_sure: bool = True) -> None:
+        note = GroupSegment(group_id=prompt.group_id, worker=self._worker, calls=())
+        await self._bus.put(SEGMENTS, note, key=key, is_sure=is_sure)
 
     async def forget(self, delivery: Delivery[PromptGroup]) -> None:
         """The group is published. Notes of later deliveries go with the group's segments (partial_rollouts.py)."""

@@ -269,6 +269,9 @@ class EvaluationWork:
     async def retry(self) -> None:
         await self._delivery.retry(delay=RETRY_SECONDS)
 
+    async def give_back(self) -> None:
+        await self.attempts.give_back(self._delivery, has_begun=True)
+
     def close(self) -> None:
         self.prefetched.keeping.cancel()
         self.datasets.pop(self.group_id, None)

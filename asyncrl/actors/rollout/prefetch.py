@@ -2,7 +2,7 @@
 
   F1 no more than it begins while others travel (policies/prefetch.py): no worker starves beside a full one
   F2 a worker that drains gives them back at once; they begin nowhere else before, and then with the newest weights
-  F3 a group that was given back before it began has used up no attempt (delivery_attempts.py)
+  F3 a group that was given back before it began, or was looked at, has used up no attempt (delivery_attempts.py)
 Tests: tests/actors/rollout/test_prefetch.py.
 """
 
@@ -88,6 +88,7 @@ class Prefetch:
         what, on      what the worker waits for, and for whom
         """
         self._is_open, self._what, self._on = is_open, what, on
+        deliveries.on_unread(attempts.note_unread)
         self._deliveries, self._slots, self._groups_ahead = deliveries, slots, groups_ahead
         self._attempts, self._keep_seconds, self._owner = attempts, keep_seconds, owner
         self._log = logging.getLogger(f"asyncrl.{worker}")

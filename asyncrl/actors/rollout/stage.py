@@ -8,22 +8,25 @@ an evaluation that takes prompts from its own topic, or an endpoint whose sessio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from asyncrl import messages
+from asyncrl.actors.rollout.drain_patience import DrainPatience
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
 from asyncrl.actors.rollout.stragglers import Stragglers
+from asyncrl.actors.rollout.user_tasks import contain_exits
 from asyncrl.config import plugins
-from asyncrl.errors import EngineDied, EngineError, PromptError, RewardError, RolloutError
+from asyncrl.errors import EngineDied, EngineError, NotNow, PromptError, RewardError, RolloutError
 from asyncrl.logs import REASON
 from asyncrl.messages import PromptGroup, Trajectory, TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
@@ -70,6 +73,7 @@ class Stage:
         self._stragglers = stragglers
         self._weights = weights or engine.new_enough_for
         self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._patience = DrainPatience()
         self._explained: set[str] = set()
         """Reasons whose traceback is in the log."""
 
@@ -78,6 +82,7 @@ class Stage:
 
         Returns when the source has ended and every group is done. Raises EngineDied and BusError.
         """
+        contain_exits()
         async with self._source.open(), asyncio.TaskGroup() as group:
             while (item := await self._source.next()) is not None:
                 slots = await self._take_slots(item)
@@ -85,8 +90,9 @@ class Stage:
                 group.create_task(self._process(item, slots), name=name)
 
     def drain(self) -> None:
-        """Begin nothing more."""
+        """Begin nothing more, and do not wait for ever for the weights of what has begun."""
         self._source.drain()
+        self._patience.drain()
 
     async def close(self) -> None:
         await self._reward.close()
@@ -114,6 +120,9 @@ class Stage:
             await item.finish()
         except EngineDied:
             raise
+        except NotNow as error:
+            self._log.warning("group %d: given back: %s", item.group_id, error)
+            await item.give_back()
         except EngineError as error:
             self._log.warning("group %d: attempt %d failed: %s", item.group_id, item.attempt, error)
             await item.retry()
@@ -137,7 +146,7 @@ class Stage:
             self._explain(error)
             return failed_group(prompt.group_id, worker=self._worker, error=str(error), prompt=prompt)
         except EngineError as error:
-            if isinstance(error, EngineDied) or not item.is_last_attempt:
+            if isinstance(error, EngineDied | NotNow) or not item.is_last_attempt:
                 raise
             problem = f"gave up after {item.attempt} attempts, the last: {error}"
             return failed_group(prompt.group_id, worker=self._worker, error=problem, prompt=prompt)
@@ -180,12 +189,20 @@ class Stage:
         return GenerationSession(
             self._engine,
             sampling=prompt.sampling,
-            weights=functools.partial(self._weights, prompt),
+            weights=functools.partial(self._weighted, prompt),
             seed=functools.partial(sample_seed, self._seed, prompt.group_id, index),
             index=index,
             progress=progress,
             own_seconds=self._sample_seconds,
         )
+
+    @contextlib.asynccontextmanager
+    async def _weighted(self, prompt: PromptGroup) -> AsyncIterator[None]:
+        """The weights that its sessions sample from. Raises NotNow."""
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._patience.limited(f"weights of version {prompt.min_policy_version}"):
+                await stack.enter_async_context(self._weights(prompt))
+            yield
 
     async def _sample(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease

@@ -56,6 +56,10 @@ class WorkItem(Protocol):
         """This attempt failed: somebody (perhaps us) is to make the group again, soon."""
         ...
 
+    async def give_back(self) -> None:
+        """It is no attempt: this worker leaves. Somebody else is to make the group."""
+        ...
+
     def close(self) -> None:
         """Always called last, also after a cancel; without ``finish`` the group is still to be made."""
         ...

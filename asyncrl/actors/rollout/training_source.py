@@ -157,6 +157,10 @@ class PromptWork:
     async def retry(self) -> None:
         await self.prefetched.delivery.retry(delay=RETRY_SECONDS)
 
+    async def give_back(self) -> None:
+        await self.partial_rollouts.save()
+        await self.attempts.give_back(self.prefetched.delivery, has_begun=True)
+
     def close(self) -> None:
         self.prefetched.keeping.cancel()
         self.partial_rollouts.close(self.prefetched.delivery.key)

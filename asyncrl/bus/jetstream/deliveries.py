@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Generic, TypeVar
 
 from asyncrl.bus.encoding import Opened, opened
@@ -45,17 +45,21 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
     ) -> None:
         self._connection, self._topic, self._layout = connection, topic, layout
         self._signatures = signatures
-        self._consumer = PullConsumer(connection, stream=layout.stream(topic), name=WORKERS, ready=consumer.ready)
+        self._consumer = PullConsumer(
+            connection,
+            stream=layout.stream(topic),
+            name=WORKERS,
+            ready=consumer.ready,
+            give_back=self._give_back,
+        )
         self._held: list[JetStreamDelivery[M]] = []
+        self._tell_unread: Callable[[Delivery[M]], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         await self._consumer.start()
 
     async def __anext__(self) -> Delivery[M]:
-        item = await self._consumer.take()
-        key = self._layout.key(self._topic, item.subject)
-        content = opened(item.data, self._topic, key=key, signatures=self._signatures)
-        delivery = JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
+        delivery = self._delivery(await self._consumer.take())
         if delivery.attempt > 1:
             logger.info("%s %s: delivery attempt %d", self._topic.name, delivery.key, delivery.attempt)
         self._held = [one for one in self._held if one.is_ours()] + [delivery]
@@ -63,6 +67,9 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
 
     def want(self, count: int) -> None:
         self._consumer.want(count)
+
+    def on_unread(self, tell: Callable[[Delivery[M]], Awaitable[None]]) -> None:
+        self._tell_unread = tell
 
     async def stop(self) -> None:
         await self._consumer.stop()
@@ -74,6 +81,19 @@ class JetStreamDeliveries(AsyncIterator[Delivery[M]], Generic[M]):
         finally:
             for delivery in self._held:
                 await delivery.give_back()
+
+    def _delivery(self, item: Arrival) -> JetStreamDelivery[M]:
+        key = self._layout.key(self._topic, item.subject)
+        content = opened(item.data, self._topic, key=key, signatures=self._signatures)
+        return JetStreamDelivery(self._connection, item, self._topic, self._layout, content)
+
+    async def _give_back(self, item: Arrival) -> None:
+        """What has arrived and was not taken."""
+        try:
+            if self._tell_unread is not None:
+                await self._tell_unread(self._delivery(item))
+        finally:
+            await self._connection.send(item.reply, GIVE_BACK, reply="")
 
 
 class JetStreamDelivery(Generic[M]):

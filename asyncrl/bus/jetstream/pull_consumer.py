@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -31,16 +32,27 @@ from asyncrl.bus.jetstream.ordered_consumer import (
 logger = logging.getLogger(__name__)
 
 GIVE_BACK = b"-NAK"
+GiveBack = Callable[[Arrival], Awaitable[None]]
 EXPIRES_SECONDS: Final = 10.0
 """Expiry of pull requests, which the server reports. No heartbeats, so that a waiting worker costs little."""
 SILENCE_SECONDS: Final = EXPIRES_SECONDS + 2.5
 
 
 class PullConsumer:
-    """``ready``: returns once the shared consumer exists. One ``take`` at a time."""
+    """One ``take`` at a time."""
 
-    def __init__(self, wire: Wire, *, stream: str, name: str, ready: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        stream: str,
+        name: str,
+        ready: Callable[[], Awaitable[None]],
+        give_back: GiveBack | None = None,
+    ) -> None:
+        """ready: returns once the shared consumer exists;  give_back: does so with a message that was not taken"""
         self._wire, self._stream, self._ready = wire, stream, ready
+        self._give_back = give_back or functools.partial(_nak, wire)
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}"
         self._wanted = 1
         self._changed = asyncio.Event()
@@ -85,7 +97,7 @@ class PullConsumer:
             await self._withdraw(is_awaited=False)
         finally:
             while self._arrived:
-                await _give_back(self._wire, self._arrived.popleft())
+                await self._give_back(self._arrived.popleft())
 
     def _look(self, orders: _Orders) -> None:
         if orders.was_heard:
@@ -95,7 +107,7 @@ class PullConsumer:
             self._is_lost = True
 
     async def _listening(self) -> _Orders:
-        orders = _Orders(self._wire, self._subject, self._arrived, self._changed)
+        orders = _Orders(self._wire, self._subject, self._arrived, self._changed, self._give_back)
         try:
             await orders.listen()
         except BaseException:
@@ -130,8 +142,11 @@ class _Orders:
     is_awaited  what comes is taken
     """
 
-    def __init__(self, wire: Wire, subject: str, arrived: deque[Arrival], changed: asyncio.Event) -> None:
+    def __init__(
+        self, wire: Wire, subject: str, arrived: deque[Arrival], changed: asyncio.Event, give_back: GiveBack
+    ) -> None:
         self._wire, self._subject, self._arrived, self._changed = wire, subject, arrived, changed
+        self._give_back = give_back
         self._open = 0  # messages they may still deliver
         self._due = 0.0
         self._inbox = wire.inbox()
@@ -179,7 +194,7 @@ class _Orders:
                 return
             self._open = max(0, self._open - 1)
             if not self.is_awaited:
-                await _give_back(self._wire, item)
+                await self._give_back(item)
                 return
             self._arrived.append(item)
         else:
@@ -189,5 +204,5 @@ class _Orders:
         self._changed.set()
 
 
-async def _give_back(wire: Wire, item: Arrival) -> None:
+async def _nak(wire: Wire, item: Arrival) -> None:
     await wire.send(item.reply, GIVE_BACK, reply="")

@@ -72,6 +72,9 @@ class EvaluationWork:
     async def retry(self) -> None:
         await self.delivery.retry()
 
+    async def give_back(self) -> None:
+        await self.delivery.retry()
+
     def close(self) -> None:
         pass
 
@@ -157,6 +160,9 @@ class AgentSession:
 
     async def retry(self) -> None:
         raise AssertionError("the last attempt is never made again")
+
+    async def give_back(self) -> None:
+        raise AssertionError("nobody else has this agent")
 
     def close(self) -> None:
         pass

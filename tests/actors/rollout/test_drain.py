@@ -1,0 +1,57 @@
+"""A worker that drains while a group waits for weights: it waits for them for a while, and then somebody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from asyncrl.actors.rollout import drain_patience
+from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
+from asyncrl.messages import WeightVersion
+from asyncrl.messages.topics import PROMPTS, SEGMENTS, TRAJECTORIES, WEIGHTS
+from asyncrl.protocols import Bus
+from tests.harness import fakes
+from tests.harness.buses import first, prompt
+
+MISSING = 3
+
+
+async def waiting_for_weights(bus: Bus, *, max_attempts: int = 3) -> tuple[Any, asyncio.Task[None]]:
+    """A worker and its task; its one group asks for a version that there is not yet."""
+    await bus.publish(PROMPTS, dataclasses.replace(prompt(0), min_policy_version=MISSING), key="0")
+    actors = fakes.worker(bus, fakes.Engine(), max_attempts=max_attempts)
+    running = asyncio.create_task(fakes.run_worker(actors))
+    await fakes.until(lambda: any(wait.what.startswith("weights") for wait in actors[0].heartbeat().waits))
+    return actors[0], running
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+async def test_weights_that_nobody_stores_again_hold_up_no_drain_and_cost_no_attempt(
+    bus_factory: Any, monkeypatch: pytest.MonkeyPatch, max_attempts: int
+) -> None:
+    monkeypatch.setattr(drain_patience, "SECONDS", 0.05)
+    bus = await bus_factory()
+    for _ in range(3):  # of any number of workers, and of any delivery
+        worker, running = await waiting_for_weights(await bus_factory(), max_attempts=max_attempts)
+        worker.drain()
+        await running
+        assert (await bus.depth(PROMPTS), await bus.depth(TRAJECTORIES)) == (1, 0)
+    attempts = DeliveryAttempts(bus, worker="w1", max_attempts=max_attempts)
+    async with bus.consume(PROMPTS) as deliveries:
+        delivery = await anext(deliveries)
+        assert (delivery.attempt, await attempts.number(delivery)) == (4, 1)
+    assert all("begun" not in key for key in await bus.states(SEGMENTS))
+
+
+async def test_weights_that_come_in_time_are_waited_for(bus: Bus) -> None:
+    worker, running = await waiting_for_weights(bus)
+    worker.drain()
+    await fakes.until(lambda: worker.phase == "running" and worker.heartbeat().phase == "draining")
+    assert not running.done()
+    await bus.put(WEIGHTS, WeightVersion(incarnation=0, policy_version=MISSING, uri="/w/3"))
+    await running
+    (record,) = await first(bus, 1)
+    assert record.message.error == "" and await bus.depth(PROMPTS) == 0
