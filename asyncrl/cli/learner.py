@@ -11,7 +11,7 @@ from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.os_process import end_with_parent, exit_within
-from asyncrl.run import resume_checks, resume_settings, same_version, single_learner
+from asyncrl.run import resume_checks, resume_settings, same_version, signing_keys, single_learner
 from asyncrl.run.check import check_learner
 from asyncrl.run.registry import channel_class, connect
 
@@ -55,7 +55,8 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
         await same_version.refuse_others(bus, run=run_config.run.name)
         if resume:
             await resume_checks.refuse(run_config, bus=bus)
-        code = await train(run_config, bus, resume=resume, supervised=supervised)
+        async with signing_keys.heard_kept(run_config):
+            code = await train(run_config, bus, resume=resume, supervised=supervised)
         exit_within(EXIT_SECONDS, code)
         return code
     finally:

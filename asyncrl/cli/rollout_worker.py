@@ -97,7 +97,9 @@ async def _sample(
     from asyncrl.run.build_worker import build_worker
 
     run, name = run_config.run.name, identity.name
-    signatures = signing_keys.signatures(run_config, role="rollout-worker", own=identity.key, has_joined=has_joined)
+    signatures = signing_keys.signatures(
+        run_config, role="rollout-worker", own=identity.key, life=identity.life, has_joined=has_joined
+    )
     bus = await connect(run_config, token=token, role="rollout-worker", signatures=signatures)
     alone = contextlib.nullcontext() if identity.has_own_key else single_instance.worker(bus, name, run=run)
     try:

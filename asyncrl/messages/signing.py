@@ -5,7 +5,7 @@
 No message begins with 0xC1 (msgpack never uses it), so what was recorded without a signature stays readable. What is
 signed is a SHA-256 digest over run, topic, key, signer, life, sequence and message, so that none of them can be
 exchanged. A life is one start of a process, a sequence rises within it: who has seen a state refuses what its signer
-said before.
+said before, of others than the learner what is older by some seconds (freshness.py).
 
 The learner's topics (``Topic.is_learners``) and the offers of ``transfers`` are checked by everybody who knows the
 learner's key. Tests: tests/unit/messages/test_signing.py, tests/contracts/test_bus_signatures.py.
@@ -25,6 +25,7 @@ from typing import Any, Final
 import nacl.bindings
 import nacl.exceptions
 
+from asyncrl.messages.freshness import Freshness, Order
 from asyncrl.messages.topics import Service, Topic
 
 _MARK: Final = b"\xc1\x01"
@@ -32,9 +33,8 @@ _HEAD: Final = struct.Struct(">2s32sQQ64s")
 _CONTEXT: Final = b"asyncrl message 1"
 _SEED_BYTES: Final = 32
 _PUBLIC_KEY: Final = re.compile("[0-9a-f]{64}")
+_LONGEST_NAME: Final = 256
 
-Order = tuple[int, int]
-"""(life, sequence) of a message."""
 Seen = dict[tuple[str, str], Order]
 """The newest order of what a reader has taken, by topic and key."""
 
@@ -109,10 +109,11 @@ class Signatures:
         self._seen: dict[tuple[str, str], Order] = {}
         self._learns = learns
         self._bound = bound
+        self.heard = Freshness()
         self.learner = learner
 
     def for_another_connection(self) -> Signatures:
-        """Of the same process: its life and its sequence go on, nothing is seen yet."""
+        """Of the same process: its life, its sequence and what was heard go on; of the learner nothing is seen yet."""
         other = copy.copy(self)
         other._seen = {}
         return other
@@ -138,14 +139,37 @@ class Signatures:
         return opened
 
     def impostor(self, topic: Topic[Any], key: str, data: bytes, *, name: str) -> str:
-        """Why a message is not of whom it names; empty: it is, or anybody may use that name."""
+        """Why a message is not what it names says now; empty: it is, or anybody may use that name."""
         owner = self._bound(name)
         if not owner or topic.is_learners:
             return ""
-        signer, _, problem = self._verified(topic.name, key, data)
-        if not problem and (signer.startswith(owner) or signer == self.learner):
+        signer, order, problem = self._verified(topic.name, key, data)
+        if problem or not (signer.startswith(owner) or signer == self.learner):
+            return _not_of(name)
+        return self._problem_of_age(topic, key, signer, order, name=name)
+
+    def open_held(self, topic: Topic[Any], key: str, data: bytes, *, is_namesakes: bool = False) -> Opened:
+        """A record of who holds something: where we sign, it counts if its holder has signed it, and lately.
+
+        is_namesakes  only a process with our key may hold it
+        """
+        if self._own is None:
+            return self._opened(topic.name, key, data, is_learners=False)[0]
+        signer, order, problem = self._verified(topic.name, key, data)
+        if problem:
+            return Opened(b"", problem)
+        message = memoryview(data)[_HEAD.size :]
+        holder = bytes(message[:_LONGEST_NAME]).decode(errors="replace")
+        owner = self._own.public if is_namesakes else self._bound(holder)
+        problem = "" if signer.startswith(owner) else _not_of(holder)
+        return Opened(message, problem or self._problem_of_age(topic, key, signer, order, name=holder), signer)
+
+    def _problem_of_age(self, topic: Topic[Any], key: str, signer: str, order: Order, *, name: str) -> str:
+        if topic.kind != "state":  # a log has a place for each key once
             return ""
-        return f"is said in the name of {name[:100]!r} by somebody else"
+        if self.heard.is_old((topic.name, key, signer), order, seconds_to_live=topic.seconds_to_live):
+            return f"is an old message of {name[:100]!r}, said again by somebody"
+        return ""
 
     def seen(self) -> Seen:
         """What has been taken until now, for a reader that begins."""
@@ -205,7 +229,7 @@ class Signatures:
         try:
             nacl.bindings.crypto_sign_open(signature + digest, public)
         except (nacl.exceptions.CryptoError, ValueError):
-            return "", (0, 0), "has a signature of the learner that is wrong here"
+            return "", (0, 0), "has a signature that is wrong here"
         return public.hex(), (life, sequence), ""
 
     def _digest(self, where: str, key: str, signer: bytes, order: Order, data: bytes | memoryview) -> bytes:
@@ -224,3 +248,7 @@ UNSIGNED: Final = Signatures()
 
 def _digest_text(question: bytes) -> str:
     return hashlib.sha256(question).hexdigest()
+
+
+def _not_of(name: str) -> str:
+    return f"is said in the name of {name[:100]!r} by somebody else"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -63,6 +63,10 @@ class Deliveries(Protocol[M_co]):
 
     def want(self, count: int) -> None:
         """How many messages to prefetch ahead of ``anext``, which saves round trips over a long link; initially 1."""
+        ...
+
+    def on_unread(self, tell: Callable[[Delivery[M_co]], Awaitable[None]]) -> None:
+        """Told of each message that has arrived, was not asked for with ``anext``, and goes back to the bus."""
         ...
 
     async def stop(self) -> None:
@@ -215,12 +219,13 @@ class Bus(Protocol):
         """Requests as they arrive; for one left unanswered, ``ask`` returns None."""
         ...
 
-    def lease(self, name: str, *, holder: str) -> AbstractAsyncContextManager[None]:
+    def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AbstractAsyncContextManager[None]:
         """A lock over all processes of the run. Entering waits until it is free; waiters are served in no order.
 
         A holder that dies loses it within about five seconds. One that is cut off from the bus, or blocks its event
         loop, for that long also loses it, without notice: use it to limit load, not to protect data. Not reentrant.
-        ``holder``: a name for people who inspect the bus.
+        ``holder``: a name for people who inspect the bus; where it is a name that has a key, nobody else may give it.
+        ``is_namesakes``: who has another key than we cannot hold it, whatever it stores.
         """
         ...
 

@@ -1,10 +1,39 @@
-"""Writes the small files of keys/ in a run's folder."""
+"""Writes the small files of keys/ in a run's folder, and counts the lives of the processes that sign."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import secrets
+import time
 from pathlib import Path
+from typing import Final
+
+_LIFE_DIGITS: Final = 18
+
+log = logging.getLogger("asyncrl.keys")
+
+
+def next_life(folder: Path) -> int:
+    """Higher than any before, also where the clock went back meanwhile."""
+    path, life = folder / "life", now()
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", errors="replace") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            text = file.read(_LIFE_DIGITS + 1).strip()
+            life = max(int(text) + 1 if text.isdecimal() and len(text) <= _LIFE_DIGITS else 0, life)
+            file.seek(0)
+            file.write(str(life))  # over the last one: a full disk takes it, too
+            file.truncate()
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; this process goes by the clock", path, error.strerror)
+    return life
+
+
+def now() -> int:
+    """The life of a process whose key is as old as it is itself."""
+    return time.time_ns() // 1000
 
 
 def write(path: Path, text: str, *, mode: int) -> None:

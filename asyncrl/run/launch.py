@@ -114,7 +114,8 @@ async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str
     keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
     running = asyncio.ensure_future(manager.run(monitor, FleetScaler(bus, manager)))  # awaited on every way out
     try:
-        return await asyncio.shield(running)
+        async with signing_keys.heard_kept(run_config):
+            return await asyncio.shield(running)
     except asyncio.CancelledError:
         manager.interrupt()
         await running  # a second cancellation kills what is left

@@ -2,7 +2,8 @@
 
     keys/learner      in the run's folder: the learner's secret, 0600
     keys/learner.pub  its public half, for bus.learner_key of workers on other machines
-    keys/life         of the newest process that signs; a number that rises with each
+    keys/heard        what was said last by others (heard_file.py)
+    keys/life         of the newest process that signs, workers that the run's launcher starts too; it rises with each
 
 The learner's key is made with the run, whoever starts it, or was given with its credentials (bin/nats-config), and so
 was its public half to the other roles. A run that was begun without one, by an older version, goes
@@ -16,8 +17,7 @@ import fcntl
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +26,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
 from asyncrl.protocols.launcher import Launcher
-from asyncrl.run import key_files, worker_keys
+from asyncrl.run import heard_file, key_files, worker_keys
 from asyncrl.state.history import HISTORY_FILE
 
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
@@ -34,7 +34,6 @@ LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
 _FOLDER: Final = "keys"
 KEY_FILES: Final = (f"{_FOLDER}/learner", f"{_FOLDER}/learner.pub")
 """In the folder of a run that signs."""
-_LIFE_DIGITS: Final = 18
 
 _OURS: Final[dict[tuple[int, Path], Signatures]] = {}
 """By process id and folder: what this process signs with. It has one life, however often it connects to the bus."""
@@ -43,10 +42,12 @@ _TAKING: Final = threading.Lock()
 log = logging.getLogger("asyncrl.keys")
 
 
-def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, has_joined: bool = False) -> Signatures:
+def signatures(
+    run: RunConfig, *, role: str, own: SigningKey | None = None, life: int = 0, has_joined: bool = False
+) -> Signatures:
     """What a process of this role signs with, and whom it believes. Raises ConfigError for a key that is damaged.
 
-    own         of a rollout worker
+    own, life   of a rollout worker; a key that is as new as its process needs no life
     has_joined  it has come by the bus: the run's folder on this machine may be of another run of that name
     """
     name, folder = run.run.name, run.run_directory / _FOLDER
@@ -55,7 +56,8 @@ def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, has_
         known = known or ("" if has_joined else _public(folder))
         learns = role == "rollout-worker" and not known
         bound: Callable[[str], str] = worker_keys.digits_in
-        return Signatures(run=name, own=own, life=_now(), learner=known, learns=learns, bound=bound)
+        life = life or key_files.now()
+        return Signatures(run=name, own=own, life=life, learner=known, learns=learns, bound=bound)
     with _TAKING:
         ours = _OURS.get((os.getpid(), folder))
         try:
@@ -68,9 +70,19 @@ def signatures(run: RunConfig, *, role: str, own: SigningKey | None = None, has_
             return Signatures(run=name)
         if ours is None or ours.learner != key.public:
             bound = worker_keys.bound_names(folder, learner=key.public)
-            ours = Signatures(run=name, own=key, life=_next_life(folder), learner=key.public, bound=bound)
+            ours = Signatures(run=name, own=key, life=key_files.next_life(folder), learner=key.public, bound=bound)
+            ours.heard.remember(heard_file.load(folder))
             _OURS[os.getpid(), folder] = ours
         return ours.for_another_connection()
+
+
+@contextlib.asynccontextmanager
+async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
+    """Inside, what this process of the learner's role hears of others is kept for its next life."""
+    ours = signatures(run, role="learner")
+    keeping = heard_file.kept(run.run_directory / _FOLDER, ours.heard) if ours.learner else contextlib.nullcontext()
+    async with keeping:
+        yield
 
 
 def learner_key(run: RunConfig) -> str:
@@ -163,26 +175,6 @@ def _public(folder: Path) -> str:
             "when it starts"
         )
     return text
-
-
-def _next_life(folder: Path) -> int:
-    """Higher than any before, also where the clock went back meanwhile."""
-    path, life = folder / "life", _now()
-    try:
-        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", errors="replace") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            text = file.read(_LIFE_DIGITS + 1).strip()
-            life = max(int(text) + 1 if text.isdecimal() and len(text) <= _LIFE_DIGITS else 0, life)
-            file.seek(0)
-            file.write(str(life))  # over the last one: a full disk takes it, too
-            file.truncate()
-    except OSError as error:
-        log.warning("%s: cannot be written: %s; this process goes by the clock", path, error.strerror)
-    return life
-
-
-def _now() -> int:
-    return time.time_ns() // 1000
 
 
 def keyed(launcher: Launcher, run: RunConfig) -> Launcher:

@@ -45,9 +45,10 @@ async def _alone(
     async with contextlib.AsyncExitStack() as stack:
         questions: AsyncIterator[Asked[Claim, Claim]] | None = None
         try:
-            async with bus.lease(
-                f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}"
-            ):  # one asks at a time
+            one_at_a_time = bus.lease(
+                f"{service.name} {service.key}", holder=f"{ours.host} {ours.pid}", is_namesakes=True
+            )
+            async with one_at_a_time:
                 there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
                 if there is not None:
                     raise kind(f"{problem}: process {there.pid} on {there.host}; {mend}")

@@ -33,6 +33,8 @@ from asyncrl.run import key_files
 
 WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
 """In the environment of a worker that `asyncrl run` starts: its secret, or nothing in a run without keys."""
+WORKER_LIFE_VARIABLE: Final = "ASYNCRL_WORKER_LIFE"
+"""And which life of that key it is (messages/signing.py): what it said in another one is old."""
 _LEARNERS_ACTORS: Final = ("learner", "prompts", "weights")
 _NAMES: Final = "names"
 _DIGITS: Final = 16
@@ -66,8 +68,8 @@ class KeyedLauncher:
             return await self._launcher.start(spec)
         key = self._key(spec.name)
         self._bind({**self._names, spec.name: key.public})
-        environment = {**spec.environment, WORKER_KEY_VARIABLE: key.text()}
-        return await self._launcher.start(replace(spec, environment=environment))
+        own = {WORKER_KEY_VARIABLE: key.text(), WORKER_LIFE_VARIABLE: str(key_files.next_life(self._folder))}
+        return await self._launcher.start(replace(spec, environment={**spec.environment, **own}))
 
     async def release(self, name: str) -> None:
         await self._launcher.release(name)
@@ -110,11 +112,13 @@ class Identity:
 
     key          what it signs with; None in a run without keys
     has_own_key  it made its key itself, so that no other worker can have its name
+    life         which start of a process with this key it is; 0: the key is as new as its process
     """
 
     name: str
     key: SigningKey | None
     has_own_key: bool
+    life: int = 0
 
 
 def identity(label: str) -> Identity:
@@ -126,8 +130,10 @@ def identity(label: str) -> Identity:
     if text is None:
         key = SigningKey.generate()
         return Identity(f"{label}-{key.public[:_DIGITS]}", key, has_own_key=True)
+    life = os.environ.pop(WORKER_LIFE_VARIABLE, "")
     try:
-        return Identity(label, SigningKey.from_text(text) if text else None, has_own_key=False)
+        given = SigningKey.from_text(text) if text else None
+        return Identity(label, given, has_own_key=False, life=int(life or 0))
     except ValueError as error:
         raise ConfigError(f"{WORKER_KEY_VARIABLE}: {error}") from None
 

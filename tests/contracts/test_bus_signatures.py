@@ -13,6 +13,7 @@ from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, WeightVersion, replace
 from asyncrl.messages.fleet import Claim
+from asyncrl.messages.freshness import Freshness
 from asyncrl.messages.signing import Signatures, SigningKey
 from asyncrl.messages.topics import (
     ACTORS,
@@ -184,6 +185,76 @@ async def test_whether_a_name_is_taken_its_own_key_says_alone(speak: Speak) -> N
             asking = asyncio.ensure_future(there.ask(worker_named("w0"), Claim(host="here", pid=2), seconds=10))
             await (await anext(questions)).answer(namesake)
             assert await asking == (namesake if is_believed else None)
+
+
+# -- said again by somebody --------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def listener(clock: Clock, *, after: Signatures | None = None) -> Signatures:
+    """A learner, ``after`` another life of it, that goes by this clock."""
+    one = Signatures(run="r", own=LEARNER, learner=LEARNER.public, bound=worker_keys.digits_in)
+    one.heard = Freshness(clock=clock)
+    one.heard.remember(after.heard.newest() if after else {})
+    return one
+
+
+async def test_old_heartbeats_of_a_worker_keep_nobody_alive(speak: Speak) -> None:
+    """Recorded off the bus and put there again by somebody with every right on the server, also after a restart of the
+    learner."""
+    own, clock, recorded = SigningKey(b"w" * 32), Clock(), list[bytes]()
+    name = f"gpu7-{own.public[:16]}"
+    guest, evil = await speak(Signatures(run="r", own=own, life=1)), await speak(forger())
+    before = listener(clock)
+    there = await speak(before)
+    for beat in range(20):
+        await guest.put(ACTORS, replace(heartbeat(name), beat=beat), key=name)
+        recorded.append(await bytes_of(guest, name))
+        assert (await there.states(ACTORS))[name].beat == beat
+        clock.now += 2.0
+    after = await speak(listener(clock, after=before))
+    for reader in (there, after):
+        for data in (recorded[0], recorded[6], recorded[12]):
+            await put_bytes(evil, name, data)
+            assert await reader.states(ACTORS) == {}
+    assert after.rejections.total == 3  # type: ignore[attr-defined]
+    await guest.put(ACTORS, replace(heartbeat(name), beat=20), key=name)
+    for reader in (there, after):
+        assert (await reader.states(ACTORS))[name].beat == 20
+    again = await speak(Signatures(run="r", own=own, life=2))  # the worker was started again
+    await again.put(ACTORS, replace(heartbeat(name), beat=1), key=name)
+    assert (await there.states(ACTORS))[name].beat == 1
+    clock.now += 10.0
+    await put_bytes(evil, name, recorded[19])
+    assert await there.states(ACTORS) == {}
+    await again.put(ACTORS, replace(heartbeat(name), beat=2), key=name)
+    clock.now += 10.0 * ACTORS.seconds_to_live
+    last = await bytes_of(again, name)
+    assert (await there.states(ACTORS))[name].beat == 2
+    clock.now += 10.0 * ACTORS.seconds_to_live  # it is long gone, and this is its very last word
+    await put_bytes(evil, name, last)
+    assert await there.states(ACTORS) == {}
+
+
+async def bytes_of(bus: Any, key: str) -> bytes:
+    """What the bus has of an actor, signature and all."""
+    if isinstance(bus, MemoryBus):
+        return bus._state(ACTORS).present()[key].data
+    found = await bus._last(ACTORS, bus._layout.subject(ACTORS, key))
+    return bytes(found.data)
+
+
+async def put_bytes(bus: Any, key: str, data: bytes) -> None:
+    if isinstance(bus, MemoryBus):
+        await bus._put(ACTORS, key, data)
+    else:
+        await bus._set(ACTORS, key, data, {})
 
 
 async def recording(

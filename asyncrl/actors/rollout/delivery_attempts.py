@@ -39,9 +39,7 @@ class DeliveryAttempts:
         if delivery.attempt >= self._first_noted and delivery.message is not None:
             await self._note(delivery.message, _key(delivery.message.group_id, delivery.attempt))
 
-    async def give_back(
-        self, delivery: Delivery[PromptGroup], *, has_begun: bool = False, delay: float = 0.0
-    ) -> None:
+    async def give_back(self, delivery: Delivery[PromptGroup], *, has_begun: bool = False, delay: float = 0.0) -> None:
         """Another gets it after ``delay`` seconds, with as many attempts left as we had.
 
         has_begun  ``begin`` was called, and nothing came of it but that this worker leaves

@@ -370,13 +370,13 @@ class WeightFollower(Actor):
         num_engines = max((weights.num_engines for weights in self._newest.values()), default=0)
         async with contextlib.AsyncExitStack() as stack:
             with self.waiting("its turn to load weights", on=FOLLOWER):
-                await stack.enter_async_context(turn_to_load(self.bus, worker=self.name, num_engines=num_engines))
+                turn = turn_to_load(self.bus, worker=self.name, num_engines=num_engines, last=self.last_load)
+                await stack.enter_async_context(turn)
             yield
 
     def _note(self, report: LoadReport) -> None:
-        self.last_load, self.loaded_at = report, time.time()
+        self.last_load, self.loaded_at, self.problem = report, time.time(), ""
         self.loads += 1
-        self.problem = ""
         pause, whole = report.pause_seconds, report.load_seconds
         self.log.info("loaded version %d: paused %.3f s, %.3f s in all", self._engine.version[1], pause, whole)
 

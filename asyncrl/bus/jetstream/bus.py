@@ -163,11 +163,7 @@ class JetStreamBus:
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
         await self._stream(topic)
         deliveries = JetStreamDeliveries(
-            self._connection,
-            topic,
-            self._layout,
-            consumer=self._workers.of(topic),
-            signatures=self._signatures,
+            self._connection, topic, self._layout, consumer=self._workers.of(topic), signatures=self._signatures
         )
         try:
             await deliveries.start()
@@ -361,9 +357,18 @@ class JetStreamBus:
     # -- all --------------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
-        stream = await self._stream(Lease.TOPIC)
-        lease = Lease(self._connection, self._layout, stream=stream, name=name, holder=holder, role=self._role)
+    async def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AsyncIterator[None]:
+        lease = Lease(
+            self._connection,
+            self._layout,
+            stream=await self._stream(Lease.TOPIC),
+            name=name,
+            holder=holder,
+            role=self._role,
+            is_namesakes=is_namesakes,
+            signatures=self._signatures,
+            rejected=functools.partial(self.rejections.note, Lease.TOPIC.name, kind="signature"),
+        )
         await lease.take()
         try:
             yield

@@ -26,8 +26,9 @@ from typing import Any, ClassVar, Final
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.layout import GONE_SOON, REMOVED, Layout, is_removed, token
-from asyncrl.bus.jetstream.watch import last_stored
+from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
 from asyncrl.errors import BusError
+from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.messages.topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,24 @@ class Lease:
     """``stream``: that of ``Lease.TOPIC``. Call ``take``, then ``release``, once each."""
 
     TOPIC: ClassVar[Topic[str]] = Topic("leases", "state", str, seconds_to_live=LEASE_SECONDS)
-    """Its values are the holders' names in plain text: `nats kv watch` shows who is loading."""
+    """Its values end with the holders' names in plain text: `nats kv watch` shows who is loading."""
 
     def __init__(
-        self, connection: Connection, layout: Layout, *, stream: str, name: str, holder: str, role: str
+        self,
+        connection: Connection,
+        layout: Layout,
+        *,
+        stream: str,
+        name: str,
+        holder: str,
+        role: str,
+        is_namesakes: bool = False,
+        signatures: Signatures = UNSIGNED,
+        rejected: Callable[[str], object] = lambda problem: None,
     ) -> None:
+        """is_namesakes: only a process with our key may hold it;  rejected: told of a record that does not count"""
         self._connection, self._stream, self._name = connection, stream, name
+        self._signatures, self._is_namesakes, self._rejected = signatures, is_namesakes, rejected
         self._subject = lease_prefix(layout, role=role) + token(name)
         self._freed = layout.freed(name, role=role)
         self._holder = holder.encode()
@@ -116,13 +129,23 @@ class Lease:
         if await self._store(released):
             return True
         last = await last_stored(self._connection, stream=self._stream, subject=self._subject)
-        if last is not None and not is_removed(last.headers):
+        if last is not None and self._is_held(last):
             return False
         return await self._store(0 if last is None else last.sequence)
 
+    def _is_held(self, record: StoredMessage) -> bool:
+        """Not by a record that its holder did not sign, or not lately: that is stored over."""
+        if is_removed(record.headers):
+            return False
+        found = self._signatures.open_held(self.TOPIC, self._name, record.data, is_namesakes=self._is_namesakes)
+        if found.problem:
+            self._rejected(f"lease {self._name!r}: {found.problem}")
+        return not found.problem
+
     async def _store(self, revision: int) -> bool:
         """Acquire or renew it. False if another process holds it, or it expired."""
-        self._revision = await self._stored(self._holder, over=revision)
+        record = self._signatures.seal(self.TOPIC, self._name, self._holder)
+        self._revision = await self._stored(record, over=revision)
         return self._revision > 0
 
     async def _stored(self, data: bytes, *, over: int, **headers: str) -> int:
@@ -147,7 +170,7 @@ class Lease:
                     async with asyncio.timeout(self._seconds / 3):
                         await self._releasing.wait()
                         return
-                if not await self._store(self._revision):
+                if not await self._store(self._revision) and not await self._store_where_free():
                     logger.warning("lease %s: expired while held; another process may hold it now", self._name)
                     return
         except BusError as error:

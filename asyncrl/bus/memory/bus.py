@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.encoding import Each, Opened, encoded, opened
@@ -202,7 +202,7 @@ class MemoryBus:
             del self._lines[service.name, service.key]
 
     @contextlib.asynccontextmanager
-    async def lease(self, name: str, *, holder: str) -> AsyncIterator[None]:
+    async def lease(self, name: str, *, holder: str, is_namesakes: bool = False) -> AsyncIterator[None]:
         """Who holds it dies with this process, so that nobody waits for its time."""
         async with self._leases.setdefault(name, asyncio.Lock()):
             yield
@@ -266,6 +266,9 @@ class _Loans(AsyncIterator[Delivery[M]], Generic[M]):
         return _Delivery(self._work, item, opened(item.data, self._topic, key=item.key, signatures=self._signatures))
 
     def want(self, count: int) -> None:
+        pass
+
+    def on_unread(self, tell: Callable[[Delivery[M]], Awaitable[None]]) -> None:
         pass
 
     async def stop(self) -> None:

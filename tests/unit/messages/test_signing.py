@@ -12,7 +12,7 @@ from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, QUARANTIN
 
 LEARNER = SigningKey(b"l" * 32)
 OTHER = SigningKey(b"o" * 32)
-WRONG_HERE = "has a signature of the learner that is wrong here"
+WRONG_HERE = "has a signature that is wrong here"
 
 
 def learner(*, run: str = "r", life: int = 5, key: SigningKey = LEARNER) -> Signatures:

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import SigningKey
 from asyncrl.messages.topics import PROGRESS
-from asyncrl.run import signing_keys, single_learner
+from asyncrl.run import key_files, signing_keys, single_learner
 from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -79,7 +79,7 @@ def test_nothing_is_made_where_no_run_is(run: RunConfig) -> None:
 def test_a_later_process_is_never_taken_for_an_earlier_one(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = signing_keys.signatures(run, role="learner")
     for now in (2_000_000_000, 1_000_000_000, 1_000_000_000, 3_000_000_000):  # the clock goes back
-        monkeypatch.setattr(signing_keys.time, "time_ns", lambda now=now: now * 10**9)
+        monkeypatch.setattr(key_files.time, "time_ns", lambda now=now: now * 10**9)
         signing_keys._OURS.clear()  # another process
         writer = signing_keys.signatures(run, role="learner")
         assert not reader.open(PROGRESS, "", writer.seal(PROGRESS, "", b"said")).problem
