@@ -1,20 +1,79 @@
-"""Writes the prompts of examples/smollm2_arithmetic.toml: sums of two digits, made by reasoning-gym.
+"""Writes sums made by reasoning-gym: prompts of examples/smollm2_arithmetic.toml, or with
+--worked of examples/smollm2_sums.toml.
 
     python examples/make_arithmetic.py runs/arithmetic.jsonl
+    python examples/make_arithmetic.py runs/sums.jsonl --worked --count 900 --held-out runs/sums_held_out.jsonl
 
 A model of 135M parameters that is asked in words mostly chats. Shown three sums, it goes on with the number: 4 tokens
-instead of 40, right about four times in ten, which is where a group of samples has something to learn from.
+instead of 40, right about four times in ten, which is where a group of samples has something to learn from. Shown three
+longer sums that are worked line by line (--worked), it takes that up now and then.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import reasoning_gym
 
-SHOTS = "12 + 3 = 15\n4 + 5 = 9\n20 + 31 = 51\n"
+SHOTS: Final = "12 + 3 = 15\n4 + 5 = 9\n20 + 31 = 51\n"
+WORKED: Final = ("4 + 5 + 2", "7 + 6 + 1", "3 + 8 + 9")
+MOST_TRIES: Final = 100
+"""Problems drawn for each that is kept: there are only 1,000 sums of three digits."""
+
+
+def shown(expression: str) -> str:
+    return f"{SHOTS}{expression} ="
+
+
+def chat(expression: str) -> list[dict[str, str]]:
+    """Messages that ask for a sum, behind three that were answered."""
+    messages = []
+    for shot in WORKED:
+        messages += [{"role": "user", "content": f"What is {shot}?"}, {"role": "assistant", "content": worked(shot)}]
+    return [*messages, {"role": "user", "content": f"What is {expression}?"}]
+
+
+def worked(expression: str) -> str:
+    """A sum, one number at a time.
+
+    >>> print(worked("4 + 5 + 2"))
+    4 + 5 = 9
+    9 + 2 = 11
+    The answer is 11.
+    """
+    total, *others = map(int, expression.split(" + "))
+    lines = []
+    for number in others:
+        lines.append(f"{total} + {number} = {total + number}")
+        total += number
+    return "\n".join([*lines, f"The answer is {total}."])
+
+
+def problems(*, is_worked: bool, seed: int) -> Iterator[tuple[str, str]]:
+    """(expression, answer), none twice where they are worked."""
+    terms, digits = (3, 1) if is_worked else (2, 2)
+    drawn = reasoning_gym.create_dataset(
+        "basic_arithmetic",
+        size=MOST_TRIES * 1000,
+        seed=seed,
+        min_terms=terms,
+        max_terms=terms,
+        min_digits=1,
+        max_digits=digits,
+        operators=("+",),
+        allow_parentheses=False,
+        allow_negation=False,
+    )
+    seen = set(WORKED)
+    for problem in drawn:
+        expression = problem["metadata"]["expression"]
+        if not is_worked or expression not in seen:
+            seen.add(expression)
+            yield expression, problem["answer"]
 
 
 def main() -> None:
@@ -22,25 +81,25 @@ def main() -> None:
     parser.add_argument("path", type=Path, help="file to write")
     parser.add_argument("--count", type=int, default=512, help="rows (default: 512)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worked", action="store_true", help="chats with sums of three numbers, each worked out")
+    parser.add_argument("--held-out", type=Path, metavar="FILE", help="write 64 further rows there; needs --worked")
     options = parser.parse_args()
-    problems = reasoning_gym.create_dataset(
-        "basic_arithmetic",
-        size=options.count,
-        seed=options.seed,
-        min_terms=2,
-        max_terms=2,
-        min_digits=1,
-        max_digits=2,
-        operators=("+",),
-        allow_parentheses=False,
-        allow_negation=False,
-    )
-    options.path.parent.mkdir(parents=True, exist_ok=True)
-    with options.path.open("w") as stream:
-        for problem in problems:
-            row = {"prompt": f"{SHOTS}{problem['metadata']['expression']} =", "label": problem["answer"]}
+    if options.held_out and not options.worked:
+        parser.error("--held-out needs --worked: without it rows repeat, and some would be in both files")
+    rows = problems(is_worked=options.worked, seed=options.seed)
+    write(options.path, rows, options.count, is_worked=options.worked)
+    if options.held_out:
+        write(options.held_out, rows, 64, is_worked=True)
+
+
+def write(path: Path, rows: Iterator[tuple[str, str]], count: int, *, is_worked: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        for _ in range(count):
+            expression, answer = next(rows)
+            row: dict[str, Any] = {"prompt": chat(expression) if is_worked else shown(expression), "label": answer}
             stream.write(json.dumps(row) + "\n")
-    print(f"{options.path}: {options.count} prompts")
+    print(f"{path}: {count} prompts")
 
 
 if __name__ == "__main__":
