@@ -123,7 +123,7 @@ class AnswerCollector:
         """Why nobody can answer: the version is gone, or none of the workers that are up can load it."""
         if problem := await self._gone():
             return problem
-        unable = self._asked.unable
-        if not set(await self._workers()) <= unable.keys():
+        unable, workers = self._asked.unable, set(await self._workers())
+        if not workers or not workers <= unable.keys():
             return ""
         return f"no worker can load it; {(name := next(iter(unable)))}: {unable[name]}"

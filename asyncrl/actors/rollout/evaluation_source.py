@@ -30,6 +30,7 @@ from asyncrl.actors.rollout.slots import SampleSlots
 from asyncrl.errors import BusFull, WeightsError
 from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
+from asyncrl.messages.rollout import LONGEST_ERROR
 from asyncrl.messages.topics import EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS, SEGMENTS, group_id_of
 from asyncrl.protocols import Bus, Delivery
 
@@ -197,7 +198,9 @@ class EvaluationSource:
     async def _say_unable(self, evaluation: Evaluation, error: WeightsError) -> None:
         """To the learner: it need not wait for a version that nobody can load."""
         problem = f"cannot load version {evaluation.weights.policy_version}: {error}"
-        said = EvaluationAnswers(number=evaluation.number, group_id=None, error=problem, worker=self._worker)
+        said = EvaluationAnswers(
+            number=evaluation.number, group_id=None, error=problem[:LONGEST_ERROR], worker=self._worker
+        )
         with contextlib.suppress(BusFull):  # it waits for its timeout then
             await self._bus.publish(EVALUATION_ANSWERS, said, key=f"{evaluation.number}-{uuid.uuid4().hex[:12]}")
 

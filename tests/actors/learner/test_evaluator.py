@@ -231,9 +231,10 @@ async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
 
 
 @pytest.mark.timeout(60)
-async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: MemoryBus) -> None:
+@pytest.mark.parametrize("up", [["e0", "e1"], []], ids=["another is up", "it has ended, and another will come"])
+async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: MemoryBus, up: list[str]) -> None:
     await bus.put(EVALUATION, LAST)
-    await beats(bus, "e0", "e1")
+    await beats(bus, *up)
     await say_unable(bus, LAST, "e0")
     life = Life(bus)
     await life.evaluator.start()
