@@ -24,6 +24,8 @@ from asyncrl.policies.health.faults import EVALUATION_WORKER
 from tests.harness.evaluation import section, sums
 from tests.harness.fakes import Channel
 
+pytestmark = pytest.mark.timeout(60)
+
 LAST = Evaluation(number=3, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=5)
 """What an earlier life began."""
 
@@ -125,7 +127,6 @@ async def beats(bus: MemoryBus, *workers: str) -> None:
         await bus.put(ACTORS, Heartbeat(actor=name, role=EVALUATION_WORKER), key=name)
 
 
-@pytest.mark.timeout(60)
 async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, LAST)
     await answer(bus, LAST, 0, version=19)  # mixed: to be asked again, had it no answer later in the log
@@ -140,7 +141,6 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
 
 
-@pytest.mark.timeout(60)
 async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_prompt(
     bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +210,6 @@ class Gone(Channel):
         raise WeightsError(f"{weights.uri} is gone")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_gone", [True, False])
 async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
     bus: MemoryBus, is_gone: bool, caplog: pytest.LogCaptureFixture
@@ -230,7 +229,6 @@ async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
     assert ("its weights are gone" if is_gone else "no worker can load it; e0: no such folder") in caplog.text
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("up", [["e0", "e1"], []], ids=["another is up", "it has ended, and another will come"])
 async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: MemoryBus, up: list[str]) -> None:
     await bus.put(EVALUATION, LAST)

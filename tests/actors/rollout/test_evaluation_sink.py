@@ -16,6 +16,8 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVer
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 
+pytestmark = pytest.mark.timeout(60)
+
 CURRENT = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2)
 
 
@@ -35,6 +37,10 @@ class FullBus(MemoryBus):
         return await super().publish(*arguments, **named)
 
 
+async def votes(dataset: str, answers: TrajectoryGroup) -> list[str]:
+    return ["12"] * len(answers.trajectories)
+
+
 class Worker:
     """What a sink knows of its worker."""
 
@@ -48,7 +54,7 @@ class Worker:
             current=lambda: self.current,
             is_draining=lambda: self.is_draining,
             dataset_of=lambda group_id: "sums",
-            vote=lambda dataset, group: ["12"] * len(group.trajectories),
+            vote=votes,
             waits=WaitTracker(),
         )
 
