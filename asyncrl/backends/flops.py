@@ -29,10 +29,21 @@ reaches 700e12 to 790e12 on large matrices.
 
 def matrix_parameters(shape: ModelShape) -> int:
     """Parameters in the matrix products of every token."""
-    queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
-    attention = shape.hidden_size * (2 * queries + 2 * keys)
+    attention = _attention(shape)
     feed_forward = sum(_feed_forward(shape, layer) for layer in range(shape.num_layers))
     return shape.num_layers * attention + feed_forward + shape.hidden_size * shape.vocabulary_size
+
+
+def _attention(shape: ModelShape) -> int:
+    """Of a layer."""
+    if shape.latent is None:
+        queries, keys = shape.num_heads * shape.head_size, shape.num_key_value_heads * shape.head_size
+        return shape.hidden_size * (2 * queries + 2 * keys)
+    latent, queries = shape.latent, shape.num_heads * shape.head_size
+    of_queries = latent.query_rank * (shape.hidden_size + queries) or shape.hidden_size * queries
+    up = latent.key_value_rank * shape.num_heads * (latent.plain_size + latent.value_size)
+    down = shape.hidden_size * (latent.key_value_rank + latent.rotary_size)
+    return of_queries + down + up + shape.num_heads * latent.value_size * shape.hidden_size
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> int:
@@ -50,8 +61,9 @@ def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     for length in lengths:
         tokens += length
         scores += length * length
-    width = shape.num_heads * shape.head_size
-    return 6.0 * matrix_parameters(shape) * tokens + 6.0 * shape.num_layers * width * scores
+    of_values = shape.latent.value_size if shape.latent else shape.head_size
+    width = shape.num_heads * (shape.head_size + of_values)
+    return 6.0 * matrix_parameters(shape) * tokens + 3.0 * shape.num_layers * width * scores
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -42,6 +42,8 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
         return list(padded.chunk(tensor_parallel))
     if cut == "rows":
         return list(parts[0].chunk(tensor_parallel, dim=1))
+    if cut == "heads":
+        return list(parts[0].chunk(tensor_parallel))
     if cut == "gate_up":
         pairs = zip(*(part.chunk(tensor_parallel) for part in parts), strict=True)
         return [torch.cat(pair) for pair in pairs]
@@ -67,6 +69,8 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
         return [_joined(shards)[: shape.vocabulary_size]]
     if cut == "rows":
         return [_joined(shards, dim=1)]
+    if cut == "heads":
+        return [_joined(shards)]
     if cut == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[part] for half in halves]) for part in (0, 1)]

@@ -30,6 +30,11 @@ class Mapping:
         """Whether expert-parallel ranks hold different ones."""
         return self.cut.startswith("expert_")
 
+    @property
+    def is_bias_of_choice(self) -> bool:
+        """Whether it is a router's bias: Megatron's buffer, float32 in every model, and not trained."""
+        return self.megatron.endswith(".expert_bias")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:

@@ -13,10 +13,9 @@ import safetensors.torch
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.core_model_loading import revert_weight_conversion
 
-from asyncrl.tensors.expert_tensors import by_names_in_files
-
-Architecture = Literal["qwen3", "qwen2", "llama", "qwen3_moe"]
+Architecture = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -30,6 +29,8 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
     "qwen3_moe": "Qwen3MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "deepseek_v3": "DeepseekV3Config",
 }
 """Names: to look at one here would load all of its model's code, for three seconds, into everyone who imports this."""
 
@@ -62,7 +63,7 @@ def make_tiny_model(
     """
     tokenizer = make_tokenizer(characters, max_positions=max_positions)
     config_type = getattr(transformers, _CONFIGS[architecture])
-    config = config_type(
+    entries: dict[str, Any] = dict(
         architectures=[config_type.__name__.removesuffix("Config") + "ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -78,8 +79,8 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=torch.float32,
-        **(_experts(hidden_size) if architecture == "qwen3_moe" else {}),
     )
+    config = config_type(**(entries | _of_family(architecture, hidden_size, num_heads)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -93,20 +94,37 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(folder)
     named = {name: tensor for name, tensor in model.state_dict().items() if name not in _tied(model)}
-    weights = {name: tensor.contiguous() for name, tensor in by_names_in_files(named).items()}
+    weights = {name: one.contiguous() for name, one in revert_weight_conversion(model, named).items()}  # of experts
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def _experts(hidden_size: int) -> dict[str, Any]:
-    """Entries of config.json: two of eight experts for each token."""
-    return {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": hidden_size // 2,
-        "norm_topk_prob": True,
-    }
+def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    """Further entries of config.json. A token has two of eight experts, or four of sixteen."""
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
+    if architecture == "qwen3_moe":
+        return {**experts, "num_experts": 8}
+    shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    if architecture == "glm4_moe":
+        return {**shared, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True}
+    if architecture == "deepseek_v3":
+        head = hidden_size // num_heads
+        return {
+            **shared,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_key_value_heads": num_heads,
+            "head_dim": head // 2,  # transformers' word for the rotated part
+            "q_lora_rank": hidden_size // 2,
+            "kv_lora_rank": hidden_size // 2,
+            "qk_nope_head_dim": head,
+            "qk_rope_head_dim": head // 2,
+            "v_head_dim": head,
+        }
+    return {}
 
 
 def make_tokenizer(characters: str = CHARACTERS, *, max_positions: int = 512) -> Any:

@@ -9,7 +9,7 @@ Test: tests/unit/tensors/test_snapshot.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,11 +74,13 @@ class Snapshot:
         tensors: Iterable[tuple[str, torch.Tensor]],
         *,
         dtype: torch.dtype | None = None,
+        kept: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> Snapshot:
-        """Copy ``tensors``, floating ones turned to ``dtype``, on their device; work still queued there is waited for.
+        """Copy ``tensors``, floating ones turned to ``dtype`` but those in ``kept``, on their device.
 
-        A tensor larger than ``bucket_bytes`` gets a bucket of its own. Raises ValueError when two have one name.
+        Work still queued there is waited for. A tensor larger than ``bucket_bytes`` gets a bucket of its own. Raises
+        ValueError when two have one name.
         """
         given = dict[str, torch.Tensor]()
         for name, tensor in tensors:
@@ -86,7 +88,7 @@ class Snapshot:
                 raise ValueError(f"two tensors are named {name!r}")
             given[name] = tensor
         entries = [
-            TensorEntry(name=name, dtype=_dtype(tensor, dtype), shape=tuple(tensor.shape))
+            TensorEntry(name=name, dtype=_dtype(tensor, None if name in kept else dtype), shape=tuple(tensor.shape))
             for name, tensor in given.items()
         ]
         entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))

@@ -30,9 +30,11 @@ def heads(
     query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None,
     groups: int,
+    size: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See kernels.heads."""
+    assert size == 2 * cosines.shape[1], "turns whole heads only"
     return _Heads.apply(mixed, cosines, sines, query_weight, key_weight, groups, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -24,7 +24,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         inputs = [mixed, *(weights if has_norm else [])]
         results = []
         for function in (fused.heads, triton_heads.heads):
-            out = function(mixed, *angles, *weights, groups, 1e-6)
+            out = function(mixed, *angles, *weights, groups, size, 1e-6)
             slopes = [torch.linspace(-1, 1, x.numel()).view(x.shape).to(dtype) for x in out]
             results.append([*out, *torch.autograd.grad(out, inputs, slopes)])
         for expected, got in zip(*results):

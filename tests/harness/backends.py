@@ -68,6 +68,9 @@ def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False)
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder)
     return folder
 

@@ -11,7 +11,7 @@ import torch
 from asyncrl.backends.families.layer_weights import LayerWeights, decoder_layer
 from asyncrl.backends.families.shape import Experts, ModelShape
 
-ROPE_TYPES: Final = ("default", "linear", "llama3")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 DENSE_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
     "attention_bias": (False, None),
@@ -69,6 +69,39 @@ def decoder_shape(
     )
 
 
+def sigmoid_experts(config: Any) -> Experts:
+    """Experts as in DeepSeek-V3, by its names in config.json. Raises Unsupported."""
+    chosen, groups, best_groups = config.num_experts_per_tok, config.n_group, config.topk_group
+    has_groups = groups > best_groups
+    if has_groups and chosen != 2 * best_groups:  # transformers scores a group by its best two experts, always
+        raise Unsupported(
+            f"num_experts_per_tok = {chosen} of topk_group = {best_groups} groups: Megatron scores a group by its best "
+            f"{chosen} // {best_groups} experts and engines by its best 2"
+        )
+    return Experts(
+        num_experts=config.n_routed_experts,
+        experts_per_token=chosen,
+        feed_forward_size=config.moe_intermediate_size,
+        shared_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        scores="sigmoid",
+        is_normalized=True,
+        scale=config.routed_scaling_factor,
+        has_bias=True,
+        num_groups=groups if has_groups else 1,
+        groups_per_token=best_groups if has_groups else 1,
+        dense_layers=frozenset(range(config.first_k_dense_replace)),
+    )
+
+
+SIGMOID_ONLY: Final[Mapping[str, tuple[Any, ...]]] = {
+    **DENSE_ONLY,
+    "norm_topk_prob": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+"""Family.only of ``sigmoid_experts``."""
+
+
 def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
@@ -79,10 +112,10 @@ def rope_frequencies(config: Any) -> torch.Tensor:
 
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
-    if kind not in ROPE_TYPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind not in ROPE_TYPES:
         raise Unsupported(f"rope type {kind!r}; supported: {ROPE_TYPES}")
     if kind == "default":
-        size = head_size(config)
+        size = int(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
         return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     if factor != 1.0:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
-Cut = Literal["whole", "vocabulary", "rows", "qkv", "gate_up", "expert_rows", "expert_gate_up"]
+Cut = Literal["whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "expert_rows", "expert_gate_up"]
 """How a parameter is split over tensor-parallel ranks, those of experts over expert-tensor-parallel ones.
 
 whole           replicated
 vocabulary      by rows, with the vocabulary padded to a multiple of the ranks
 rows            by columns (Megatron's row-parallel)
+heads           by rows, which are those of one head after the other
 qkv             by key-value groups, each being its queries, its key, its value
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 expert_rows     rows of every expert, stacked: [experts, H, F]
@@ -30,10 +31,10 @@ class LayerWeights(Protocol):
 
 def decoder_layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
     """By the names that most families use."""
-    yield from attention(shape)
-    if shape.has_experts(layer):
+    yield from latent_attention(shape.latent) if shape.latent else attention(shape)
+    if shape.experts and shape.has_experts(layer):
         yield ("pre_mlp_layernorm.weight", "whole", ("post_attention_layernorm.weight",))
-        yield from mixture(experts)
+        yield from mixture(shape.experts, experts)
     else:
         yield ("mlp.linear_fc1.layer_norm_weight", "whole", ("post_attention_layernorm.weight",))
         yield from feed_forward("mlp")
@@ -50,15 +51,33 @@ def attention(shape: ModelShape) -> Iterator[Row]:
         yield ("self_attention.k_layernorm.weight", "whole", ("self_attn.k_norm.weight",))
 
 
+def latent_attention(latent: LatentAttention) -> Iterator[Row]:
+    yield ("input_layernorm.weight", "whole", ("input_layernorm.weight",))
+    if latent.query_rank:
+        yield ("self_attention.query_down.weight", "whole", ("self_attn.q_a_proj.weight",))
+        yield ("self_attention.query_norm.weight", "whole", ("self_attn.q_a_layernorm.weight",))
+        yield ("self_attention.query_up.weight", "heads", ("self_attn.q_b_proj.weight",))
+    else:
+        yield ("self_attention.query_up.weight", "heads", ("self_attn.q_proj.weight",))
+    yield ("self_attention.key_value_down.weight", "whole", ("self_attn.kv_a_proj_with_mqa.weight",))
+    yield ("self_attention.key_value_norm.weight", "whole", ("self_attn.kv_a_layernorm.weight",))
+    yield ("self_attention.key_value_up.weight", "heads", ("self_attn.kv_b_proj.weight",))
+    yield ("self_attention.linear_proj.weight", "rows", ("self_attn.o_proj.weight",))
+
+
 def feed_forward(name: str) -> Iterator[Row]:
     """SwiGLU; ``name`` is the same on both sides."""
     yield (f"{name}.linear_fc1.weight", "gate_up", (f"{name}.gate_proj.weight", f"{name}.up_proj.weight"))
     yield (f"{name}.linear_fc2.weight", "rows", (f"{name}.down_proj.weight",))
 
 
-def mixture(experts: range) -> Iterator[Row]:
-    """The router and the rank's experts, all of which are two parameters."""
+def mixture(experts: Experts, held: range) -> Iterator[Row]:
+    """The router and the rank's experts, all of which are two parameters. A router's bias is Megatron's buffer."""
     yield ("mlp.router.weight", "whole", ("mlp.gate.weight",))
-    gate_up = tuple(f"mlp.experts.{expert}.{x}_proj.weight" for expert in experts for x in ("gate", "up"))
+    if experts.has_bias:
+        yield ("mlp.router.expert_bias", "whole", ("mlp.gate.e_score_correction_bias",))
+    if experts.shared_size:
+        yield from feed_forward("mlp.shared_experts")
+    gate_up = tuple(f"mlp.experts.{expert}.{x}_proj.weight" for expert in held for x in ("gate", "up"))
     yield ("mlp.experts.gate_up", "expert_gate_up", gate_up)
-    yield ("mlp.experts.down", "expert_rows", tuple(f"mlp.experts.{e}.down_proj.weight" for e in experts))
+    yield ("mlp.experts.down", "expert_rows", tuple(f"mlp.experts.{e}.down_proj.weight" for e in held))

@@ -36,6 +36,27 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from a few numbers per token.
+
+    query_rank      numbers that queries come from; 0: the hidden state itself
+    key_value_rank  numbers that keys and values come from
+    plain_size, rotary_size  parts of a head's query and key, of which the second is rotated; its key is all heads'
+    value_size      of a head
+    is_interleaved  pairs that are rotated are (2 i, 2 i + 1), not (i, i + rotary_size / 2)
+    score_scale     the scores are multiplied by this / sqrt(plain_size + rotary_size); YaRN has one
+    """
+
+    query_rank: int
+    key_value_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    is_interleaved: bool
+    score_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """config.json of a decoder with rotary positions and SwiGLU."""
 
@@ -54,8 +75,9 @@ class ModelShape:
     has_qk_norm: bool
     dtype: torch.dtype
     rope_frequencies: torch.Tensor
-    """f32[head_size / 2]: radians per position."""
+    """f32[size / 2]: radians per position, of the first ``size`` numbers of a head."""
     experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward part of ``layer`` is a mixture of experts."""

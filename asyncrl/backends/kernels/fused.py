@@ -105,14 +105,14 @@ def heads(
     query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None,
     groups: int,
+    size: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention's inputs from one projection: split, normalised if there are weights [d], rotated.
 
-    mixed [N, groups x (queries + 2) x d]; a group is its queries, its key, its value
+    mixed [N, groups x (queries + 2) x d], d = ``size``; a group is its queries, its key, its value
     -> query [N, groups x queries, d], key and value [N, groups, d]
     """
-    size = 2 * cosines.shape[-1]
     grouped = mixed.view(mixed.shape[0], groups, -1, size)
     query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if query_weight is not None and key_weight is not None:
@@ -121,10 +121,47 @@ def heads(
 
 
 def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Pairs are (i, i + d / 2), as in Hugging Face models."""
-    first, second = x.float().chunk(2, dim=-1)
+    """The first d numbers of each head; pairs are (i, i + d / 2), as in Hugging Face models."""
+    half = cosines.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = _turned(first, second, cosines, sines).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], dim=-1)
+
+
+def _turned(first: torch.Tensor, second: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Two halves of pairs [N, heads, d / 2] -> [N, heads, d]"""
     cosines, sines = cosines[:, None], sines[:, None]
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+
+
+@fused
+def latent_heads(
+    queries: torch.Tensor,
+    keys_and_values: torch.Tensor,
+    shared_key: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    plain_size: int,
+    is_interleaved: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of latent attention. Of every head a part of ``plain_size`` is left as it is and one of r is rotated.
+
+    queries [N, heads, plain + r], keys_and_values [N, heads, plain + v], shared_key [N, 1, r]
+    -> query (times ``scale``) and key [N, heads, plain + r], value [N, heads, plain + r], 0 behind v
+    """
+    query, key = (_pairs_turned(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
+    query = torch.cat([queries[..., :plain_size], query], dim=-1)
+    key = torch.cat([keys_and_values[..., :plain_size], key.expand(-1, queries.shape[1], -1)], dim=-1)
+    value = keys_and_values[..., plain_size:]
+    return query * scale, key, F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+
+
+def _pairs_turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """is_interleaved: pairs are (2 i, 2 i + 1); a score does not see in which order they come out."""
+    if not is_interleaved:
+        return _rotated(x, cosines, sines)
+    return _turned(x[..., 0::2].float(), x[..., 1::2].float(), cosines, sines).to(x.dtype)
 
 
 @fused

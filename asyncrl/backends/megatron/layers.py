@@ -6,16 +6,13 @@ Linear layers and blocks are Megatron's; the rest comes from kernels/fused.py an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.mixture import mixture
 from asyncrl.backends.megatron.packed_attention import attention
 from asyncrl.backends.megatron.recompute import forgetting
 from asyncrl.backends.micro_batches import PackedRow
@@ -24,13 +21,7 @@ with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.attention import SelfAttention
 
 
 @dataclass
@@ -88,44 +79,8 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
             self.q_layernorm.weight if self.config.qk_layernorm else None,
             self.k_layernorm.weight if self.config.qk_layernorm else None,
             self.num_query_groups_per_partition,
+            self.config.kv_channels,
             self.config.layernorm_epsilon,
         )
         attended = attention(query, key, value, packed_seq_params.row)
         return self.linear_proj(attended.flatten(1)[:, None])
-
-
-def _add(_training: bool, _fused: bool) -> Any:
-    """Megatron's bias_dropout_add without bias and dropout."""
-    return lambda output_and_bias, residual, _probability: output_and_bias[0] + residual
-
-
-def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Layer specification: Megatron's parallel linears with our kernels.
-
-    Transformer Engine's layers would need another function like this one (its modules take cu_seqlens instead of a
-    PackedRow, and it fuses norms into linears under the same parameter names); untested, so not offered.
-    """
-    attention_spec = ModuleSpec(
-        module=PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=NormedLinear,
-            core_attention=IdentityOp,
-            linear_proj=RowParallelLinear,
-            q_layernorm=Norm if config.qk_layernorm else None,
-            k_layernorm=Norm if config.qk_layernorm else None,
-        ),
-    )
-    common = {"self_attention": attention_spec, "self_attn_bda": _add, "mlp_bda": _add}
-    dense = TransformerLayerSubmodules(**common, mlp=_feed_forward())
-    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=mixture())
-    kinds = [sparse if shape.has_experts(layer) else dense for layer in range(shape.num_layers)]
-    specs = [ModuleSpec(module=TransformerLayer, submodules=kind) for kind in kinds]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
-
-
-def _feed_forward() -> Any:
-    """The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's."""
-    mlp = MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=GatedLinear, activation_func=IdentityOp)
-    of_mlp = getattr(MLP, "as_mlp_submodule", None)  # megatron-core before 0.17 has specs instead of builders
-    return partial(of_mlp, submodules=mlp) if of_mlp else ModuleSpec(module=MLP, submodules=mlp)

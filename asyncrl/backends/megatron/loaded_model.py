@@ -17,6 +17,7 @@ from asyncrl.backends import huggingface, micro_batches, models, weight_cuts
 from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import build_model
 from asyncrl.backends.megatron.packed_attention import uses_varlen
 from asyncrl.backends.megatron.process_groups import tensor_parallel_group
@@ -44,11 +45,11 @@ class LoadedModel:
         self._maps = weight_map(self._shape, head=self._model.head)
         self._network = build_model(job, self._shape, device, head=self._model.head)
         self._network.requires_grad_(self._model.is_trained)
-        self._parameters: dict[str, torch.nn.Parameter] = dict(self._network.named_parameters())
+        self._parameters: dict[str, torch.Tensor] = {**dict(self._network.named_parameters()), **biases(self._network)}
         if (settings := self._model.optimizer) is not None:
             for entry in self._maps:  # of several tensors in one parameter all are trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
-                self._parameters[entry.megatron].requires_grad_(is_free)
+                self._parameters[entry.megatron].requires_grad_(is_free and not entry.is_bias_of_choice)
         self._load_weights()
 
     @torch.no_grad()
@@ -108,7 +109,8 @@ class LoadedModel:
             if shards:
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 weights += zip(entry.huggingface, tensors, strict=True)
-        return Snapshot.of(weights, dtype=self._shape.dtype) if weights else None
+        kept = {entry.huggingface[0] for entry in self._maps if entry.is_bias_of_choice}
+        return Snapshot.of(weights, dtype=self._shape.dtype, kept=kept) if weights else None
 
     def _gathered(self, shard: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
         """All shards of a parameter on the first tensor-parallel rank; empty on the others."""

@@ -14,9 +14,11 @@ from asyncrl.backends.megatron.recompute import forgetting
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
 
 
@@ -25,6 +27,12 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def gating(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float())
+
+    def _apply(self, *arguments: Any, **options: Any) -> Any:
+        """A cast of the model leaves the bias in float32: 16 bits would choose other experts."""
+        super()._apply(*arguments, **options)
+        self._maintain_float32_expert_bias()
+        return self
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -57,7 +65,13 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             return F.grouped_mm(gated, self.down.transpose(1, 2), offs=ends), None
 
 
-def mixture() -> ModuleSpec:
+def mixture(of_shared_expert: MLPSubmodules) -> ModuleSpec:
     """Specification of a layer's feed-forward part."""
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
     experts = ModuleSpec(module=GroupedExperts)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=Router, experts=experts))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared))
+
+
+def biases(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Biases of the routers' choice, by name: weights of the model that are no parameters."""
+    return {name: buffer for name, buffer in network.named_buffers() if name.endswith(".expert_bias")}

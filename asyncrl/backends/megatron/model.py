@@ -8,7 +8,8 @@ from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 from asyncrl.backends.megatron import cpu_shim
-from asyncrl.backends.megatron.layers import RowParameters, layers
+from asyncrl.backends.megatron.layer_specs import layers
+from asyncrl.backends.megatron.layers import RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.process_groups import tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job

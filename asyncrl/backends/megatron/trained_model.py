@@ -189,7 +189,7 @@ class TrainedModel(LoadedModel):
                 self._optimizer.optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
             saved.restore_random_states(dist.get_rank())
 
-    def _shards(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters by their names in a checkpoint."""
         suffix = f"@{self._tensor_parallel.rank()}" if self._tensor_parallel.size() > 1 else ""
         return ((name + suffix, parameter) for name, parameter in self._parameters.items())

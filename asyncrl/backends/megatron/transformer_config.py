@@ -73,8 +73,14 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_router_topk=experts.experts_per_token,
         moe_router_score_function=experts.scores,
         moe_router_pre_softmax=not experts.is_normalized,  # a softmax over the chosen ones alone is normalised
+        moe_router_topk_scaling_factor=experts.scale if experts.scale != 1.0 else None,
+        moe_router_enable_expert_bias=experts.has_bias,
+        moe_router_bias_update_rate=0.0,  # the bias stays as it is: balance is pretraining's concern
+        moe_router_num_groups=experts.num_groups if experts.num_groups > 1 else None,
+        moe_router_group_topk=experts.groups_per_token if experts.num_groups > 1 else None,
+        moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # Megatron's losses for balance are of pretraining
+        moe_router_load_balancing_type="none",  # Megatron's losses for balance are pretraining's
         moe_token_dispatcher_type="alltoall",  # ranks may have rows of different lengths
     )
 

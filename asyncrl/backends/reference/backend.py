@@ -85,7 +85,8 @@ class ReferenceBackend(BackendAdapter):
 
     def export(self) -> Snapshot:
         policy = self._trained[POLICY]
-        return Snapshot.of(by_names_in_files(policy.parameters).items(), dtype=policy.folder_dtype)
+        tensors = by_names_in_files({**policy.parameters, **policy.buffers})
+        return Snapshot.of(tensors.items(), dtype=policy.folder_dtype, kept=policy.buffers)
 
     def save(self, folder: Path) -> None:
         for name, trained in self._trained.items():

@@ -51,6 +51,8 @@ class LoadedModel:
         self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
         self._value_head: torch.nn.Parameter | None = None
         self.parameters: dict[str, torch.nn.Parameter] = dict(causal.named_parameters())
+        named = dict(causal.named_parameters(remove_duplicate=False))
+        self.buffers = {name: one for name, one in causal.state_dict(keep_vars=True).items() if name not in named}
         if model.head == "values":
             self._value_head = torch.nn.Parameter(torch.zeros(1, causal.config.hidden_size, device=device, dtype=dtype))
             decoder = self._decoder.named_parameters(prefix=causal.base_model_prefix)
@@ -205,5 +207,5 @@ class TrainedModel(LoadedModel):
 
     def _pieces(self) -> list[optimizer_state.Piece]:
         """All weights, so that what is frozen later, or no longer, is what it was."""
-        weights = self.parameters | self._weights
+        weights = self.parameters | self.buffers | self._weights
         return [optimizer_state.Piece(name=name, start=0, value=weight) for name, weight in weights.items()]

@@ -67,9 +67,10 @@ class KVCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values [n, heads, tokens, head size]; returns those to attend to."""
-        n, heads, num_tokens, size = keys.shape
+        n, heads, num_tokens, _size = keys.shape
         if layer == len(self._layers):
-            self._layers.append((self._empty(heads, size, like=keys), self._empty(heads, size, like=values)))
+            sizes = keys.shape[3], values.shape[3]  # of latent attention they differ
+            self._layers.append((self._empty(heads, sizes[0], like=keys), self._empty(heads, sizes[1], like=values)))
         pair = self._layers[layer]
         if self._prompts is not None:
             rows = slice(self._first_row, self._first_row + len(self._prompts))
@@ -78,7 +79,8 @@ class KVCache:
             return keys, values
         assert self._cells is not None, "call expect_prompts or expect_tokens before every pass"
         for stored, new in zip(pair, (keys, values), strict=True):
-            stored.view(-1, heads * size).index_copy_(0, self._cells, new.reshape(n, heads * size))
+            flat = new.reshape(n, -1)
+            stored.view(-1, flat.shape[1]).index_copy_(0, self._cells, flat)
         stored_keys, stored_values = (stored[:n, : self._num_columns_read].transpose(1, 2) for stored in pair)
         return stored_keys, stored_values
 
@@ -107,7 +109,7 @@ def attention(
         folded = query.view(n, groups, heads // groups, size)
         mask = attention_mask.expand(n, groups, heads // groups, key.shape[2])
         result = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-        return result.reshape(n, 1, heads, size), None
+        return result.reshape(n, 1, heads, value.shape[-1]), None
     key = key.repeat_interleave(heads // groups, dim=1)
     value = value.repeat_interleave(heads // groups, dim=1)
     result = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)

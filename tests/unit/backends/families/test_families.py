@@ -87,6 +87,42 @@ def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path)
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
+def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_path: Path) -> None:
+    """Queries 64 x 32 and 32 x 4 (16 + 8), keys and values 64 x (32 + 8) and 32 x 4 (16 + 16), output 4 x 16 x 64."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="deepseek_v3"))
+    attention = 64 * 32 + 32 * 96 + 64 * 40 + 32 * 128 + 64 * 64
+    dense, sparse = 3 * 64 * 128, 64 * 16 + (4 + 1) * 3 * 64 * 32
+    assert flops.matrix_parameters(shape) == 2 * attention + dense + sparse + 64 * shape.vocabulary_size
+    products = 3 * 2 * 10 * 10 * 4 * (24 + 16)  # three passes, two layers, half of the scores
+    assert flops.training_flops(shape, [10]) == 6 * flops.matrix_parameters(shape) * 10 + products
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("deepseek_v3", {"num_experts_per_tok": 2}, ["topk_group = 2", "best 2 // 2 experts"]),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05"]),
+        ("glm4_moe", {"norm_topk_prob": False}, ["norm_topk_prob = False"]),
+    ],
+    ids=["groups", "eps", "scores"],
+)
+def test_what_would_be_silently_wrong_is_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    folder = edited(tiny_model(tmp_path, architecture=architecture), **changes)
+    with pytest.raises(ConfigError) as caught:
+        huggingface.read_shape(folder)
+    for word in [str(folder), "does not support", *words]:
+        assert word in str(caught.value)
+
+
+def test_groups_that_are_all_chosen_are_none(tmp_path: Path) -> None:
+    folder = edited(tiny_model(tmp_path, architecture="deepseek_v3"), topk_group=4)
+    experts = huggingface.read_shape(folder).experts
+    assert experts is not None
+    assert experts.num_groups == 1
+
+
 def test_experts_have_the_names_of_the_folder() -> None:
     """Views: what is written to them is in the model. Those with biases are fused in files too."""
     gate_up = torch.arange(2 * 6 * 3.0).view(2, 6, 3)

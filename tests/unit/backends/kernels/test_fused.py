@@ -44,7 +44,7 @@ def test_each_row_of_a_scored_swiglu_is_multiplied_by_its_score() -> None:
 def test_a_rotation_turns_each_pair_by_its_angle() -> None:
     """Pairs are (i, i + size / 2), as in Hugging Face models; row 4 is position 1."""
     mixed = random(ROWS, GROUPS * (QUERIES + 2) * SIZE)
-    query, key, value = fused.heads(mixed, *angles(), None, None, GROUPS, EPS)
+    query, key, value = fused.heads(mixed, *angles(), None, None, GROUPS, SIZE, EPS)
     group = mixed.detach()[4].view(GROUPS, QUERIES + 2, SIZE)[1]
     for rotated, original in ((query[4, GROUPS + 2], group[1]), (key[4, 1], group[QUERIES])):
         turned = torch.polar(torch.ones(4), torch.tensor([1.0, 0.5, 0.25, 0.125])) * torch.complex(
@@ -56,7 +56,7 @@ def test_a_rotation_turns_each_pair_by_its_angle() -> None:
 
 def test_queries_and_keys_are_normalised_before_they_are_rotated() -> None:
     mixed, query_weight, key_weight = random(ROWS, GROUPS * (QUERIES + 2) * SIZE), random(SIZE), random(SIZE)
-    query, key, _ = fused.heads(mixed, *angles(), query_weight, key_weight, GROUPS, EPS)
+    query, key, _ = fused.heads(mixed, *angles(), query_weight, key_weight, GROUPS, SIZE, EPS)
     grouped = mixed.view(ROWS, GROUPS, QUERIES + 2, SIZE)
     normed = torch.cat(
         [
@@ -66,7 +66,7 @@ def test_queries_and_keys_are_normalised_before_they_are_rotated() -> None:
         ],
         dim=2,
     )
-    expected = fused.heads(normed.flatten(1), *angles(), None, None, GROUPS, EPS)
+    expected = fused.heads(normed.flatten(1), *angles(), None, None, GROUPS, SIZE, EPS)
     torch.testing.assert_close((query, key), expected[:2])
 
 

@@ -58,7 +58,7 @@ def edited(folder: Path, copy: Path, **changes: Any) -> Path:
         ({"attention_bias": True}, ["attention_bias"]),
         ({"hidden_act": "gelu"}, ["gelu"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, ["yarn", "llama3"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ["dynamic", "llama3"]),
     ],
     ids=["architecture", "bias", "activation", "quantized", "rope"],
 )

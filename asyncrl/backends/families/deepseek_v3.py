@@ -1,0 +1,43 @@
+"""DeepSeek-V3: latent attention, experts chosen by sigmoid scores and a bias.
+
+Layers that predict further tokens are left as they are: neither trained nor exported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from asyncrl.backends.families.family import SIGMOID_ONLY, Family, decoder_shape, sigmoid_experts
+from asyncrl.backends.families.shape import LatentAttention, ModelShape
+
+
+def shape(config: Any) -> ModelShape:
+    latent = LatentAttention(
+        query_rank=config.q_lora_rank or 0,
+        key_value_rank=config.kv_lora_rank,
+        plain_size=config.qk_nope_head_dim,
+        rotary_size=config.qk_rope_head_dim,
+        value_size=config.v_head_dim,
+        is_interleaved=config.rope_interleave,
+        score_scale=_score_scale(config.rope_parameters),
+    )
+    made = decoder_shape(config, experts=sigmoid_experts(config))
+    return dataclasses.replace(made, latent=latent, head_size=latent.plain_size + latent.rotary_size)
+
+
+def _score_scale(rope: dict[str, Any]) -> float:
+    """YaRN's, as DeepSeek wrote it: the square of 0.1 x mscale_all_dim x ln(factor) + 1."""
+    if rope.get("rope_type", "default") == "default" or not rope.get("mscale_all_dim"):
+        return 1.0
+    return float((0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1.0)) + 1.0) ** 2)
+
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    models="DeepSeek-V3, DeepSeek-R1, Moonlight (in bfloat16)",
+    shape=shape,
+    # transformers takes 1e-6 for the norms in attention whatever the model says, engines take what it says
+    only={**SIGMOID_ONLY, "rms_norm_eps": (1e-6,)},
+)

@@ -1,0 +1,28 @@
+"""GLM-4.5: half of every head is rotated, experts are chosen as in DeepSeek-V3.
+
+Layers that predict further tokens are left as they are: neither trained nor exported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.backends.families.family import SIGMOID_ONLY, Family, decoder_shape, sigmoid_experts
+from asyncrl.backends.families.shape import ModelShape
+
+
+def shape(config: Any) -> ModelShape:
+    return decoder_shape(
+        config,
+        has_qkv_bias=config.attention_bias,
+        has_qk_norm=config.use_qk_norm,
+        experts=sigmoid_experts(config),
+    )
+
+
+FAMILY = Family(
+    architecture="Glm4MoeForCausalLM",
+    models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    shape=shape,
+    only={**SIGMOID_ONLY, "attention_bias": (False, True)},
+)

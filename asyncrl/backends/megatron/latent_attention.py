@@ -1,0 +1,87 @@
+"""Multi-head latent attention on packed rows, of Megatron's linear layers; its own needs Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from asyncrl.backends.families.shape import LatentAttention
+from asyncrl.backends.kernels import fused
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.layers import Norm, RowParameters
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.packed_attention import attention
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+_EPS: Final = 1e-6
+"""Of the norms in here; the model's own is for the others."""
+
+
+class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
+    """Ranks share the heads; what all heads come from, every rank computes."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, latent: LatentAttention, **__: Any) -> None:
+        super().__init__(config=config)
+        self._latent = latent
+        heads, width = config.num_attention_heads, config.hidden_size
+        self._heads = heads // config.tensor_model_parallel_size
+        size = latent.plain_size + latent.rotary_size
+        if latent.query_rank:
+            self.query_down = self._whole(width, latent.query_rank)
+            self.query_norm = Norm(config=config, hidden_size=latent.query_rank, eps=_EPS)
+        self.query_up = self._by_heads(latent.query_rank or width, heads * size)
+        self.key_value_down = self._whole(width, latent.key_value_rank + latent.rotary_size)
+        self.key_value_norm = Norm(config=config, hidden_size=latent.key_value_rank, eps=_EPS)
+        self.key_value_up = self._by_heads(latent.key_value_rank, heads * (latent.plain_size + latent.value_size))
+        self.linear_proj = RowParallelLinear(
+            heads * latent.value_size,
+            width,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+
+    def _whole(self, inputs: int, outputs: int) -> torch.nn.Linear:
+        linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
+        linear.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return linear
+
+    def _by_heads(self, inputs: int, outputs: int) -> Any:
+        init, config = self.config.init_method, self.config
+        return ColumnParallelLinear(
+            inputs, outputs, config=config, init_method=init, bias=False, gather_output=False, skip_bias_add=True
+        )
+
+    def forward(self, hidden: torch.Tensor, *_: Any, packed_seq_params: RowParameters, **__: Any) -> Any:
+        assert packed_seq_params.row is not None
+        assert packed_seq_params.rotary is not None
+        latent = self._latent
+        low = self.query_norm(self.query_down(hidden)) if latent.query_rank else hidden
+        queries, _bias = self.query_up(low)
+        low, shared_key = self.key_value_down(hidden).split([latent.key_value_rank, latent.rotary_size], dim=-1)
+        if self.config.sequence_parallel:  # heads of every rank use it: their gradients are summed
+            shared_key = gather_from_sequence_parallel_region(shared_key)
+        keys_and_values, _bias = self.key_value_up(self.key_value_norm(low))
+        query, key, value = fused.latent_heads(
+            self._split(queries),
+            self._split(keys_and_values),
+            shared_key.flatten(0, 1)[:, None],
+            *packed_seq_params.rotary,
+            latent.plain_size,
+            latent.is_interleaved,
+            latent.score_scale,
+        )
+        attended = attention(query, key, value, packed_seq_params.row)[..., : latent.value_size]
+        return self.linear_proj(attended.flatten(1)[:, None])
+
+    def _split(self, mixed: torch.Tensor) -> torch.Tensor:
+        """[N, 1, heads x d] -> [N, heads, d]"""
+        return mixed.view(len(mixed), self._heads, -1)

@@ -1,0 +1,74 @@
+"""Which layers a model is made of: Megatron's specification, with our modules in it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
+from asyncrl.backends.megatron.layers import GatedLinear, Norm, NormedLinear, PackedSelfAttention
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.mixture import mixture
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def _add(_training: bool, _fused: bool) -> Any:
+    """Megatron's bias_dropout_add without bias and dropout."""
+    return lambda output_and_bias, residual, _probability: output_and_bias[0] + residual
+
+
+def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """Layer specification: Megatron's parallel linears with our kernels.
+
+    Transformer Engine's layers would need another function like this one (its modules take cu_seqlens instead of a
+    PackedRow, and it fuses norms into linears under the same parameter names); untested, so not offered.
+    """
+    common: dict[str, Any] = {"self_attn_bda": _add, "mlp_bda": _add}
+    if shape.latent:
+        spec = ModuleSpec(module=PackedLatentAttention, params={"latent": shape.latent})
+        common |= {"input_layernorm": Norm, "self_attention": spec}
+    else:
+        common |= {"self_attention": _attention(config)}
+    dense = TransformerLayerSubmodules(**common, mlp=_feed_forward())
+    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnParallelLinear)))
+    kinds = [sparse if shape.has_experts(layer) else dense for layer in range(shape.num_layers)]
+    specs = [ModuleSpec(module=TransformerLayer, submodules=kind) for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    """The norm before it is in its first linear layer."""
+    return ModuleSpec(
+        module=PackedSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormedLinear,
+            core_attention=IdentityOp,
+            linear_proj=RowParallelLinear,
+            q_layernorm=Norm if config.qk_layernorm else None,
+            k_layernorm=Norm if config.qk_layernorm else None,
+        ),
+    )
+
+
+def _feed_forward() -> Any:
+    mlp = _swiglu(NormedLinear)
+    of_mlp = getattr(MLP, "as_mlp_submodule", None)  # megatron-core before 0.17 has specs instead of builders
+    return partial(of_mlp, submodules=mlp) if of_mlp else ModuleSpec(module=MLP, submodules=mlp)
+
+
+def _swiglu(first: type) -> MLPSubmodules:
+    """The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's."""
+    return MLPSubmodules(linear_fc1=first, linear_fc2=GatedLinear, activation_func=IdentityOp)
