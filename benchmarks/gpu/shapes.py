@@ -32,6 +32,9 @@ class Shape:
     head_size: int = 128
     vocabulary: int = 151_936
     positions: int = 40_960
+    experts: int = 0
+    experts_per_token: int = 8
+    expert_ffn: int = 768
 
 
 SHAPES: Final[Mapping[str, Shape]] = {
@@ -39,6 +42,20 @@ SHAPES: Final[Mapping[str, Shape]] = {
     "0.6B": Shape(hidden=1024, layers=28, ffn=3072, heads=16, kv_heads=8),
     "1.7B": Shape(hidden=2048, layers=28, ffn=6144, heads=16, kv_heads=8),
     "4B": Shape(hidden=2560, layers=36, ffn=9728, heads=32, kv_heads=8),
+    "tiny-moe": Shape(
+        hidden=64,
+        layers=2,
+        ffn=128,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        vocabulary=1024,
+        positions=4096,
+        experts=8,
+        experts_per_token=2,
+        expert_ffn=32,
+    ),
+    "30B-A3B:6": Shape(hidden=2048, layers=6, ffn=6144, heads=32, kv_heads=4, experts=128),  # 6 of its 48 layers
 }
 
 
@@ -55,8 +72,9 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
     tokenizer.save_pretrained(folder)
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     transformers.GenerationConfig(**special).save_pretrained(folder)
-    transformers.Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
+    kind, experts = ("Qwen3Moe", _experts(shape)) if shape.experts else ("Qwen3", {})
+    getattr(transformers, f"{kind}Config")(
+        architectures=[f"{kind}ForCausalLM"],
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -69,6 +87,7 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
         bos_token_id=None,
         dtype=getattr(torch, dtype),
         **special,
+        **experts,
     ).save_pretrained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
@@ -82,6 +101,16 @@ def make_model(shape: Shape, folder: Path, *, dtype: str = "bfloat16", seed: int
     weights = {name: tensor(size) for name, size in sizes(shape)}
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def _experts(shape: Shape) -> dict[str, Any]:
+    """Entries of config.json."""
+    return {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_ffn,
+        "norm_topk_prob": True,
+    }
 
 
 def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -98,13 +127,21 @@ def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
             "self_attn.o_proj": (shape.hidden, queries),
             "self_attn.q_norm": (shape.head_size,),
             "self_attn.k_norm": (shape.head_size,),
-            "mlp.gate_proj": (shape.ffn, shape.hidden),
-            "mlp.up_proj": (shape.ffn, shape.hidden),
-            "mlp.down_proj": (shape.hidden, shape.ffn),
+            **_feed_forward(shape),
         }
         for name, size in parts.items():
             yield f"model.layers.{layer}.{name}.weight", size
     yield "model.norm.weight", (shape.hidden,)
+
+
+def _feed_forward(shape: Shape) -> dict[str, tuple[int, ...]]:
+    names = [f"mlp.experts.{expert}" for expert in range(shape.experts)] or ["mlp"]
+    ffn = shape.expert_ffn if shape.experts else shape.ffn
+    parts = {"mlp.gate": (shape.experts, shape.hidden)} if shape.experts else {}
+    for name in names:
+        up, down = (ffn, shape.hidden), (shape.hidden, ffn)
+        parts |= {f"{name}.gate_proj": up, f"{name}.up_proj": up, f"{name}.down_proj": down}
+    return parts
 
 
 def num_parameters(shape: Shape) -> int:

@@ -26,9 +26,9 @@ from tests.harness.backends import (
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), architecture=request.param)
 
 
 def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
