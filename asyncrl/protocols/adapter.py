@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.config import RunConfig, tables
+from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
 
-__all__ = ["Adapter", "RunConfig"]  # RunConfig is re-exported for adapters
+__all__ = ["Adapter", "Layout", "RunConfig"]  # the last two are re-exported for adapters
 
 
 class Adapter:

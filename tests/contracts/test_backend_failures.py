@@ -24,7 +24,7 @@ from tests.harness.backends import (
     weights,
 )
 
-BUILT_IN = ("reference", "megatron-1", "megatron-2", "megatron-tp2")
+BUILT_IN = ("reference", "megatron-1", "megatron-2", "megatron-tp2", "megatron-cp2", "megatron-pp2")
 PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in BUILT_IN]
 
 
@@ -34,14 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken(kind: str, number: int, *, max_tokens: int) -> list[list[MicroBatch]]:
-    """A batch of which document ``number`` cannot be trained, on the ranks that have it: where one holds the whole
-    model by a token that has no embedding, else by numbers that are missing."""
+    """A batch of which document ``number`` cannot be trained: by a token that has no embedding, which one rank sees, or
+    where others would wait for that one by numbers that are missing."""
     made = documents(3)
     tokens = np.array(made[number].tokens)
     tokens[-1] = 10**6
     made[number] = dataclasses.replace(made[number], tokens=tokens)
     cut = shares(kind, made, max_tokens=max_tokens)
-    if kind != "megatron-tp2":
+    if kind not in ("megatron-tp2", "megatron-cp2"):
         return cut
     return [
         [dataclasses.replace(m, staleness=m.staleness[:1]) if number in m.documents else m for m in share]

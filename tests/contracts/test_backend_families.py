@@ -73,10 +73,10 @@ def gradients_of_megatron(backend: Backend) -> dict[str, torch.Tensor]:
     policy: Any = backend
     policy = policy._own._loaded["policy"]
     found: dict[str, torch.Tensor] = {}
-    for entry in policy._maps:
+    for name, entry in policy._maps.items():
         if entry.is_bias_of_choice:
             continue
-        parts = weight_cuts.unfuse([policy._parameters[entry.megatron].main_grad], entry.cut, policy._shape)
+        parts = weight_cuts.unfuse([policy._parameters[name].main_grad], entry.cut, policy._shape)
         found |= dict(zip(entry.huggingface, parts, strict=True))
     return found
 

@@ -78,5 +78,5 @@ def test_frozen_embeddings_go_with_full_recomputation(folder: Path) -> None:
 
 def test_options_of_megatron_reach_its_configuration(folder: Path) -> None:
     with started("megatron-1", folder, transformer={"init_method_std": 0.5}) as backend:
-        network = backend._started()._loaded["policy"]._network  # type: ignore[attr-defined]
+        network = backend._started()._loaded["policy"]._stages[0]  # type: ignore[attr-defined]
         assert network.config.init_method_std == 0.5

@@ -32,8 +32,17 @@ LAYOUTS = {
     "reference": Layout(),
     "megatron-1": Layout(),
     "megatron-2": Layout(ranks=2),
-    "megatron-tp2": Layout(ranks=2, tensor=2),
+    "megatron-tp2": Layout(ranks=2, tensor=2, is_sequence_parallel=True),
     "megatron-4": Layout(ranks=4, tensor=2),
+    "megatron-cp2": Layout(ranks=2, context=2),
+    "megatron-cp4": Layout(ranks=4, context=4),
+    "megatron-cp2-dp2": Layout(ranks=4, context=2),
+    "megatron-cp2-tp2": Layout(ranks=4, context=2, tensor=2, is_sequence_parallel=True),
+    "megatron-pp2": Layout(ranks=2, pipeline=2),
+    "megatron-vpp2": Layout(ranks=2, pipeline=2, virtual_pipeline=2),
+    "megatron-pp2-dp2": Layout(ranks=4, pipeline=2),
+    "megatron-pp2-cp2": Layout(ranks=4, pipeline=2, context=2),
+    "megatron-pp2-tp2": Layout(ranks=4, pipeline=2, tensor=2, is_sequence_parallel=True),
 }
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
 RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
@@ -54,12 +63,18 @@ def num_shares(kind: str) -> int:
     return LAYOUTS.get(kind, Layout()).data_parallel
 
 
-def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False) -> Path:
+def tiny_model(folder: Path, *, architecture: str = "qwen3", tied: bool = False, num_layers: int = 2) -> Path:
     """Logits far from uniform, biases and norms that are not 0 and 1, and a pad token with an embedding.
 
     transformers starts that at 0, where the gradient of RMSNorm is 1 / sqrt(eps): a thousand times everybody else's.
     """
-    make_tiny_model(folder, architecture=architecture, initializer_range=0.15, tie_word_embeddings=tied)  # type: ignore[arg-type]
+    make_tiny_model(
+        folder,
+        architecture=architecture,  # type: ignore[arg-type]
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        num_layers=num_layers,
+    )
     model = hugging_face(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -27,12 +27,11 @@ from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.refusals import require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.config.layout import Layout
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import StepResult
-from asyncrl.protocols.adapter import RunConfig
+from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ class MegatronBackend(BackendAdapter):
         return StepResult(metrics=metrics, tokens={**result.tokens, **self._tokens_of_followers(commands)})
 
     def _tokens_of_followers(self, commands: Sequence[Command]) -> dict[int, NDArray[np.float32]]:
-        ranks = [rank for rank in self._firsts if rank and commands[rank].has_recorded]
+        ranks = [rank for rank in self._layout.scorers if rank and commands[rank].has_recorded]
         told = self._followers.scores(ranks) if self._followers else []
         return {number: row for one in told for number, row in zip(one.documents, one.rows, strict=True)}
 
@@ -207,11 +206,6 @@ class MegatronBackend(BackendAdapter):
             for rank in range(self._layout.ranks)
         ]
 
-    @property
-    def _firsts(self) -> range:
-        """The first rank of each copy of the model, which speaks for it."""
-        return range(0, self._layout.ranks, self._layout.tensor)
-
     def _speed(self, dp_shards: Sequence[Sequence[MicroBatch]], seconds: float) -> dict[str, float]:
         """Throughput of one step over all ranks; MFU only on a device whose peak is known."""
         lengths = np.concatenate(
@@ -229,13 +223,16 @@ class MegatronBackend(BackendAdapter):
     ) -> list[list[NDArray[np.float32]]]:
         models.find(self._job.models, model, doing="score")
         own: Scores = self._together(self._commands("score", dp_shards, model=model))
-        others = self._followers.scores(self._firsts) if self._followers else []
-        if problem := next((scores.problem for scores in [own, *others] if scores.problem), ""):
+        answers = [own, *(self._followers.scores(range(1, self._layout.ranks)) if self._followers else [])]
+        if problem := next((scores.problem for scores in answers if scores.problem), ""):
             raise self._failed("score", problem)
-        return [list(scores.rows) for scores in [own, *others]]
+        return [list(answers[rank].rows) for rank in self._layout.scorers]
 
     def export(self) -> Snapshot:
-        snapshot: Snapshot = self._together([Command(name="export")] * self._layout.tensor)
+        commands = [
+            Command(name="export") if self._layout.is_exporter(rank) else None for rank in range(self._layout.ranks)
+        ]
+        snapshot: Snapshot = self._together(commands)
         return snapshot
 
     def save(self, folder: Path) -> None:
@@ -255,16 +252,18 @@ class MegatronBackend(BackendAdapter):
             self._followers.close()
             self._followers = None
 
-    def _together(self, commands: Sequence[Command]) -> Any:
-        """Run commands[i] on rank i; returns rank 0's result."""
+    def _together(self, commands: Sequence[Command | None]) -> Any:
+        """Run commands[i] on rank i, if it has one; returns the result of rank 0, which must."""
+        own = commands[0]
+        assert own is not None
         if self._followers and self._own:
             self._followers.send(commands[1:])
-        with self._explaining(commands[0].name):
+        with self._explaining(own.name):
             try:
-                return self._started().obey(commands[0])
+                return self._started().obey(own)
             except StepFailed as error:
                 problems = [str(error), *(self._followers.problems() if self._followers else [])]
-                raise self._failed(commands[0].name, next(filter(None, problems), "")) from error
+                raise self._failed(own.name, next(filter(None, problems), "")) from error
 
     def _failed(self, doing: str, problem: str) -> BackendError:
         """All ranks are as they were; unless one of them is gone."""

@@ -1,7 +1,7 @@
 """Processes of a Megatron learner: rank 0 leads, the others follow over pipes.
 
 A command is a message, encoded by our codec, on each follower's pipe; all ranks then meet in Megatron's collectives.
-Scores, which differ between data-parallel ranks, come back over the pipes. A follower exits when its pipe closes or its
+Scores come back over the pipes, from the ranks that have them. A follower exits when its pipe closes or its
 parent dies. The leader detects a dead follower while waiting for it to become ready, or when a collective fails. On a
 CPU, followers are forked from a server that has imported Megatron once.
 Several nodes: a launcher would call ``follow`` on each, with the leader's address in ``Place`` and any object that has
@@ -66,16 +66,18 @@ class Followers:
             except (EOFError, OSError):
                 raise BackendError(self.obituary() or f"learner rank {place.rank} closed its pipe") from None
 
-    def send(self, commands: Sequence[Command]) -> None:
-        """Send commands[i] to the i-th follower. Raises BackendError when one has died."""
-        for (place, connection, _), command in zip(self._links, commands, strict=False):
+    def send(self, commands: Sequence[Command | None]) -> None:
+        """Send commands[i] to the i-th follower, if there is one. Raises BackendError when one has died."""
+        for (place, connection, _), command in zip(self._links, commands, strict=True):
+            if command is None:
+                continue
             try:
                 connection.send_bytes(codec.encode(command))
             except OSError as error:
                 raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
 
     def scores(self, ranks: Collection[int]) -> list[Scores]:
-        """What these ranks, each the first of a copy of the model, have to say. Raises BackendError."""
+        """What these ranks have to say. Raises BackendError."""
         return [self._answer(place, connection) for place, connection, _ in self._links if place.rank in ranks]
 
     def problems(self) -> list[str]:

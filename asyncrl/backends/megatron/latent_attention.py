@@ -79,7 +79,7 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             latent.is_interleaved,
             latent.score_scale,
         )
-        attended = attention(query, key, value, packed_seq_params.row)[..., : latent.value_size]
+        attended = attention(query, key, value, packed_seq_params.row.attention)[..., : latent.value_size]
         return self.linear_proj(attended.flatten(1)[:, None])
 
     def _split(self, mixed: torch.Tensor) -> torch.Tensor:

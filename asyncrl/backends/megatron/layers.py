@@ -15,7 +15,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
 from asyncrl.backends.megatron.recompute import forgetting
-from asyncrl.backends.micro_batches import PackedRow
+from asyncrl.backends.megatron.row_part import RowPart
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,7 +28,7 @@ with quiet(), cpu_shim.without_compilation():
 class RowParameters(PackedSeqParams):  # type: ignore[misc]
     """Carries attention's inputs through Megatron's layers, which treat the row as one dense sequence (sbhd)."""
 
-    row: PackedRow | None = None
+    row: RowPart | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -38,6 +38,7 @@ class Norm(torch.nn.Module):
     def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, **_unused: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron adds up its gradients
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,6 +51,7 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         normed = fused.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
@@ -82,5 +84,5 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
             self.config.kv_channels,
             self.config.layernorm_epsilon,
         )
-        attended = attention(query, key, value, packed_seq_params.row)
+        attended = attention(query, key, value, packed_seq_params.row.attention)
         return self.linear_proj(attended.flatten(1)[:, None])

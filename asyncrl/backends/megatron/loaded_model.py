@@ -1,4 +1,4 @@
-"""One rank's shard of a model in the Megatron learner: loads the folder's weights, scores, exports.
+"""One rank's part of a model in the Megatron learner: loads the folder's weights, scores, exports.
 
 Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.py (equal to the reference).
 """
@@ -18,12 +18,12 @@ from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
-from asyncrl.backends.megatron.model import build_model
-from asyncrl.backends.megatron.packed_attention import uses_varlen
-from asyncrl.backends.megatron.process_groups import tensor_parallel_group
-from asyncrl.backends.megatron.rank_commands import Job
-from asyncrl.backends.micro_batches import PackedRow
-from asyncrl.backends.weight_map import weight_map
+from asyncrl.backends.megatron.model import PackedGPT, build_stages
+from asyncrl.backends.megatron.passes import Passes
+from asyncrl.backends.megatron.process_groups import pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.rank_commands import Job, Scores
+from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
@@ -39,78 +39,137 @@ class LoadedModel:
         self._where = models.where(name)
         self._temperature = job.temperature
         self._agreement = agreement
+        self._layout = job.layout
+        self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
+        self._pipeline = pipeline_group()
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
-        self._maps = weight_map(self._shape, head=self._model.head)
-        self._network = build_model(job, self._shape, device, head=self._model.head)
-        self._network.requires_grad_(self._model.is_trained)
-        self._parameters: dict[str, torch.Tensor] = {**dict(self._network.named_parameters()), **biases(self._network)}
+        self._stages = build_stages(job, self._shape, device, head=self._model.head)
+        self._maps: dict[str, Mapping] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+        for stage in self._stages:
+            stage.requires_grad_(self._model.is_trained)
+            self._name_parameters(stage)
+        self._held = self._held_by_stages()
         if (settings := self._model.optimizer) is not None:
-            for entry in self._maps:  # of several tensors in one parameter all are trained, or none
+            for name, entry in self._maps.items():  # of several tensors in one parameter all are trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
-                self._parameters[entry.megatron].requires_grad_(is_free and not entry.is_bias_of_choice)
+                self._parameters[name].requires_grad_(is_free and not entry.is_bias_of_choice)
         self._load_weights()
+
+    def _name_parameters(self, stage: PackedGPT) -> None:
+        """Name the stage's parameters, and say what they are made of, by their layers' place in the whole model."""
+        maps = {entry.megatron: entry for entry in weight_map(self._shape, head=self._model.head, part=stage.part)}
+        parameters: dict[str, torch.Tensor] = {**dict(stage.named_parameters()), **biases(stage)}
+        if maps.keys() != parameters.keys() - {models.VALUE_HEAD}:
+            raise BackendError(f"the weight map does not cover {maps.keys() ^ parameters.keys()}")
+        for name, parameter in parameters.items():
+            in_model = _in_model(name, stage.part.layers.start)
+            self._parameters[in_model] = parameter
+            if name in maps:
+                self._maps[in_model] = maps[name]
+
+    def _held_by_stages(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        """Of each stage its parameters' names, and their shapes and types on a rank."""
+        own = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self._parameters.items()}
+        held = [own] * self._pipeline.size()
+        if len(held) > 1:
+            dist.all_gather_object(held, own, group=self._pipeline)
+        return held
 
     @torch.no_grad()
     def _load_weights(self) -> None:
         """Load the Hugging Face folder's weights into every parameter except a value head."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-        if {entry.megatron for entry in self._maps} != set(self._parameters) - {models.VALUE_HEAD}:
-            names = {entry.megatron for entry in self._maps} ^ set(self._parameters)
-            raise BackendError(f"the weight map does not cover {names}")
         with huggingface.open_weights(self._model.path, where=self._where) as read:
-            for entry in self._maps:
-                parts = [read(name) for name in entry.huggingface]
+            for name, entry in self._maps.items():
+                parts = [read(tensor) for tensor in entry.huggingface]
                 shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
-                parameter: Any = self._parameters[entry.megatron]
+                parameter: Any = self._parameters[name]
                 parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = entry.cut != "whole"
 
     @torch.no_grad()
-    def score(self, share: Sequence[MicroBatch]) -> tuple[NDArray[np.float32], ...]:
-        """f32[N] per micro-batch, see Backend.score. Synchronises with the device once, at the end."""
-        scores = [self._scores(micro_batch) for micro_batch in share]
-        if not scores:
-            return ()
+    def score(self, share: Sequence[MicroBatch]) -> Scores:
+        """f32[N] per micro-batch on the rank that scores the share, see Backend.score; or what went wrong on this one.
+
+        Synchronises with the device once, at the end.
+        """
+        if not share:
+            return Scores()
+        passes = Passes(self._stages, self._agreement, make_row=self._scored_row, finish=self._scored)
+        scores = passes.run(share, is_scoring=True)
+        if passes.problem is not None:
+            return Scores(problem=f"{type(passes.problem).__name__}: {passes.problem}")
+        if self._rank not in self._layout.scorers:
+            return Scores()
         ends = np.cumsum([len(score) for score in scores])
-        return tuple(np.split(torch.cat(scores).cpu().numpy(), ends[:-1]))
+        return Scores(rows=tuple(np.split(torch.cat(scores).cpu().numpy(), ends[:-1])))
 
-    def _scores(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """f32[N], on the device."""
+    def _scored_row(self, micro_batch: MicroBatch) -> RowPart:
+        has_values = self._model.head == "values"
+        rows = np.empty(0, np.int64) if has_values else micro_batches.predicted_rows(micro_batch)
+        return self._row(micro_batch, rows)
+
+    def _scored(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """f32[N], on the device; its first part is no loss."""
+        num_tokens = len(row.row.tokens)
         if self._model.head == "values":
-            (values,) = self._outputs(self._row(micro_batch, np.empty(0, np.int64)))
-            return values
-        row = self._row(micro_batch, micro_batches.predicted_rows(micro_batch))
-        logprobs, _entropy = self._outputs(row)
-        return logprobs.new_zeros(micro_batch.num_tokens).index_copy(0, row.rows, logprobs)
+            (values,) = self._outputs(row, hidden)
+            return hidden, values[:num_tokens]
+        logprobs, _entropy = self._outputs(row, hidden)
+        return hidden, logprobs.new_zeros(num_tokens).index_copy(0, row.row.rows, logprobs)
 
-    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> PackedRow:
-        in_rectangles = not uses_varlen(self._device, self._dtype)
-        return PackedRow.of(micro_batch, rows, device=self._device, in_rectangles=in_rectangles)
+    def _row(self, micro_batch: MicroBatch, rows: NDArray[np.int64]) -> RowPart:
+        return RowPart.of(
+            micro_batch,
+            rows,
+            layout=self._layout,
+            context_rank=self._layout.context_rank(self._rank),
+            device=self._device,
+            dtype=self._dtype,
+        )
 
-    def _outputs(self, row: PackedRow) -> tuple[torch.Tensor, ...]:
-        """Logprobs and entropy f32[M] of ``row.rows``, or the value after every token f32[N]."""
+    def _outputs(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Logprobs and entropy f32[M] of ``row.row.rows``, or the value after every token of the filled row f32[N]."""
         if self._model.head == "values":
-            return (self._network.values(row),)
-        return self._network.logprobs(row, self._temperature)
+            return (self._stages[-1].values(hidden, row),)
+        return self._stages[-1].logprobs(hidden, row, self._temperature)
 
-    def _inputs(self, row: PackedRow, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
+    def _inputs(self, row: RowPart, outputs: tuple[torch.Tensor, ...]) -> LossInputs | ValueInputs:
         """The objective's inputs, from ``_outputs``."""
-        return row.value_inputs(*outputs) if self._model.head == "values" else row.loss_inputs(*outputs)
+        return row.row.value_inputs(*outputs) if self._model.head == "values" else row.row.loss_inputs(*outputs)
 
     @torch.no_grad()
     def export(self) -> Snapshot | None:
-        """See Backend. The first tensor-parallel rank gathers the shards; the others return None."""
+        """See Backend. The first rank gathers the model, one parameter after the other; other exporters return None."""
         weights: list[tuple[str, torch.Tensor]] = []
-        for entry in self._maps:
-            shards = self._gathered(self._parameters[entry.megatron].detach(), entry.cut)
+        maps = weight_map(self._shape, head=self._model.head)
+        for entry in maps:
+            shards = self._sent_to_the_first_stage(entry)
             if shards:
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 weights += zip(entry.huggingface, tensors, strict=True)
-        kept = {entry.huggingface[0] for entry in self._maps if entry.is_bias_of_choice}
+        kept = {entry.huggingface[0] for entry in maps if entry.is_bias_of_choice}
         return Snapshot.of(weights, dtype=self._shape.dtype, kept=kept) if weights else None
+
+    def _sent_to_the_first_stage(self, entry: Mapping) -> list[torch.Tensor]:
+        """All shards of a parameter on the first rank; empty on the others."""
+        stage = next(number for number, held in enumerate(self._held) if entry.megatron in held)
+        own = self._pipeline.rank()
+        shards = self._gathered(self._parameters[entry.megatron].detach(), entry.cut) if stage == own else []
+        if stage == 0 or own not in (0, stage) or self._tensor_parallel.rank() != 0:
+            return shards
+        if own == stage:
+            dist.send(torch.stack(shards), group=self._pipeline, group_dst=0)
+            return []
+        count = 1 if entry.cut == "whole" else self._tensor_parallel.size()
+        shape, dtype = self._held[stage][entry.megatron]
+        received = torch.empty((count, *shape), dtype=dtype, device=self._device)
+        dist.recv(received, group=self._pipeline, group_src=stage)
+        return list(received)
 
     def _gathered(self, shard: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
         """All shards of a parameter on the first tensor-parallel rank; empty on the others."""
@@ -120,3 +179,12 @@ class LoadedModel:
         shards = [torch.empty_like(shard) for _ in range(ranks)] if rank == 0 else []
         dist.gather(shard, shards or None, group=self._tensor_parallel, group_dst=0)
         return shards
+
+
+def _in_model(name: str, first_layer: int) -> str:
+    """A parameter's name with its layer's number in the whole model."""
+    before, layers, after = name.partition("decoder.layers.")
+    if not layers:
+        return name
+    number, _, rest = after.partition(".")
+    return f"{before}{layers}{int(number) + first_layer}.{rest}"

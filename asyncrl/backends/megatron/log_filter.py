@@ -20,6 +20,8 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     # torch 2.13 renamed what distributed/param_and_grad_buffer.py calls.
     (r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning),
+    # tensor_parallel/layers.py advises it for speed, and weights sent by NCCL would wait for the learner's kernels.
+    (r".*recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS", UserWarning),
     (r".*", DeprecationWarning),
 )
 

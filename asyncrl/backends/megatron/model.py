@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel on packed rows: assembled of layers.py, never materialises all logits."""
+"""Megatron-Core's GPTModel on packed rows: a stage of it, assembled of layers.py; never materialises all logits."""
 
 from __future__ import annotations
 
@@ -11,73 +11,160 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.layer_specs import layers
 from asyncrl.backends.megatron.layers import RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
-from asyncrl.backends.megatron.process_groups import tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import context_parallel_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job
+from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.megatron.transformer_config import transformer_config
-from asyncrl.backends.micro_batches import PackedRow
 from asyncrl.backends.models import Head
 from asyncrl.backends.weight_cuts import padded_vocabulary
+from asyncrl.backends.weight_map import Part
 
 with quiet(), cpu_shim.without_compilation():
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+    )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """Megatron's GPTModel on one row of documents: positions restart in each; never materialises all logits."""
+    """A stage of Megatron's GPTModel, or one of its interleaved parts, on a rank's part of one row of documents."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, device: torch.device, *, head: Head) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        device: torch.device,
+        *,
+        head: Head,
+        chunk: int | None = None,
+    ) -> None:
+        """chunk: which of the stage's interleaved parts; None: it is one."""
+        self.part = _part(config, shape, chunk)
+        submodules = layers(config, shape)
+        submodules.layer_specs = [submodules.layer_specs[layer] for layer in self.part.layers]
         super().__init__(
             config=config,
-            transformer_layer_spec=layers(config, shape),
+            transformer_layer_spec=submodules,
             vocab_size=padded_vocabulary(shape, config.tensor_model_parallel_size),
             max_sequence_length=0,  # only used by learned positions
+            pre_process=self.part.has_embedding,
+            post_process=self.part.has_output,
             position_embedding_type="none",  # rotary angles are computed below
-            # With a value head there is no output layer; a shared one has no weight of its own.
-            share_embeddings_and_output_weights=shape.is_tied or head == "values",
+            share_embeddings_and_output_weights=shape.is_tied and head == "logprobs",
+            vp_stage=chunk,
         )
         self._frequencies = shape.rope_frequencies.to(device)
         self._vocabulary_size = shape.vocabulary_size
-        if head == "values":
+        if head == "values" and self.post_process:
+            del self.output_layer
             self.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
             torch.nn.init.zeros_(self.value_head.weight)
 
-    def logprobs(self, row: PackedRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of the tokens at ``row.rows``, f32[M] each, from the hidden state before each."""
-        is_tied = self.share_embeddings_and_output_weights
-        return linear_logprobs(
-            self._hidden(row).index_select(0, row.rows - 1),
-            self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
-            row.tokens.index_select(0, row.rows),
-            temperature=temperature,
-            vocabulary_size=self._vocabulary_size,
-            group=tensor_parallel_group(),
-        )
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the weights that the first and the last stage share, as Megatron's does.
 
-    def values(self, row: PackedRow) -> torch.Tensor:
-        """The value after each token, f32[N].
-
-        Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both: do
-        not sum it over these ranks.
+        Its all-reduce, which makes them equal, is not needed: both stages read them from the folder.
         """
-        return self._hidden(row).float() @ self.value_head.weight[0].float()
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
+            weight = self.shared_embedding_or_output_weight()
+            weight.shared_embedding = True
+            weight.shared = self.post_process  # a copy, for whoever counts every weight once
 
-    def _hidden(self, row: PackedRow) -> torch.Tensor:
-        """The last hidden state of every token, [N, H]."""
-        hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
-        if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # frozen embeddings: recomputed layers get no gradients without one at their input
+    def forward(self, row: RowPart) -> torch.Tensor:
+        """Hidden states of the row's part after these layers, [n, 1, H]; sequence-parallel ranks share it."""
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                hidden.requires_grad_()  # of frozen embeddings: recomputed layers need a gradient at their input
         rotary = fused.rotary(row.positions, self._frequencies)
-        hidden = self.decoder(
+        after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
             packed_seq_params=RowParameters(qkv_format="sbhd", row=row, rotary=rotary),
         )
-        return hidden.flatten(0, 1)  # type: ignore[no-any-return]
+        return after
+
+    def has_input_for(self, row: RowPart) -> bool:
+        """Whether what came from the stage before is of that length."""
+        return self.pre_process or len(self.decoder.input_tensor) == self._num_hidden(row)
+
+    def shorten_input(self, row: RowPart) -> None:
+        """Make what came from the stage before as long as that row needs it. The values do not matter."""
+        if not self.pre_process:
+            first = self.decoder.input_tensor[:1]
+            self.set_input_tensor(first.expand(self._num_hidden(row), -1, -1).contiguous())
+
+    def _num_hidden(self, row: RowPart) -> int:
+        is_shared = self.config.sequence_parallel
+        return len(row.tokens) // (self.config.tensor_model_parallel_size if is_shared else 1)
+
+    def logprobs(self, hidden: torch.Tensor, row: RowPart, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of the tokens at ``row.row.rows``, f32[M] each, from the last stage's hidden states.
+
+        Every context-parallel rank has all of them, and in the backward pass the gradients of its own part.
+        """
+        is_tied = self.share_embeddings_and_output_weights
+        logprobs, entropy = linear_logprobs(
+            self._gathered(hidden).index_select(0, row.sources),
+            self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight,
+            row.targets,
+            temperature=temperature,
+            vocabulary_size=self._vocabulary_size,
+            group=tensor_parallel_group(),
+        )
+        if row.places is None:
+            return logprobs, entropy
+        own = torch.stack([logprobs, entropy])
+        both = own.new_zeros(2, len(row.row.rows)).index_copy(1, row.places, own)
+        return tuple(reduce_from_tensor_model_parallel_region(both, group=context_parallel_group()).unbind())
+
+    def values(self, hidden: torch.Tensor, row: RowPart) -> torch.Tensor:
+        """The value after each token, f32[N]; see ``logprobs``.
+
+        Every tensor-parallel rank has the whole head and the same hidden states, hence the full gradient of both: do
+        not sum it over these ranks.
+        """
+        own = self._gathered(hidden).float() @ self.value_head.weight[0].float()
+        if row.kept is None:
+            return own
+        values = own.new_zeros(row.length).index_copy(0, row.kept, own)
+        return reduce_from_tensor_model_parallel_region(values, group=context_parallel_group())  # type: ignore[no-any-return]
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [n, H] of the whole part, which every tensor-parallel rank goes on to use in the same way."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden.flatten(0, 1)
 
 
-def build_model(job: Job, shape: ModelShape, device: torch.device, *, head: Head) -> PackedGPT:
-    """The model without its weights."""
-    model = PackedGPT(transformer_config(job, shape, job.torch_dtype), shape, device, head=head)
-    model.to(device, job.torch_dtype)
-    return model
+def _part(config: TransformerConfig, shape: ModelShape, chunk: int | None) -> Part:
+    """What this rank holds of the model."""
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    experts = (shape.experts.num_experts if shape.experts else 0) // config.expert_model_parallel_size
+    first_expert = parallel_state.get_expert_model_parallel_rank() * experts
+    return Part(
+        layers=range(first, first + get_num_layers_to_build(config, vp_stage=chunk)),
+        experts=range(first_expert, first_expert + experts),
+        has_embedding=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        has_output=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+    )
+
+
+def build_stages(job: Job, shape: ModelShape, device: torch.device, *, head: Head) -> list[PackedGPT]:
+    """This rank's part of the model without its weights: one module, or several that are interleaved."""
+    config = transformer_config(job, shape, job.torch_dtype)
+    chunks = [None] if job.layout.virtual_pipeline == 1 else range(job.layout.virtual_pipeline)
+    stages = [PackedGPT(config, shape, device, head=head, chunk=chunk) for chunk in chunks]
+    for stage in stages:
+        stage.to(device, job.torch_dtype)
+    return stages

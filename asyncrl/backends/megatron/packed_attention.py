@@ -1,19 +1,60 @@
-"""Causal attention within each document of a packed row.
+"""Causal attention within each document of a packed row, of which a rank may have a part.
 
-In 16 bits on CUDA this is torch's variable-length FlashAttention; otherwise scaled_dot_product_attention over a few
-rectangles of documents (micro_batches.Rectangles). Never synchronises with the device.
+In 16 bits on CUDA this is torch's variable-length FlashAttention; otherwise scaled_dot_product_attention, over a few
+rectangles of documents (micro_batches.Rectangles) or document by document. Never synchronises with the device.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from asyncrl.backends.micro_batches import PackedRow, Rectangles
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.process_groups import context_parallel_group
+from asyncrl.backends.micro_batches import Rectangles
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Queries that follow one another, and the keys that they see: some runs, each of one document.
+
+    queries, keys  slices of the rank's queries, and of the row's keys: from the start of the first query's document on
+    query_boundaries, key_boundaries  i32[runs + 1]: run r is [boundaries[r], boundaries[r + 1]) of the slice
+    longest_query, longest_key  tokens of the longest run
+    runs           the boundaries as slices on the host, for attention without variable-length support
+
+    A run's last query is its last key, so queries are counted from the ends where there are fewer of them than keys.
+    """
+
+    queries: slice
+    keys: slice
+    query_boundaries: torch.Tensor
+    key_boundaries: torch.Tensor
+    longest_query: int
+    longest_key: int
+    runs: Sequence[tuple[slice, slice]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """All of a rank's queries, in order.
+
+    order  i64[N]: where each token of the row is in the parts of all context-parallel ranks, one after the other; None
+           where one rank has the whole row
+    """
+
+    pieces: Sequence[Piece]
+    order: torch.Tensor | None = None
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -21,11 +62,42 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow) -> torch.Tensor:
-    """query [N, heads, d], key and value [N, key-value heads, d] -> [N, heads, d]; scores are scaled by 1 / sqrt(d)."""
-    if row.layout is not None:
-        return _rectangular(query, key, value, row.layout)
-    return _varlen(query, key, value, row.boundaries, row.longest)
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Rectangles | Pieces) -> torch.Tensor:
+    """query [n, heads, d], key and value [n, key-value heads, d] of a rank's part -> [n, heads, d].
+
+    Scores are scaled by 1 / sqrt(d).
+    """
+    if isinstance(how, Rectangles):
+        return _rectangular(query, key, value, how)
+    if how.order is not None:
+        key, value = _of_the_row(key, value, how.order)
+    attend = _varlen if uses_varlen(query.device, query.dtype) else _by_run
+    attended = [attend(query[p.queries], key[p.keys], value[p.keys], p) for p in how.pieces]
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the whole row, in one collective; the backward pass adds up what all ranks' queries ask."""
+    size = key[0].numel()
+    both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+    gathered = gather_from_sequence_parallel_region(both, group=context_parallel_group())
+    return (
+        gathered[:, :size].index_select(0, order).unflatten(1, key.shape[1:]),
+        gathered[:, size:].index_select(0, order).unflatten(1, value.shape[1:]),
+    )
+
+
+def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    attended = []
+    for queries, keys in piece.runs:
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
+        earlier = k.shape[2] - q.shape[2]
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(earlier) if earlier else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        attended.append(out[0].transpose(0, 1))
+    return torch.cat(attended)
 
 
 def _rectangular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rectangles) -> torch.Tensor:
@@ -38,18 +110,14 @@ def _rectangular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, la
     return torch.cat(attended)[layout.order]
 
 
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, longest: int
-) -> torch.Tensor:
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and not _takes_fewer_key_heads(query.dtype):
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return _flash(query, key, value, boundaries, longest)
+    return _flash(query, key, value, piece)
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, boundaries: torch.Tensor, longest: int
-) -> torch.Tensor:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -57,7 +125,16 @@ def _flash(
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if query.shape[1] != key.shape[1] and "enable_gqa" in known:
         options["enable_gqa"] = True
-    attended: Any = varlen_attn(query, key, value, boundaries, boundaries, longest, longest, **options)
+    attended: Any = varlen_attn(
+        query,
+        key,
+        value,
+        piece.query_boundaries,
+        piece.key_boundaries,
+        piece.longest_query,
+        piece.longest_key,
+        **options,
+    )
     return attended  # type: ignore[no-any-return]
 
 
@@ -76,6 +153,14 @@ def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
     """
     random = torch.Generator("cuda").manual_seed(0)
     boundaries = torch.tensor([0, 48, 64], dtype=torch.int32, device="cuda")
+    whole = Piece(
+        queries=slice(0, 64),
+        keys=slice(0, 64),
+        query_boundaries=boundaries,
+        key_boundaries=boundaries,
+        longest_query=48,
+        longest_key=48,
+    )
     query, key, value = (
         torch.randn(64, heads, 64, device="cuda", dtype=dtype, generator=random).requires_grad_() for heads in (4, 2, 2)
     )
@@ -84,7 +169,7 @@ def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
         with torch.enable_grad():
             try:
                 keys, values = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-                out = _flash(query, keys, values, boundaries, 48)
+                out = _flash(query, keys, values, whole)
                 results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
             except (RuntimeError, ValueError):
                 return False

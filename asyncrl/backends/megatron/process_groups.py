@@ -7,7 +7,7 @@ import torch.distributed as dist
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Place
-from asyncrl.config.layout import Layout
+from asyncrl.protocols.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core import parallel_state
@@ -40,7 +40,25 @@ def data_parallel_group() -> dist.ProcessGroup:
     return group
 
 
+def replicas_group() -> dist.ProcessGroup:
+    """The ranks that hold the same part of the model, whether they train different data or share rows."""
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
+
+
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """The ranks that together hold one copy of the model."""
+    """The ranks that share every layer."""
     group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share every packed row."""
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """The ranks that share the layers of one copy of the model."""
+    group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group

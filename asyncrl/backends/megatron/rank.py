@@ -38,6 +38,7 @@ class MegatronRank:
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_leader = place.rank == 0
+        self._is_scorer = place.rank in job.layout.scorers
         self._device = device = _device(job.device, place)
         cpu_shim.use_device(device)
         try:
@@ -59,7 +60,7 @@ class MegatronRank:
         if command.name in ("step", "rehearse"):
             return self._step(trained[command.model], command)
         if command.name == "score":
-            return self._score(command)
+            return self._loaded[command.model].score(command.micro_batches)
         if command.name == "export":
             return self._loaded[command.model].export()
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
@@ -71,12 +72,12 @@ class MegatronRank:
         return None
 
     def _step(self, model: TrainedModel, command: Command) -> StepResult | Scores | None:
-        """Of a follower what it thought of recorded tokens, if it is the first that holds its copy of the model."""
+        """Of a follower what it thought of recorded tokens, if it speaks for its copy of the model."""
         is_rehearsal = command.name == "rehearse"
         result = model.step(command.micro_batches, learning_rate=command.learning_rate, is_rehearsal=is_rehearsal)
         if self._is_leader:
             return result
-        if not command.has_recorded or process_groups.tensor_parallel_group().rank():
+        if not command.has_recorded or not self._is_scorer:
             return None
         return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
 
@@ -102,19 +103,6 @@ class MegatronRank:
         elif self._is_leader:  # last, and alone: nobody waits for it where this fails
             for name, model in trained.items():
                 model.write_index(folders[name])
-
-    def _score(self, command: Command) -> Scores | None:
-        """None except on the first of the tensor-parallel ranks, which all compute the same scores.
-
-        Raises when this rank failed and another that holds the same copy of the model did not.
-        """
-        try:
-            scores = Scores(rows=self._loaded[command.model].score(command.micro_batches))
-        except Exception as error:  # perhaps of the data: the leader asks for other scores next
-            if not self._agreement.all_failed():
-                raise
-            scores = Scores(problem=f"{type(error).__name__}: {error}")
-        return scores if process_groups.tensor_parallel_group().rank() == 0 else None
 
     def close(self) -> None:
         """Destroy the process groups; they are global, and a later rank in this process needs new ones."""

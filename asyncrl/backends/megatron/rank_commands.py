@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from asyncrl.backends.models import POLICY, AuxiliaryModel
-from asyncrl.config.layout import Layout
 from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.protocols.adapter import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """A follower's reply to "score": f32[N] per micro-batch of its shard.
+    """A follower's reply to "score".
 
+    rows       f32[N] per micro-batch of its share; none where another rank has them
     documents  of a step with recorded ones: these, and f32[2, M] of each as ``rows`` (StepResult.tokens)
-    problem    why it has none; so it answers to a step that failed too, with "" when that was not here
+    problem    why there are none; so it answers to a step that failed too, with "" when that was not here
     """
 
     rows: tuple[NDArray[np.float32], ...] = ()

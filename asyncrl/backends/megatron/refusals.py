@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.config.layout import Layout
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.adapter import Layout
 
 _UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 """Fields of Megatron's that make stages of different lengths; it checks them itself."""
@@ -31,9 +31,8 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
             f"different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
         )
     _require_experts(shape, layout, whose)
-    for key, number in (("pipeline_parallel", layout.pipeline), ("context_parallel", layout.context)):
-        if number > 1:
-            raise ConfigError(f"learner.{key}: not trained yet; remove it")
+    if layout.expert > 1 or layout.expert_tensor > 1:
+        raise ConfigError("learner.expert_parallel: not trained yet; remove it")
     return shape
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from asyncrl.backends import micro_batches, optimizer_state
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.loaded_model import LoadedModel
+from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.rank_commands import Job
+from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
 from asyncrl.backends.models import POLICY
 from asyncrl.backends.offload import HostMoments
@@ -31,6 +33,9 @@ from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.protocols import StepResult
+
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+"""What the output layer of a last stage is a copy of, when embeddings are tied."""
 
 
 class TrainedModel(LoadedModel):
@@ -44,8 +49,9 @@ class TrainedModel(LoadedModel):
         self._objective: Objective = self._model.objective
         self._settings: OptimizerSettings = self._model.optimizer
         self._data_parallel = process_groups.data_parallel_group()
+        self._replicas = process_groups.replicas_group()
         self._is_distributed = job.is_distributed_optimizer
-        self._buffers = optimizer.with_gradient_buffers(self._network, job)
+        self._buffers = optimizer.with_gradient_buffers(self._stages, job)
         self._optimizer = optimizer.build_optimizer(job, self._settings, self._buffers, device)
         self._moments = HostMoments(self._optimizer.optimizer) if job.is_offloading else None
 
@@ -55,14 +61,16 @@ class TrainedModel(LoadedModel):
         is_rehearsal: all but the update. Raises StepFailed on every rank if one copy of the model could not compute its
         share. What leaves ranks in different collectives is raised as it is, on the rank that it happened to.
         """
-        self._buffers.zero_grad_buffer()
+        for buffers in self._buffers:
+            buffers.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._recorded = RecordedTokens()
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
             optimizer.reduce_gradients(self._buffers)
-            _reduce(totals.sums, self._data_parallel)
-            _reduce(totals.maxima, self._data_parallel, dist.ReduceOp.MAX)
+            for group in (self._data_parallel, self._pipeline):  # only a last stage has any
+                _reduce(totals.sums, group)
+                _reduce(totals.maxima, group, dist.ReduceOp.MAX)
             self._optimizer.prepare_grads()
             if (scale := self._objective.gradient_scale(totals)) is not None:
                 torch._foreach_mul_([w.grad for w in self._optimizer.get_parameters() if w.grad is not None], scale)
@@ -88,66 +96,50 @@ class TrainedModel(LoadedModel):
         return StepResult(metrics=metrics, tokens=self._recorded.on_host())
 
     def _accumulated(self, share: Sequence[MicroBatch]) -> tuple[diagnostics.Sums, Exception | None]:
-        """The gradients of all micro-batches in Megatron's buffers, summed over ranks as the last one's come.
+        """The gradients of all micro-batches in Megatron's buffers, summed over ranks as the last one's come; the sums
+        of the metrics on the last stage.
 
         What goes wrong on this rank is returned: the others wait for it in their sums, so it takes part with nothing.
-        It cannot, and raises, in the midst of the last backward pass of several data-parallel ranks, and when a
-        tensor-parallel rank failed alone: its peers wait for it in the midst of a layer.
+        It cannot, and raises, when a rank that it meets in every layer did not fail, and in a backward pass that others
+        wait for: another stage, or replicas in the last one.
         """
-        totals = self._objective.zero(self._device)
-        problem: Exception | None = None
+        passes = Passes(self._stages, self._agreement, make_row=self._trained_row, finish=self._loss)
         try:
-            with self._buffers.no_sync():
-                for micro_batch in share[:-1]:
-                    loss, sums = self._forward(micro_batch)
-                    self._backward(loss)
-                    totals = totals + sums
-            loss, sums = self._forward(share[-1])
-        except Exception as error:  # a kernel's, an assertion's, too little memory: whatever the data did
-            if not self._agreement.all_failed():
-                raise
-            problem = error.with_traceback(None)  # its frames hold what it ran out of memory with
-        if problem is not None:
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            loss, sums = self._forward(empty())
-        try:
-            self._backward(loss)
+            sums = passes.run(share)
         except Exception as error:
-            if self._data_parallel.size() > 1 or not self._agreement.all_failed():
+            is_awaited = self._pipeline.size() > 1 or (self._replicas.size() > 1 and passes.begun == len(share))
+            if passes.is_alone or is_awaited or not self._agreement.all_failed():
                 raise
-            problem = problem or error
-        return totals + sums, problem
+            passes.problem, sums = error.with_traceback(None), []
+            passes.run((empty(),))  # in which replicas add up their gradients
+        return sum(sums, start=self._objective.zero(self._device)), passes.problem
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, diagnostics.Sums]:
+    def _trained_row(self, micro_batch: MicroBatch) -> RowPart:
+        return self._row(micro_batch, micro_batches.response_rows(micro_batch))
+
+    def _loss(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, diagnostics.Sums]:
         """A micro-batch's loss and what its metrics are made from."""
-        row = self._row(micro_batch, micro_batches.response_rows(micro_batch))
-        with record_function("learner: forward"):
-            outputs = self._outputs(row)
-            self._recorded.note(micro_batch, outputs)
-            if len(row.rows):
-                loss, sums = self._objective.objective(self._inputs(row, outputs))
-            else:  # nothing to learn, but the buffers expect a gradient of every parameter
-                loss, sums = outputs[0][:0].sum(), self._objective.zero(self._device)
-        return loss, sums
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Add its gradients to Megatron's buffers."""
-        with record_function("learner: backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+        outputs = self._outputs(row, hidden)
+        self._recorded.note(row.micro_batch, outputs)
+        if len(row.row.rows):
+            return self._objective.objective(self._inputs(row, outputs))
+        return outputs[0][:0].sum(), self._objective.zero(self._device)  # the buffers expect gradients all the same
 
     def _grad_norm(self) -> torch.Tensor:
         """Norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
-        is_first = self._tensor_parallel.rank() == 0  # counts the replicated parameters
-        weights = [
-            w for w in self._optimizer.get_parameters() if is_first or getattr(w, "tensor_model_parallel", False)
-        ]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        gradients = [weight.grad for weight in self._optimizer.get_parameters() if self._counts(weight)]
+        gradients = [gradient for gradient in gradients if gradient is not None]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if gradients:
             total = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        _reduce(total, dist.group.WORLD if self._is_distributed else self._tensor_parallel)
+        _reduce(total, dist.group.WORLD)
         return total.sqrt()
+
+    def _counts(self, weight: Any) -> bool:
+        """Whether this rank counts the weight's gradient, of which others may have a copy."""
+        is_first_replica = self._is_distributed or self._replicas.rank() == 0
+        is_first_shard = self._tensor_parallel.rank() == 0 or getattr(weight, "tensor_model_parallel", False)
+        return is_first_replica and is_first_shard and not _is_copy(weight)
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         settings = self._settings
@@ -162,7 +154,8 @@ class TrainedModel(LoadedModel):
 
     def write_pieces(self, folder: Path) -> None:
         """Write this rank's file. Raises CheckpointError, on this rank alone."""
-        pieces = self._pieces() if self._is_distributed or self._data_parallel.rank() == 0 else []
+        is_writer = self._is_distributed or self._replicas.rank() == 0
+        pieces = self._pieces(with_copies=False) if is_writer else []
         optimizer_state.write_pieces(folder, pieces, self._optimizer.optimizer.state, rank=dist.get_rank())
 
     def write_index(self, folder: Path) -> None:
@@ -192,14 +185,17 @@ class TrainedModel(LoadedModel):
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's parameters by their names in a checkpoint."""
         suffix = f"@{self._tensor_parallel.rank()}" if self._tensor_parallel.size() > 1 else ""
-        return ((name + suffix, parameter) for name, parameter in self._parameters.items())
+        for name, parameter in self._parameters.items():
+            yield (_EMBEDDING if _is_copy(parameter) else name) + suffix, parameter
 
-    def _pieces(self) -> Iterator[optimizer_state.Piece]:
+    def _pieces(self, *, with_copies: bool = True) -> Iterator[optimizer_state.Piece]:
         """What this rank's optimizer updates, and on one rank what is frozen, so that a checkpoint has every weight.
         main_param is Megatron's float32 copy of a 16-bit parameter."""
         for name, parameter in self._shards():
+            if _is_copy(parameter) and not with_copies:
+                continue
             if not parameter.requires_grad:
-                if self._data_parallel.rank() == 0:
+                if self._replicas.rank() == 0:
                     yield optimizer_state.Piece(name=name, start=0, value=parameter)
             elif not self._is_distributed:
                 value: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
@@ -209,6 +205,11 @@ class TrainedModel(LoadedModel):
                 value = self._optimizer.optimizer.param_groups[group]["params"][index]
                 start = self._optimizer._get_model_param_range_map(parameter)["param"].start
                 yield optimizer_state.Piece(name=name, start=start, value=value)
+
+
+def _is_copy(weight: Any) -> bool:
+    """Whether it is the output layer of a last stage, of which the first has the original."""
+    return bool(getattr(weight, "shared", False))
 
 
 def _reduce(values: torch.Tensor, group: dist.ProcessGroup | None, operation: Any = dist.ReduceOp.SUM) -> None:

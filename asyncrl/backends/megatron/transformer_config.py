@@ -14,6 +14,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.adapter import Layout
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
@@ -48,7 +49,6 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         use_te_activation_func=True,  # means: the layer specification names the activation
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        tensor_model_parallel_size=job.layout.tensor,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -61,6 +61,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         apply_rope_fusion=False,
         bias_activation_fusion=False,
         **_RECOMPUTE[job.recompute],
+        **_parallel_fields(job.layout),
         **(_mixture_fields(shape, shape.experts) if shape.experts else {}),
     )
 
@@ -81,7 +82,26 @@ def _mixture_fields(shape: ModelShape, experts: Experts) -> dict[str, Any]:
         moe_shared_expert_intermediate_size=experts.shared_size or None,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # Megatron's losses for balance are pretraining's
+    )
+
+
+def _parallel_fields(layout: Layout) -> dict[str, Any]:
+    is_interleaved = layout.virtual_pipeline > 1
+    return dict(
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.is_sequence_parallel,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if is_interleaved else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        variable_seq_lengths=layout.pipeline > 1,
         moe_token_dispatcher_type="alltoall",  # ranks may have rows of different lengths
+        # With two stages the one before is the one after, and a batched call mixes up both directions: silently where
+        # all rows have one length. Megatron takes overlap only where stages are interleaved.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
+        batch_p2p_sync=False,
     )
 
 

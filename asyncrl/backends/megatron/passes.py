@@ -1,0 +1,118 @@
+"""Forward and backward passes of micro-batches through a rank's stages of a model, by Megatron's schedules.
+
+Every rank of a copy of the model is given the same micro-batches and makes its part of their rows itself; only hidden
+states travel between stages. What goes wrong with a micro-batch must not keep a stage from its neighbours, who wait for
+it: it goes on with an empty row, and so does every later stage, which sees it by the length of what it receives. The
+ranks tell each other when the passes are over.
+Tests: tests/contracts/test_backend_failures.py, tests/unit/backends/megatron/test_layouts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.model import PackedGPT
+from asyncrl.backends.megatron.process_groups import pipeline_group
+from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.policies.batching.packing import MicroBatch, empty
+
+with quiet(), cpu_shim.without_compilation():
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+T = TypeVar("T")
+Finish = Callable[[RowPart, torch.Tensor], tuple[torch.Tensor, T]]
+"""On the last stage, of a row and its hidden states: what backward is called on, and the micro-batch's result."""
+
+
+class Passes(Generic[T]):
+    """One batch's passes.
+
+    problem   what went wrong first on this rank, and on all that meet it in every layer
+    is_alone  something went wrong here and not on them: they wait for this rank in a collective
+    begun     micro-batches whose forward pass has begun
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PackedGPT],
+        agreement: Agreement,
+        *,
+        make_row: Callable[[MicroBatch], RowPart],
+        finish: Finish[T],
+    ) -> None:
+        self._stages = list(stages)
+        self._agreement = agreement
+        self._make_row = make_row
+        self._finish = finish
+        self.problem: Exception | None = None
+        self.is_alone = False
+        self.begun = 0
+
+    def run(self, share: Sequence[MicroBatch], *, is_scoring: bool = False) -> list[T]:
+        """Results of the micro-batches that went well; none but on the last stage.
+
+        is_scoring: forward passes alone. Raises what went wrong in a backward pass, and on this rank alone.
+        """
+        is_interleaved = len(self._stages) > 1
+        filling = -len(share) % pipeline_group().size() if is_interleaved else 0  # interleaved parts take turns
+        filled = [*share, *[empty()] * filling]
+        rows = [iter(filled) for _ in self._stages]
+        results = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=rows if is_interleaved else rows[0],
+            model=self._stages if is_interleaved else self._stages[0],
+            num_microbatches=len(filled),
+            seq_length=1,  # not used, nor is the next: lengths travel with the hidden states
+            micro_batch_size=1,
+            forward_only=is_scoring,
+        )
+        return [result for result in results[: len(share)] if result is not None]
+
+    def _forward(self, rows: Iterator[MicroBatch], stage: PackedGPT) -> Any:
+        """Megatron's forward step: this stage's hidden states, and what makes a loss of the last stage's."""
+        micro_batch = next(rows)
+        if stage is self._stages[0]:
+            self.begun += 1
+        with record_function("learner: forward"):
+            row, hidden = self._passed(stage, micro_batch)
+        return hidden, partial(self._finished, stage, row)
+
+    def _passed(self, stage: PackedGPT, micro_batch: MicroBatch) -> tuple[RowPart, torch.Tensor]:
+        if self.problem is None:
+            try:
+                row = self._make_row(micro_batch)
+                if stage.has_input_for(row):
+                    return row, stage(row)
+            except Exception as error:  # a kernel's, an assertion's, too little memory: whatever the data did
+                self._note(error)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        row = self._make_row(empty())
+        stage.shorten_input(row)
+        return row, stage(row)
+
+    def _finished(self, stage: PackedGPT, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, Any, T | None]:
+        result: T | None = None
+        try:
+            with record_function("learner: loss"):
+                loss, result = self._finish(row, hidden)
+        except Exception as error:
+            self._note(error)
+            # The schedule wants a gradient of the hidden states, and gradient buffers one of every parameter.
+            loss = sum(tensor.flatten()[:0].sum() for tensor in (hidden, *stage.parameters()))
+        return loss, torch.zeros((), dtype=torch.int), result
+
+    def _note(self, error: Exception) -> None:
+        """Keep it for later, if this rank's peers are at the same place."""
+        if not self._agreement.all_failed():
+            self.is_alone = True
+            raise error
+        self.problem = self.problem or error.with_traceback(None)  # its frames hold what it ran out of memory with

@@ -1,0 +1,190 @@
+"""The part of a packed row that one rank computes, and where in the row its results belong.
+
+Context parallelism cuts the whole row, not its documents: into two pieces per rank, of which rank r of R has pieces r
+and 2R - 1 - r, so that all have as much attention to compute. A rank has the queries of its pieces and gathers the keys
+and values of the row; positions travel with the tokens. Nothing is padded but the row's end, by one document.
+Tests: tests/unit/backends/megatron/test_row_part.py, test_layouts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
+from asyncrl.backends.micro_batches import PackedRow, Rectangles, to_device
+from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.protocols.adapter import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPart:
+    """A packed row, filled up to a length N that ranks can share, and the n tokens of it that this rank has.
+
+    tokens, positions  i64[n]
+    attention          which keys each of them sees
+    sources            i64[m]: where in the part the hidden states are that predict tokens of ``row.rows``
+    targets            i64[m]: these tokens
+    places             i64[m]: which of ``row.rows`` they are, other ranks having the others; None: all of them
+    kept               i64[n]: where in the filled row the part's tokens are; None: everywhere
+    length             N
+    row                the row as it came: the objective's inputs
+    micro_batch        the same on the host
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: Rectangles | Pieces
+    sources: torch.Tensor
+    targets: torch.Tensor
+    places: torch.Tensor | None
+    kept: torch.Tensor | None
+    length: int
+    row: PackedRow
+    micro_batch: MicroBatch
+
+    @classmethod
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        rows: NDArray[np.int64],
+        *,
+        layout: Layout,
+        context_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> RowPart:
+        """rows  i64[M]: tokens that need a logprob"""
+        if layout.row_multiple == 1:
+            in_rectangles = not uses_varlen(device, dtype)
+            return _whole(micro_batch, PackedRow.of(micro_batch, rows, device=device, in_rectangles=in_rectangles))
+        length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
+        tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
+        boundaries = np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
+        positions = np.arange(length) - np.repeat(boundaries[:-1], np.diff(boundaries)).astype(np.int64)
+        kept = kept_by(context_rank, length=length, ranks=layout.context)
+        at = np.full(length, -1)
+        at[kept] = np.arange(len(kept))
+        places = np.flatnonzero(at[rows - 1] >= 0)
+        arrays: dict[str, NDArray[Any]] = {
+            "tokens": tokens[kept],
+            "positions": positions[kept],
+            "sources": at[rows[places] - 1],
+            "targets": tokens[rows[places]],
+            "places": places,
+            "kept": kept,
+        }
+        cuts = [_Cut.of(boundaries, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
+        for i, cut in enumerate(cuts):
+            arrays |= {f"queries {i}": cut.query_boundaries, f"keys {i}": cut.key_boundaries}
+        moved = to_device(arrays | {"order": order(length=length, ranks=layout.context)}, device)
+        pieces = [
+            cut.piece(moved[f"queries {i}"], moved[f"keys {i}"], len(kept) // len(cuts) * i)
+            for i, cut in enumerate(cuts)
+        ]
+        is_cut = layout.context > 1
+        return cls(
+            tokens=moved["tokens"],
+            positions=moved["positions"],
+            attention=Pieces(pieces=pieces, order=moved["order"] if is_cut else None),
+            sources=moved["sources"],
+            targets=moved["targets"],
+            places=moved["places"] if is_cut else None,
+            kept=moved["kept"] if is_cut else None,
+            length=length,
+            row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
+            micro_batch=micro_batch,
+        )
+
+
+def _whole(micro_batch: MicroBatch, row: PackedRow) -> RowPart:
+    """All of a row."""
+    how: Rectangles | Pieces | None = row.layout
+    if how is None:
+        everything = slice(0, len(row.tokens))
+        how = Pieces(
+            pieces=[
+                Piece(
+                    queries=everything,
+                    keys=everything,
+                    query_boundaries=row.boundaries,
+                    key_boundaries=row.boundaries,
+                    longest_query=row.longest,
+                    longest_key=row.longest,
+                )
+            ]
+        )
+    return RowPart(
+        tokens=row.tokens,
+        positions=row.positions,
+        attention=how,
+        sources=row.rows - 1,
+        targets=row.tokens.index_select(0, row.rows),
+        places=None,
+        kept=None,
+        length=len(row.tokens),
+        row=row,
+        micro_batch=micro_batch,
+    )
+
+
+def spans(rank: int, *, length: int, ranks: int) -> list[tuple[int, int]]:
+    """Begin and end of the pieces of a row that a context-parallel rank has."""
+    if ranks == 1:
+        return [(0, length)]
+    size = length // (2 * ranks)
+    return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def kept_by(rank: int, *, length: int, ranks: int) -> NDArray[np.int64]:
+    """i64[length / ranks]: the tokens that a rank has, rising."""
+    return np.concatenate([np.arange(*span) for span in spans(rank, length=length, ranks=ranks)])
+
+
+def order(*, length: int, ranks: int) -> NDArray[np.int64]:
+    """i64[length]: where each token of the row is in the parts of all ranks, one after the other."""
+    return np.argsort(np.concatenate([kept_by(rank, length=length, ranks=ranks) for rank in range(ranks)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A piece [begin, end) of a row: a run of each document in it, with the keys from that document's start on."""
+
+    begin: int
+    end: int
+    first_key: int
+    query_boundaries: NDArray[np.int32]
+    key_boundaries: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, boundaries: NDArray[np.int32], begin: int, end: int) -> _Cut:
+        first, last = np.searchsorted(boundaries, begin, "right") - 1, np.searchsorted(boundaries, end, "left")
+        starts = boundaries[first:last]
+        return cls(
+            begin=begin,
+            end=end,
+            first_key=int(starts[0]),
+            query_boundaries=(np.append(np.maximum(starts, begin), end) - begin).astype(np.int32),
+            key_boundaries=(np.append(starts, end) - starts[0]).astype(np.int32),
+        )
+
+    def piece(self, query_boundaries: torch.Tensor, key_boundaries: torch.Tensor, offset: int) -> Piece:
+        """offset: where its queries start in the rank's part"""
+        return Piece(
+            queries=slice(offset, offset + self.end - self.begin),
+            keys=slice(self.first_key, self.end),
+            query_boundaries=query_boundaries,
+            key_boundaries=key_boundaries,
+            longest_query=int(np.diff(self.query_boundaries).max()),
+            longest_key=int(np.diff(self.key_boundaries).max()),
+            runs=list(zip(_slices(self.query_boundaries), _slices(self.key_boundaries), strict=True)),
+        )
+
+
+def _slices(boundaries: NDArray[np.int32]) -> Sequence[slice]:
+    return [slice(int(begin), int(end)) for begin, end in zip(boundaries[:-1], boundaries[1:], strict=True)]

@@ -1,0 +1,165 @@
+"""Every way to share a model, its rows and the batch among ranks trains what one process trains.
+
+A layout starts once: its ranks score, take two steps, and go back to their checkpoint; the tests look at what they did.
+AdamW's eps is large here: with a usual one its step is nearly a sign, blind to a gradient that is off by a factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from asyncrl.policies.batching.packing import MicroBatch, pack
+from asyncrl.policies.batching.packing import documents as document_slices
+from tests.harness.backends import (
+    SETTINGS,
+    critic,
+    distance,
+    documents,
+    expected_logprobs,
+    hugging_face,
+    learned,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+    with_returns,
+)
+
+LEARNING_RATE = 0.05
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
+
+QUICK = ("megatron-cp2", "megatron-pp2", "megatron-tp2")
+SLOW = (
+    "megatron-vpp2",
+    "megatron-cp4",
+    "megatron-cp2-dp2",
+    "megatron-cp2-tp2",
+    "megatron-pp2-dp2",
+    "megatron-pp2-cp2",
+    "megatron-pp2-tp2",
+)
+REPLICATED = ("megatron-cp2", "megatron-pp2-dp2")
+"""Layouts that run once more without the distributed optimizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a backend did: scores of one row, weights before, metrics and weights after each step, the critic's values,
+    and the weights after the last step once more, from the checkpoint before it."""
+
+    scores: NDArray[np.float32]
+    before: Mapping[str, torch.Tensor]
+    metrics: list[Mapping[str, float]]
+    after: list[Mapping[str, torch.Tensor]]
+    values: NDArray[np.float32]
+    again: Mapping[str, torch.Tensor]
+
+
+def row() -> MicroBatch:
+    (packed,) = pack(documents(), max_tokens=1000)
+    return packed
+
+
+def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
+    auxiliary = {"critic": dataclasses.replace(critic(folder), optimizer=GENTLE)}
+    settings: dict[str, Any] = {"optimizer": GENTLE, "auxiliary": auxiliary}
+    with started(kind, folder, **settings, **({"options": options} if options else {})) as backend:
+
+        def step(number: int) -> dict[str, float]:
+            cut = shares(kind, documents(number), max_tokens=30)  # several micro-batches each, of different lengths
+            metrics = learned(backend.step(cut, learning_rate=LEARNING_RATE).metrics)
+            of_critic = backend.step(with_returns(cut), learning_rate=LEARNING_RATE, model="critic").metrics
+            return metrics | dict(of_critic)
+
+        scores, before = scored(backend, kind, row()), weights(backend)
+        metrics, after = [step(0)], [weights(backend)]
+        backend.save(saved)
+        metrics.append(step(1))
+        after.append(weights(backend))
+        values = scored(backend, kind, row(), model="critic")
+        backend.restore(saved)
+        step(1)
+        return Done(scores, before, metrics, after, values, weights(backend))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    folder: Path
+    expected: Done
+    got: Done
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[bool, tuple[Path, Done]]:
+    return {}
+
+
+CASES = [
+    *(pytest.param((kind, False, {}), id=kind) for kind in QUICK),
+    *(pytest.param((kind, False, {}), id=kind, marks=pytest.mark.slow) for kind in SLOW),
+    pytest.param(("megatron-pp2", True, {"recompute": "full"}), id="megatron-pp2-tied", marks=pytest.mark.slow),
+    pytest.param(("megatron-vpp2", True, {}), id="megatron-vpp2-tied", marks=pytest.mark.slow),
+    *(
+        pytest.param((kind, False, {"distributed_optimizer": False}), id=f"{kind}-replicated", marks=pytest.mark.slow)
+        for kind in REPLICATED
+    ),
+]
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    references: dict[bool, tuple[Path, Done]],
+) -> Iterator[Case]:
+    kind, tied, options = request.param
+    if tied not in references:
+        architecture = "qwen2" if tied else "qwen3"
+        folder = tiny_model(tmp_path_factory.mktemp("model"), architecture=architecture, tied=tied, num_layers=4)
+        references[tied] = (folder, done("reference", folder, tmp_path_factory.mktemp("saved")))
+    folder, expected = references[tied]
+    yield Case(folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
+
+
+def test_scores_are_those_of_transformers_document_by_document(case: Case) -> None:
+    packed, model = row(), hugging_face(case.folder)
+    for where in document_slices(packed):
+        np.testing.assert_allclose(case.got.scores[where], expected_logprobs(model, packed.tokens[where]), atol=1e-5)
+
+
+def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
+    original = load_file(case.folder / "model.safetensors")
+    assert case.got.before.keys() == original.keys()
+    assert all(torch.equal(case.got.before[name], tensor) for name, tensor in original.items())
+
+
+def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
+    """Loss, entropy, every diagnostic and the norm of the gradients: each token and each gradient counts once."""
+    before: Mapping[str, torch.Tensor] = case.expected.before
+    for got, expected, after, wanted in zip(
+        case.got.metrics, case.expected.metrics, case.got.after, case.expected.after, strict=True
+    ):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        moved = distance(dict(before), dict(wanted))
+        assert distance(dict(after), dict(wanted)) < 3e-4 * moved
+        before = wanted
+
+
+def test_the_values_of_a_critic_are_those_of_one_process(case: Case) -> None:
+    assert np.abs(case.expected.values).max() > 0.01
+    np.testing.assert_allclose(case.got.values, case.expected.values, atol=1e-5)
+
+
+def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> None:
+    assert distance(dict(case.got.again), dict(case.got.after[-1])) == 0.0
