@@ -14,5 +14,5 @@ imports:
 	$(dir $(PYTHON))lint-imports
 	$(PYTHON) bin/count-imports
 quick:
-	$(PYTHON) -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --hypothesis-profile quick \
+	$(PYTHON) -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder --hypothesis-profile quick \
 	  -m "not slow and not sglang and not gpu"

@@ -54,7 +54,8 @@ def parse() -> argparse.Namespace:
         "--faults",
         choices=FAULTS,
         default="kills",
-        help="kills (default), others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), "
+        help="kills (default), victims (each killed once, at any time), "
+        "others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), "
         "resources (no disk, descriptors or memory for 5 to 15 s, clocks set back), all",
     )
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")

@@ -82,8 +82,15 @@ RESOURCES: Final = (
     Kind("nats-server", "any time", deed="no memory"),
     Kind("rollout-worker", "any time", 3, deed="clock set back"),
 )
+VICTIMS: Final = (
+    Kind("learner", "any time"),
+    Kind("rollout-worker", "any time"),
+    Kind("nats-server", "any time"),
+    Kind("run", "any time"),
+)
 FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "kills": KILLS,
+    "victims": VICTIMS,
     "others": OTHERS,
     "resources": RESOURCES,
     "all": KILLS + OTHERS + RESOURCES,
