@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import PromptGroup
+from asyncrl.messages.codec import decode
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import account
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
@@ -30,7 +32,7 @@ from asyncrl.state.history import HISTORY_FILE
 from tests.actors.learner.test_sifter import Picky, Shards
 from tests.conftest import BUS_SIZES
 from tests.harness import lies
-from tests.harness.fakes import Engine, Loop, Rows, run_worker, worker
+from tests.harness.fakes import Engine, Loop, Rows, run_worker, until, worker
 from tests.integration.security.test_hostile import CASES
 
 MESSAGES = 100
@@ -142,3 +144,32 @@ def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None
         assert np.abs(micro_batch.advantages).max() < 1e7
         assert not (micro_batch.tokens == lies.POISON).any()
         assert np.diff(micro_batch.boundaries).max() <= 6  # two of the prompt, four of the answer
+
+
+async def test_who_answers_a_group_first_wins_that_group_and_no_other(tmp_path: Path) -> None:
+    """An honest worker has the prompts of groups 0 and 1; a liar, who was lent neither, answers before it."""
+    bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
+    possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
+    validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
+    loop = Loop(bus, tmp_path / "run", steps=6, rows=Rows(count=50), validator=validator, max_staleness=3)
+    loop.backend = Trainer()
+    engine, random = Honest(), Random(0)
+    engine.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        honest = group.create_task(run_worker(worker(bus, engine, name="honest", max_running=4)))
+        learner = group.create_task(loop.run_learner())
+        await until(lambda: engine.running == 4)
+        prompts = [decode(bus._work(PROMPTS)._stored[key].data, PromptGroup) for key in ("0", "1")]
+        possible_one, impossible = ([lies.trajectory(p, random, mask=p is prompts[0]) for _ in "12"] for p in prompts)
+        bus._log(TRAJECTORIES).add("0", lies.group(prompts[0], possible_one, random, worker="evil"))
+        bus._log(TRAJECTORIES).add("1", lies.group(prompts[1], impossible, random, worker="evil"))
+        for key in ("x", "1000", "-1"):  # of nobody: refused without a trace
+            bus._log(TRAJECTORIES).add(key, lies.group(prompts[0], possible_one, random, worker="evil"))
+        engine.gate.set()
+        await learner
+        honest.cancel()
+    entries = history.read(tmp_path / "run" / HISTORY_FILE)
+    fates = {group_id: entry.kind for entry in entries for group_id in entry.groups}
+    assert fates.pop(1) == "failed"
+    assert set(fates.values()) == {"trained"} and {0, 2, 3} <= fates.keys()
+    assert account(entries, saved=None, bus=None).is_clean
