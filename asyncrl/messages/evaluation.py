@@ -26,7 +26,7 @@ class Evaluation:
     number       of the evaluation in the run, from 0
     weights      the version; every token of every answer is sampled by it
     num_prompts  that are asked
-    questions    digest of what is asked (policies/evaluation/questions.py); empty: unknown
+    questions    digest of what is asked and how it is judged (policies/evaluation/questions.py); empty: unknown
     num_held     place = "shared": rollout workers that may keep the version; 0: workers of its own alone answer
     after        the log of answers is read from this sequence on
     is_over      no more answers are needed, and nobody need keep the version

@@ -177,6 +177,7 @@ def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
 
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
+    from asyncrl.config.secret_values import hidden
     from asyncrl.data.model_folder import check_model_at
     from asyncrl.data.tokenizer import load_tokenizer
     from asyncrl.rewards.load import needs_label
@@ -187,16 +188,16 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     sets = []
     for dataset in run.evaluation.datasets:
         reward = dataset.reward or run.reward
-        sets.append(
-            open_set(
-                dataset,
-                tokenizer=tokenizer,
-                max_new_tokens=run.rollout.max_new_tokens,
-                context_tokens=context,
-                row_bytes=run.bus.max_message_bytes // 2,
-                labelled_for=reward.kind if needs_label(reward) else "",
-            )
+        opened = open_set(
+            dataset,
+            tokenizer=tokenizer,
+            max_new_tokens=run.rollout.max_new_tokens,
+            context_tokens=context,
+            row_bytes=run.bus.max_message_bytes // 2,
+            labelled_for=reward.kind if needs_label(reward) else "",
         )
+        judge = repr((reward.kind, sorted(hidden(reward.options).items())))
+        sets.append(dataclasses.replace(opened, judge=judge))
     require_space(sets, log_bytes=run.bus.max_log_bytes)
     return sets
 

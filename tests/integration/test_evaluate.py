@@ -76,6 +76,27 @@ def test_saved_models_are_evaluated_with_no_run_up(
     assert [row["step"] for row in rows] == [2, 10, 20]
 
 
+def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_changed(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many as before, and under the same name."""
+    prompts, datasets, run = tmp_path / "prompts.jsonl", tmp_path / "datasets.toml", tmp_path / "my-run"
+    lines = (demo / "prompts.jsonl").read_text().splitlines(keepends=True)
+    datasets.write_text(f'{FILE}[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\nlimit = 2\n')
+    shutil.copytree(demo / "model", run / "models" / "0-2")
+    (run / "checkpoints").mkdir()
+    own = "asyncrl.data.demo_task:reward"
+    for asked, reward in ((lines, own), (lines[1:], own), (lines[1:], "exact")):
+        prompts.write_text("".join(asked))
+        settings = ("--set", f"run.directory={tmp_path}", "--set", f"reward.kind={reward}")
+        assert evaluate(run, "--datasets", datasets, *settings) == 0
+        assert "evaluated already" not in capsys.readouterr().err
+        assert evaluate(run, "--datasets", datasets, *settings) == 0
+        assert "evaluated already" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert len({row["questions"] for row in rows}) == len(rows) == 3
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [

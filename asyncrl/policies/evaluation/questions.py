@@ -28,20 +28,21 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A data set by the name that its metrics have."""
+    """A data set by the name that its metrics have.  judge: its reward, as a text without secrets"""
 
     name: str
     questions: Sequence[Question]
     sampling: SamplingParams
     measured: Measured
+    judge: str = ""
 
 
 def digest(sets: Sequence[EvaluationSet]) -> str:
-    """What is asked, in 32 hexadecimal digits: two evaluations with the same ones compare."""
+    """What is asked and how it is judged, in 32 hexadecimal digits: two evaluations with the same ones compare."""
     found = hashlib.sha256()
     for its in sets:
         measured = dataclasses.replace(its.measured, tags=dict(sorted(its.measured.tags.items())))
-        found.update(repr((its.name, its.sampling, measured)).encode())
+        found.update(repr((its.name, its.sampling, measured, its.judge)).encode())
         for one in its.questions:
             asked = (one.prompt, one.tokens.tolist(), one.label, sorted(one.metadata.items()), one.tags)
             found.update(repr(asked).encode(errors="surrogatepass"))

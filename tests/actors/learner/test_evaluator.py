@@ -249,6 +249,7 @@ def test_a_digest_is_of_all_that_makes_results_comparable() -> None:
         "more samples": digest([sums(samples=4)]),
         "another name": digest([replace(sums(), name="products")]),
         "other sampling": digest([replace(sums(), sampling=replace(sums().sampling, top_p=0.5))]),
+        "another reward": digest([replace(sums(), judge="exact")]),
         "twice": digest([sums(), sums()]),
     }
     assert len(set(made.values())) == len(made)
