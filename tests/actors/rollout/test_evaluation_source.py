@@ -21,6 +21,8 @@ from tests.harness.buses import first, prompt
 from tests.harness.evaluation import evaluating_worker, sums
 from tests.harness.fakes import Engine, run_worker, until
 
+pytestmark = pytest.mark.timeout(60)
+
 CURRENT = Evaluation(number=0, weights=WeightVersion(incarnation=0, policy_version=0), num_prompts=1, num_held=1)
 NEXT = replace(CURRENT, number=1)
 
@@ -61,7 +63,6 @@ async def on_its_last_attempt(bus: MemoryBus, topic: Topic[Any], message: Prompt
             await attempts.begin(await anext(deliveries))
 
 
-@pytest.mark.timeout(60)
 async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus) -> None:
     """It is of the next evaluation, which this worker has not heard of."""
     early = EvaluationRound(NEXT, [sums(1)]).prompt(0)
@@ -78,7 +79,6 @@ async def test_a_prompt_that_is_only_put_back_has_used_no_attempt(bus: MemoryBus
         await until(lambda: not bus._states["segments"].present())  # no note is left of it
 
 
-@pytest.mark.timeout(60)
 async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: MemoryBus) -> None:
     engine, asked = Engine(), EvaluationRound(CURRENT, [sums(1)]).prompt(0)
     engine.gate.clear()
@@ -94,7 +94,6 @@ async def test_a_prompt_that_needs_the_worker_alone_waits_for_training(bus: Memo
         assert record.message.error == ""
 
 
-@pytest.mark.timeout(60)
 async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_held(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, CURRENT)
     await on_its_last_attempt(bus, PROMPTS, prompt(0))
@@ -111,7 +110,6 @@ async def test_training_that_needs_the_worker_alone_waits_while_a_version_is_hel
         assert record.message.error == ""
 
 
-@pytest.mark.timeout(60)
 async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.actors.rollout.weight_follower.RETRY_SECONDS", 0.001)
     engine = Engine()
@@ -121,3 +119,18 @@ async def test_a_worker_that_cannot_load_the_version_says_so(bus: MemoryBus, mon
         (record,) = await first(bus, 1, topic=EVALUATION_ANSWERS)
     assert (record.message.group_id, record.message.worker) == (None, "w0")
     assert record.message.error == "cannot load version 3: version 3 is torn"
+
+
+async def test_no_version_is_held_while_training_has_the_worker_alone(bus: MemoryBus) -> None:
+    """Its next turn may need newer weights, and nobody else could end the evaluation here."""
+    await on_its_last_attempt(bus, PROMPTS, prompt(0))
+    engine = Engine()
+    engine.gate.clear()
+    async with working(bus, engine) as follower:
+        await until(lambda: engine.running == 2)
+        await bus.put(EVALUATION, CURRENT)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not follower.is_held
+        engine.gate.set()
+        await until(lambda: follower.is_held)
