@@ -27,6 +27,8 @@ from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     FIRST_SECONDS,
+    LEARNER,
+    LEARNERS_ACTORS,
     SILENT_SECONDS,
     Finding,
     Observation,
@@ -88,6 +90,8 @@ class PresenceTracker:
         self._ended -= set(self._own.values())
         if own and not self._has_listened:
             self._left_behind = {name: number_of(beat) for name, beat in beats.items() if self._is_of_before(beat)}
+        places = {life: name for name, life in up.items()}
+        beats = {name: beat for name, beat in beats.items() if not _is_false(name, beat, places)}
         beats = {name: beat for name, beat in beats.items() if self._left_behind.get(name) != number_of(beat)}
         self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
@@ -163,6 +167,16 @@ class PresenceTracker:
                 pid=one.pid,
             )
         )
+
+
+def _is_false(name: str, beat: Heartbeat, places: Mapping[tuple[str, int], str]) -> bool:
+    """Whether it says that it is a process or an actor of the run that it is not: what it waits for would be laid to
+    that one, which would be killed for it. ``places``: names of own processes by host and pid."""
+    owner = places.get((beat.host, beat.pid), name)
+    is_learners = name in LEARNERS_ACTORS
+    if beat.role in LEARNERS_ACTORS.values() and not is_learners:
+        return True
+    return owner != name and not (owner == LEARNER and is_learners)
 
 
 def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:

@@ -42,17 +42,18 @@ def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched:
     if resume:
         resume_settings.refuse_others(run_config, level=logging.INFO if is_launched else logging.WARNING)
     with single_learner.in_folder(run_config.run_directory):
-        return in_event_loop(_learn(run_config, resume=resume, token=token))
+        return in_event_loop(_learn(run_config, resume=resume, token=token, is_launched=is_launched))
 
 
-async def _learn(run_config: RunConfig, *, resume: bool, token: str) -> int:
+async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:
     from asyncrl.run.training import train  # imports torch: not before a mistake has been told
 
     bus = await connect(run_config, token=token)
     try:
         await single_learner.on_bus(bus, run=run_config.run.name)
         await single_learner.of_this_key(bus, run_config)
-        await same_version.refuse_others(bus, run=run_config.run.name)
+        trusted = signing_keys.is_launched(run_config) if is_launched else lambda name: True
+        await same_version.refuse_others(bus, run=run_config.run.name, is_trusted=trusted)
         if resume:
             await resume_checks.refuse(run_config, bus=bus)
         async with signing_keys.heard_kept(run_config):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
-from asyncrl.messages.freshness import Freshness, Order, Place
+from asyncrl.messages.freshness import MOST, Freshness, Order, Place
 from asyncrl.run import key_files
 
 SAVE_SECONDS: Final = 10.0
@@ -38,9 +38,10 @@ def load(folder: Path) -> dict[Place, Order]:
 def save(folder: Path, newest: dict[Place, Order]) -> None:
     """Raises OSError."""
     before = load(folder)
-    merged = before | {place: max(order, before.get(place, order)) for place, order in newest.items()}
+    of_others = {place: order for place, order in before.items() if place not in newest}
+    merged = of_others | {place: max(order, before.get(place, order)) for place, order in newest.items()}
     if merged != before:
-        rows = [[*place, *order] for place, order in merged.items()]
+        rows = [[*place, *order] for place, order in list(merged.items())[-MOST:]]
         key_files.write(folder / _NAME, json.dumps(rows), mode=0o600)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from asyncrl.actors.health_monitor import number_of, process_state
 from asyncrl.errors import ConfigError
@@ -22,10 +22,22 @@ MOST_ASKED = 16
 log = logging.getLogger("asyncrl.run.same_version")
 
 
-async def refuse_others(bus: Bus, *, run: str) -> None:
-    """For a learner before it publishes anything. Raises ConfigError while a process of another schema is up."""
+async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool] = lambda name: True) -> None:
+    """For a learner before it publishes anything. Raises ConfigError while a process of another schema is up.
+
+    is_trusted  whether what says that it has this name has it; of others it is only said: they could keep a learner
+                that is restarted out
+    """
     beats = (await bus.states(ACTORS)).values()
     others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in (LEARNER, WORKER, EVALUATION_WORKER)]
+    for beat in others[:MOST_ASKED]:
+        if not is_trusted(beat.actor):
+            log.warning(
+                "%s %r (process %d on %s) says that it has another version of asyncrl (message schema %d, ours is %d); "
+                "end it, or start it again with this one",
+                *(beat.role, beat.actor[:100], beat.pid, beat.host[:100], beat.schema, SCHEMA),
+            )
+    others = [beat for beat in others if is_trusted(beat.actor)]
     if (found := await still_beating(bus, others)) is not None:
         raise ConfigError(
             f"run.name: {found.role} {found.actor!r} of run {run!r} (process {found.pid} on {found.host}) is up with "

@@ -85,6 +85,12 @@ async def heard_kept(run: RunConfig) -> AsyncIterator[None]:
         yield
 
 
+def is_launched(run: RunConfig) -> Callable[[str], bool]:
+    """Whether a name is one that nobody but an own process of the run can have; of a run without keys every name is."""
+    bound = worker_keys.bound_names(run.run_directory / _FOLDER, learner=learner_key(run))
+    return lambda name: not learner_key(run) or is_public_key(bound(name))
+
+
 def learner_key(run: RunConfig) -> str:
     """The learner's public key, made if the run has none; empty for a run that goes on without."""
     key = _key(run)

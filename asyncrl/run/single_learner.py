@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.config import RunConfig
 from asyncrl.errors import DISK_ERRORS, ConfigError, DiskError
 from asyncrl.messages.topics import ACTORS, PROGRESS
-from asyncrl.policies.health.faults import LEARNER
+from asyncrl.policies.health.faults import LEARNER, LEARNERS_ACTORS
 from asyncrl.protocols import Bus
 from asyncrl.run.same_version import still_beating
 from asyncrl.state.history import HISTORY_FILE
@@ -43,7 +43,8 @@ async def on_bus(bus: Bus, *, run: str) -> None:
     A learner that was killed leaves a last heartbeat behind. We wait for a newer one, unless its process was on this
     machine and is gone.
     """
-    learners = [beat for beat in (await bus.states(ACTORS)).values() if beat.role == LEARNER]
+    states = await bus.states(ACTORS)  # anybody may call itself one, but not under the learner's name
+    learners = [beat for beat in states.values() if beat.role == LEARNER and beat.actor in LEARNERS_ACTORS]
     if (beat := await still_beating(bus, learners)) is not None:
         raise ConfigError(
             f"run.name: a run {run!r} is up on this bus, its learner is process {beat.pid} on {beat.host}; choose "

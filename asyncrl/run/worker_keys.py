@@ -27,7 +27,7 @@ from typing import Final
 
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.signing import SigningKey
-from asyncrl.policies.health.faults import EVALUATION_WORKER, WORKER
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNERS_ACTORS, WORKER
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 from asyncrl.run import key_files
 
@@ -35,7 +35,6 @@ WORKER_KEY_VARIABLE: Final = "ASYNCRL_WORKER_KEY"
 """In the environment of a worker that `asyncrl run` starts: its secret, or nothing in a run without keys."""
 WORKER_LIFE_VARIABLE: Final = "ASYNCRL_WORKER_LIFE"
 """And which life of that key it is (messages/signing.py): what it said in another one is old."""
-_LEARNERS_ACTORS: Final = ("learner", "prompts", "weights")
 _NAMES: Final = "names"
 _DIGITS: Final = 16
 """To make a key that begins with 16 given digits takes 2^64 tries."""
@@ -154,7 +153,7 @@ def bound_names(folder: Path, *, learner: str) -> Callable[[str], str]:
 
     def bound(name: str) -> str:
         nonlocal read, names
-        if name in _LEARNERS_ACTORS:
+        if name in LEARNERS_ACTORS:
             return learner
         with contextlib.suppress(OSError, ValueError):  # no launcher has been here
             found = path.stat()

@@ -30,6 +30,8 @@ EVALUATION_WORKER: Final = "evaluation-worker"
 PROMPT_SOURCE: Final = "prompt-source"
 FOLLOWER: Final = "weight-follower"
 SENDER: Final = "weight-sender"
+LEARNERS_ACTORS: Final = {"learner": LEARNER, "prompts": PROMPT_SOURCE, "weights": SENDER}
+"""Actors of the learner's process, by name, with their roles: nobody else has either."""
 
 QUARANTINED: Final = "quarantined"
 """A worker's phase."""

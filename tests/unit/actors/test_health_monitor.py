@@ -141,6 +141,26 @@ def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() 
     assert heard.present()["w0"].seconds > 400
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "pid"),
+    [("evil", WORKER, 7), ("evil", WORKER, 8), ("learner.evil", "actor", 8), ("evil", "learner", 9), ("w0", WORKER, 8)],
+)
+def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str, pid: int) -> None:
+    """Else that one would be killed for what this one says of itself."""
+    heard = sightings()
+    own = [
+        Launched(name="w0", role=WORKER, pid=7, seconds=9),
+        Launched(name="learner", role="learner", pid=8, seconds=9),
+    ]
+    true = {"learner": beat("learner", 1, pid=8, role="learner"), "prompts": beat("prompts", 1, pid=8, role="actor")}
+    heard.hear({"w0": beat("w0", 1), **true, name: beat(name, 2, pid=pid, role=role)}, seconds=1, launched=own)
+    assert {(one.beat.actor, one.beat.pid) for one in heard.present().values()} == {
+        ("w0", 7),
+        ("learner", 8),
+        ("prompts", 8),
+    }
+
+
 def test_other_watchers_are_no_part_of_the_run() -> None:
     heard = sightings()
     heard.hear({"watcher-9": beat("watcher-9", 1, role=watching.ROLE)}, seconds=1)
