@@ -14,11 +14,23 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "LlamaForCausalLM",
+    "MistralForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
 )
 """Those of backends/families, which imports torch."""
+
+REFUSED_ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
+    "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
+    "Gemma3ForCausalLM": "its layers have windows, norms behind them, and two kinds of rotary positions",
+    "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
+    "MixtralForCausalLM": "its experts have other names",
+    "Qwen2MoeForCausalLM": "its shared expert has a gate",
+    "Qwen3NextForCausalLM": "most of its layers have linear attention",
+}
+"""Known ones that are not trained, and why."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INDEX = "model.safetensors.index.json"
@@ -99,6 +111,8 @@ def _architecture(path: Path, config: dict[str, Any]) -> str:
         raise ConfigError(f"{path / 'config.json'}: names no architecture; asyncrl trains {supported}")
     name = str(names[0])
     if name not in SUPPORTED_ARCHITECTURES:
+        if why := REFUSED_ARCHITECTURES.get(name):
+            raise ConfigError(f"{path / 'config.json'}: asyncrl does not train {name}: {why}; it trains {supported}")
         near = difflib.get_close_matches(name, SUPPORTED_ARCHITECTURES, 1, cutoff=0.8)
         hint = f" ({near[0]} is near, but its weights have other names and shapes)" if near else ""
         raise ConfigError(f"{path / 'config.json'}: asyncrl trains {supported}, this is {name}{hint}")

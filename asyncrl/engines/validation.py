@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -71,6 +72,15 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise WeightsError(f"{folder}: cannot read {WEIGHTS_FILE}: {error}") from error
     return shapes
+
+
+def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
+    """Without those of layers behind ``num_hidden_layers``, which predict further tokens: no learner exports them."""
+    num_layers = config.get("num_hidden_layers", 0)
+    if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
+        return shapes
+    further = tuple(f"model.layers.{num_layers + extra}." for extra in range(config["num_nextn_predict_layers"]))
+    return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
 
 
 def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozenset[str] = frozenset()) -> Path:

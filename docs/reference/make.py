@@ -15,6 +15,7 @@ import api_page
 import cli_page
 import configuration_page
 import metrics_page
+import models_page
 import topics_page
 
 FOLDER: Final = Path(__file__).parent
@@ -23,6 +24,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "cli.md": cli_page.page,
     "metrics.md": metrics_page.page,
     "topics.md": topics_page.page,
+    "models.md": models_page.page,
     "api.md": api_page.page,
 }
 

@@ -37,7 +37,7 @@ from tests.harness.backends import (
 )
 
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-ARCHITECTURES = ("qwen2", "qwen3", "llama", *MIXTURES)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", *MIXTURES)
 KINDS = ("reference", "megatron-1")
 
 

@@ -41,7 +41,7 @@ from asyncrl.engines.sglang.server import (
 )
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes
+from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes, trained_shapes
 from asyncrl.engines.version_spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
@@ -241,7 +241,7 @@ class SGLangEngine(EngineAdapter):
     def _read_model_folder(self) -> None:
         try:
             config = json.loads((self._model_path / "config.json").read_text())
-            self._shapes = read_shapes(self._model_path)
+            self._shapes = trained_shapes(read_shapes(self._model_path), config)
         except (OSError, ValueError, WeightsError) as error:
             raise ConfigError(f"model.path={self._model_path}: {error}") from error
         self._vocabulary_size = int(config.get("vocab_size", self._vocabulary_size))

@@ -13,7 +13,7 @@ from tests.harness.engines import PROMPT, SHORT, TOLERANCE, Check, Model
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
 async def test_a_server_of_a_mixture_samples_from_it_and_from_the_weights_it_is_given(
     tmp_path: Path, architecture: str
 ) -> None:

@@ -1,0 +1,49 @@
+"""docs/reference/models.md: the families that are trained, from asyncrl/backends/families."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Final
+
+from asyncrl.backends.families.family import DENSE_ONLY, ROPE_TYPES, Family
+from asyncrl.backends.families.table import MODULES
+from asyncrl.data.model_folder import REFUSED_ARCHITECTURES
+
+HEAD: Final = """# Models
+
+What the megatron backend trains, generated from `asyncrl/backends/families` by `python docs/reference/make.py`. A model
+is a Hugging Face folder whose `config.json` names the architecture. A tiny model of every family agrees with
+transformers in logprobs, gradients, one optimizer step and exported weights
+(`tests/contracts/test_backend_families.py`); which published sizes were trained is in
+[results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
+
+Of all families only {common}; and rotary positions of the types {rope}, unless they scale the angles' size. What else
+is mapped of a family, and with which values of its keys, is below; a model with others is refused in one line.
+
+"""
+
+
+def page() -> str:
+    families = "\n".join(map(_family, MODULES))
+    head = HEAD.format(common=_only(DENSE_ONLY), rope=", ".join(f"`{kind}`" for kind in ROPE_TYPES))
+    refused = "\n".join(f"| `{name}` | {why} |" for name, why in sorted(REFUSED_ARCHITECTURES.items()))
+    return f"{head}{families}\n## Not trained\n\n| architecture | why |\n|---|---|\n{refused}\n"
+
+
+def _family(module: ModuleType) -> str:
+    family: Family = module.FAMILY
+    about = inspect.getdoc(module) or ""
+    own = {key: values for key, values in family.only.items() if DENSE_ONLY.get(key) != values}
+    return f"## {family.architecture}\n\n{family.models}.\n\n{about}\n" + (f"\nOnly {_only(own)}.\n" if own else "")
+
+
+def _only(keys: Mapping[str, tuple[object, ...]]) -> str:
+    return ", ".join(f"`{key} = {' or '.join(_said(values))}`" for key, values in keys.items())
+
+
+def _said(values: tuple[object, ...]) -> list[str]:
+    """As JSON says them; none is as good as the first."""
+    words = {True: "true", False: "false"}
+    return [words[one] if isinstance(one, bool) else str(one) for one in values if one is not None] or ["null"]

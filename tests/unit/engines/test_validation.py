@@ -1,0 +1,13 @@
+"""Checks that all engines share."""
+
+from __future__ import annotations
+
+from asyncrl.engines.validation import trained_shapes
+
+
+def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:
+    """DeepSeek-V3's folder has a layer 61 of 0..60 and one more; its learner trains and exports the first 61."""
+    folder = {"model.layers.1.norm": (2,), "model.layers.2.norm": (2,), "model.layers.21.norm": (2,), "lm_head": (2,)}
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    assert list(trained_shapes(folder, config)) == ["model.layers.1.norm", "model.layers.21.norm", "lm_head"]
+    assert trained_shapes(folder, {"num_hidden_layers": 2}) == folder
