@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 
 from asyncrl.messages.topics import ACTORS
 from tests.chaos.storm import Storm
-from tests.chaos.test_trouble import assert_is_clean, fill, small_disk
+from tests.chaos.test_trouble import assert_is_clean, fill, log_of, small_disk
 from tests.harness.faults.injections import full_disk
 from tests.harness.forked import ForkServer
 
@@ -90,3 +93,42 @@ async def test_a_disk_under_checkpoints_or_weights_is_waited_for(
                     lasting.close()
         audit = await asyncio.to_thread(storm.audit)
     assert_is_clean(audit)
+
+
+@contextlib.contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    held = list(pids)
+    for pid in held:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in held:
+            os.kill(pid, signal.SIGCONT)
+
+
+async def test_files_that_somebody_removes_from_a_run_that_is_up_are_put_back_or_begun_anew(
+    tmp_path: Path, forks: ForkServer
+) -> None:
+    """Each is said once, nobody is restarted, and nothing is lost."""
+    storm = Storm(tmp_path, seed=1, overrides=('weights.channel="files"', "run.stall_seconds=600"), forks=forks)
+    folder = storm.run_directory
+    names = ("samples.jsonl", "timeline.jsonl", "in_progress.json", "history.jsonl", "metrics.jsonl")
+    async with storm.up() as seen:
+        pids = storm.pids()
+        await storm.until(lambda: all((folder / name).exists() for name in names), "it has written all of them")
+        for name in names:
+            (folder / name).unlink()
+            await storm.until(lambda path=folder / name: path.exists(), f"{name} is there again")
+        with stopped(pid for name, pid in pids.items() if name.startswith("w")):  # no newer version will come
+            while "files of it were removed; written again" not in log_of(storm, "learner"):
+                for version in (folder / "weights").glob("0-*"):
+                    shutil.rmtree(version, ignore_errors=True)
+                await asyncio.sleep(0.5)
+        before = seen.step
+        await storm.until(lambda: seen.step[1] > before[1] + 25, "the run goes on")
+        assert storm.pids() == pids
+        said = log_of(storm, "learner")
+        for name in names:
+            assert said.count(f"{name}: was removed") == 1, name
+    assert_is_clean(await asyncio.to_thread(storm.audit))

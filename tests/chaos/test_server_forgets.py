@@ -96,3 +96,24 @@ async def test_streams_that_somebody_deletes_purges_or_alters_are_named_and_made
         assert storm.pids() == pids, "nobody had to start again"
         assert all(stream in storm.output for stream in streams)
     assert_is_clean(await asyncio.to_thread(storm.audit))
+
+
+async def test_purged_heartbeats_and_events_are_named_and_nothing_else_comes_of_it(
+    own_server: EmbeddedServer, tmp_path: Path, forks: ForkServer
+) -> None:
+    storm = storm_on(own_server, tmp_path, forks=forks)
+    async with admin(own_server) as api, storm.up():
+        pids = storm.pids()
+        for suffix, said in (("-actors", "heartbeats were removed"), ("-events", "lost its entries up to")):
+            (stream,) = [name for name in (await api.api("STREAM.NAMES"))["streams"] if name.endswith(suffix)]
+            while said not in storm.output:  # a watcher that is not up to its second look yet has nothing to miss
+                await api.api(f"STREAM.PURGE.{stream}")
+                came = asyncio.get_running_loop().time()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(NAMED_SECONDS):
+                        await storm.until(lambda word=said: word in storm.output, said)
+            assert asyncio.get_running_loop().time() - came < NAMED_SECONDS
+            before = storm.seen.step
+            await storm.until(lambda at=before: storm.seen.step[1] > at[1] + 3, "the run goes on")
+        assert storm.pids() == pids
+    assert_is_clean(await asyncio.to_thread(storm.audit))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.actors.health_monitor import HealthMonitor
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.messages.topics import ACTORS, PROGRESS, PROMPTS, TRAJECTORIES, Topic
+from asyncrl.messages import Event
+from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES, Topic
+from asyncrl.policies.health.diagnosis import diagnose
+from asyncrl.protocols import Bus
 from tests.harness.buses import (
     first,
     group,
@@ -220,6 +226,46 @@ async def test_entries_that_somebody_purged_are_told_from_those_that_we_trimmed(
     states = bus._layout.stream(PROGRESS)
     await bus._connection.api(f"STREAM.PURGE.{states}")
     assert await mended(bus) == f"{states} lost 1 of its 1 states"
+
+
+async def test_events_that_somebody_purged_are_told_by_who_only_looks_too(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    """They are of the last days: none can have left by its age."""
+    bus = await connect(nats_server)
+    stream = bus._layout.stream(EVENTS)
+    for number in range(3):
+        event = Event(kind="dropped", actor="learner", time=1.0, data={"group_id": number})
+        await bus.publish(EVENTS, event, key=str(number))
+    onlooker = await worker_of(bus, nats_server, connect)
+    await onlooker.depth(EVENTS)
+    assert await onlooker.losses() == await bus.losses(mends=True) == []
+    await bus._connection.api(f"STREAM.PURGE.{stream}")
+    (loss,) = await onlooker.losses()
+    assert (loss.problem, loss.is_gone) == ("lost its entries up to 3", False)
+    assert await mended(bus) == f"{stream} lost its entries up to 3"
+
+
+async def test_heartbeats_that_somebody_purged_are_missed_by_a_watcher(
+    nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(nats_server)
+
+    async def join() -> Bus:
+        return bus
+
+    watcher = HealthMonitor(join)
+    beats = itertools.count(1)
+
+    async def look() -> list[str]:
+        """As the watcher of a run whose learner has beaten since the last look."""
+        beat = replace(heartbeat("learner"), role="learner", beat=next(beats))
+        await bus.put(ACTORS, beat, key="learner")
+        return [one.text for one in diagnose(await watcher.look())]
+
+    assert [await look(), await look()] == [[], []]
+    await bus._connection.api(f"STREAM.PURGE.{bus._layout.stream(ACTORS)}")
+    assert await look() == ["nats-server: heartbeats were removed"]
 
 
 async def test_a_store_that_went_back_is_named(own_server: EmbeddedServer, connect: Connect, tmp_path: Path) -> None:
