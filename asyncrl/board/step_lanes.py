@@ -59,11 +59,11 @@ class StepLanes:
             Step(
                 step=row["step"],
                 end=float(end),
-                wait=_seconds(row, "learner/wait_seconds"),
-                train=_seconds(row, "learner/step_seconds"),
-                write=_seconds(row, "learner/checkpoint_seconds"),
+                wait=_number(row, "learner/wait_seconds"),
+                train=_number(row, "learner/step_seconds"),
+                write=_number(row, "learner/checkpoint_seconds"),
                 idle={name: float(idle[name]) for name in names},
-                versions={name: int(row.get(f"weights/{name}/version") or 0) for name in names},
+                versions={name: int(_number(row, f"weights/{name}/version")) for name in names},
             )
         )
         if len(self._steps) > MOST_STEPS:
@@ -112,6 +112,6 @@ def learner_segments(steps: Sequence[Step], begin: float, *, has_gaps: bool = Fa
     yield [round(before - begin, 2), -1]
 
 
-def _seconds(row: Mapping[str, Any], name: str) -> float:
+def _number(row: Mapping[str, Any], name: str) -> float:
     value = row.get(name)
     return float(value) if isinstance(value, float | int) and value > 0 else 0.0

@@ -274,7 +274,9 @@ def _heading(answer: Answer, *, number: int, of: int) -> str:
     text += [f"staleness {answer.staleness}"] if answer.staleness is not None else []
     text += [f"{len(answer.tokens)} tokens", answer.finish_reason]
     versions = [version for _, _, version in answer.versions]
-    text += [f"versions {min(versions)}-{max(versions)}" if len(set(versions)) > 1 else f"version {versions[0]}"]
+    if versions:
+        newest = max(versions)
+        text += [f"versions {min(versions)}-{newest}" if len(set(versions)) > 1 else f"version {newest}"]
     return "   ".join(text)
 
 

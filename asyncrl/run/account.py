@@ -15,7 +15,6 @@ from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.protocols import Bus
 from asyncrl.run.run_folder import RecordedRun, connected, log_records
 from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE
 
 
 def account_of(directory: Path, *, token: str = "") -> Account:
@@ -80,16 +79,17 @@ def _account(
     bus_not_asked: str = "",
 ) -> Account:
     try:
-        entries = recorded.history()
+        entries, is_there = recorded.history(), True
     except NoHistory:
         if not recorded.is_run:
             raise
-        entries = []
-        said.append(f"{HISTORY_FILE} is gone")
+        entries, is_there = [], False
     staleness = _staleness_by_metrics(recorded, say=said.append)
     said += [f"{name} was damaged, and is not used" for name in checkpoint.damaged(recorded.directory / "checkpoints")]
+    has_worked = bool(saved or staleness) or (recorded.directory / "checkpoints").exists()
     return account(
         entries,
+        is_history_gone=has_worked and not entries and not (is_there and saved),
         saved=saved,
         bus=bus,
         recorded_staleness=staleness,

@@ -86,6 +86,7 @@ class LearnerPorts:
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
     """The learner, and the actors that run beside it in its process; ready to be supervised."""
+    resume_checks.refuse_others(run)
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, last_incarnation=-1 if progress is None else progress.incarnation

@@ -1,10 +1,12 @@
-"""Finds the checkpoint that a run is resumed from, and refuses a folder that does not have its checkpoints."""
+"""Finds the checkpoint that a run is resumed from, and refuses a folder that does not have what it needs."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
+import stat
 from pathlib import Path
 
 from asyncrl.config import RunConfig
@@ -13,6 +15,8 @@ from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus
 from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE
+from asyncrl.state.in_progress import IN_PROGRESS_FILE
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -58,3 +62,15 @@ async def refuse(run: RunConfig, *, bus: Bus) -> None:
             f"run.directory: {folder} has no checkpoint of run {run.run.name!r}{step}{damaged}; resume it with the "
             "run.directory that it was started with, or start another run.name"
         )
+
+
+def refuse_others(run: RunConfig) -> None:
+    """Raises ConfigError for what is no file in the place of one that the learner writes: a folder, a pipe, a loop."""
+    for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl"):
+        path = run.run_directory / name
+        try:
+            problem = "" if stat.S_ISREG(path.stat().st_mode) else "is no file"
+        except OSError as error:  # not there yet, or it may be over soon
+            problem = "is a link to itself" if error.errno == errno.ELOOP else ""
+        if problem:
+            raise ConfigError(f"run.directory: {path}: {problem}; one of the run belongs there, so move it away")

@@ -24,15 +24,14 @@ from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
-from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, MessageError, NoHistory
-from asyncrl.messages import upgrade
+from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory
 from asyncrl.messages.topics import Topic
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.protocols import Bus, Record
-from asyncrl.run import registry
+from asyncrl.run import metric_rows, registry
 from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, read
+from asyncrl.state.history import HISTORY_FILE, read, whole_bytes
 
 M = TypeVar("M")
 
@@ -103,10 +102,8 @@ class RecordedRun:
 
     @property
     def history_bytes(self) -> int:
-        """Size of the history; 0 when it is gone."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.history_file.stat().st_size
-        return 0
+        """Of the history, up to the end of its last whole line; 0 when it is gone."""
+        return whole_bytes(self.history_file)
 
     @property
     def is_run(self) -> bool:
@@ -184,12 +181,11 @@ class RecordedRun:
             say(f"{path.name} cannot be read: {error.strerror}")
             return {}
         for number, line in enumerate(whole, 1):
-            try:
-                row = upgrade.metrics(json.loads(line))
-                key = (int(row.get("learner/incarnation", 0)), int(row["step"]))
-                rows[key] = rows.get(key, {}) | row  # an evaluation has a row of its own
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
+            if (row := metric_rows.parsed(line)) is None:
                 damaged.append(number)
+                continue
+            key = (int(row.get("learner/incarnation", 0)), row["step"])
+            rows[key] = rows.get(key, {}) | row  # an evaluation has a row of its own
         if damaged:
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"lines {damaged[0]} to {damaged[-1]}"
             say(f"{path.name} is damaged: {len(damaged)} of its {len(whole)} rows cannot be read ({lines})")

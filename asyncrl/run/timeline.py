@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,12 @@ from asyncrl.run.run_folder import RecordedRun
 TIMELINE_FILE: Final = "timeline.jsonl"
 OLDER_FILE: Final = "timeline.1.jsonl"
 
-_LENGTHS: Final = {"groups": 7, "loads": 5, "waits": 4}
+_SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "groups": (int, str, *(float,) * 5),
+    "loads": (str, int, *(float,) * 3),
+    "waits": (str, str, str, float),
+}
+"""Of the items of a row."""
 
 
 def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
@@ -27,7 +34,7 @@ def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
         raise ConfigError(f"{directory}: holds no run")
     rows: dict[int, dict[str, Any]] = {}
     for name in (OLDER_FILE, TIMELINE_FILE):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             for line in (directory / name).read_bytes().split(b"\n"):
                 if (row := _row(line)) is not None:
                     rows[row["step"]] = row
@@ -54,9 +61,18 @@ def _row(line: bytes) -> dict[str, Any] | None:
     """None for a line that is not whole."""
     try:
         row = json.loads(line)
-        whole = type(row["step"]) is int and isinstance(row["time"], float | int) and isinstance(row["seconds"], dict)
-        for name, length in _LENGTHS.items():
-            whole = whole and all(len(item) == length for item in row[name])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        is_whole = type(row["step"]) is int and _is(float, row["time"])
+        is_whole = is_whole and all(_is(float, seconds) for seconds in row["seconds"].values())
+        for name, shape in _SHAPES.items():
+            items = [zip(shape, item, strict=True) for item in row[name]]
+            is_whole = is_whole and all(_is(kind, value) for item in items for kind, value in item)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
-    return row if whole else None
+    return row if is_whole else None
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether it is of this kind: float is any finite number. Raises OverflowError for one that is too large."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind

@@ -8,24 +8,22 @@ Tests: tests/unit/run/test_watched_run.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, MessageError, NoSuchRun
-from asyncrl.messages import Event, StepMetrics, upgrade
+from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.messages import Event, StepMetrics
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry, run_folder
 from asyncrl.run.file_tail import FileTail
 from asyncrl.run.group_index import GroupIndex
 from asyncrl.run.looker import Looker
+from asyncrl.run.metric_rows import Row, parsed
 
 METRICS_FILE: Final = "metrics.jsonl"
 MOST_TIMELINE_BYTES: Final = 8 * 2**20
-
-Row = dict[str, Any]
 
 
 class WatchedRun:
@@ -108,7 +106,7 @@ class RowTail:
     def read(self) -> tuple[list[Row], bool]:
         """(rows, whether there may be more at once). Lines that are no row are left out. Blocks."""
         lines, has_more = self._tail.read()
-        return [row for _, line in lines if (row := _row(line)) is not None], has_more
+        return [row for _, line in lines if (row := parsed(line)) is not None], has_more
 
 
 def row_of(metrics: StepMetrics) -> Row:
@@ -116,11 +114,3 @@ def row_of(metrics: StepMetrics) -> Row:
     counts = list(metrics.staleness)
     histogram = {"edges": list(range(len(counts) + 1)), "counts": counts}
     return {"step": metrics.step, **metrics.numbers, **({"staleness/histogram": histogram} if counts else {})}
-
-
-def _row(line: bytes) -> Row | None:
-    try:
-        row = upgrade.metrics(json.loads(line))
-        return row if type(row["step"]) is int else None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError):
-        return None

@@ -75,7 +75,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
     """The newest checkpoint whose learner.json is whole, and its backend folder; None when there is none.
 
-    For who only looks: what the backend wrote is not checked. ``say`` is called with a line for each damaged one.
+    For who only looks: of what the backend wrote the sizes are checked. ``say`` gets a line for each damaged one.
     """
     for folder in reversed(complete(directory)):
         try:

@@ -162,11 +162,15 @@ def read(path: Path) -> list[HistoryEntry]:
     A line that cannot be read is an entry of kind "damaged", in the incarnation and at the step of the one before.
     """
     entries: list[HistoryEntry] = []
+    first_seen: dict[int, int] = {}  # by the hash of a line: no two are alike
     position = 0
     for number, line in enumerate(_lines(path), 1):
         if line.endswith(b"\n"):  # else it is being written just now
             try:
-                entries.append(_entry(_opened(line), position=position))
+                entry = _entry(_opened(line), position=position)
+                if (before := first_seen.setdefault(hash(line), number)) != number:
+                    raise ValueError(f"it is a copy of line {before}")
+                entries.append(entry)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MessageError) as error:
                 incarnation, step = (entries[-1].incarnation, entries[-1].step) if entries else (0, 0)
                 problem = f"line {number} cannot be read: {error}"
@@ -175,6 +179,14 @@ def read(path: Path) -> list[HistoryEntry]:
                 )
         position += len(line)
     return entries
+
+
+def whole_bytes(path: Path) -> int:
+    """Bytes up to the end of the last whole line; 0 without a file that can be read."""
+    try:
+        return path.read_bytes().rfind(b"\n") + 1
+    except OSError:
+        return 0
 
 
 def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
@@ -215,7 +227,10 @@ def _opened(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise ValueError(f"{len(line):,} bytes were gone when the learner was resumed")
     if (found := _SEALED.fullmatch(line)) is None:
-        return json.loads(line)  # type: ignore[no-any-return]
+        table: dict[str, Any] = json.loads(line)
+        if "crc" in table:  # an editor has put something before it, or the names in another order
+            raise ValueError("it is not as it was written")
+        return table
     text = found[1] + b"}"
     if zlib.crc32(text) != int(found[2], 16):
         raise ValueError("its checksum is another")

@@ -43,7 +43,7 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path, *, only: str = "") -> str:
-    """What is wrong with the files of ``folder``, or with the one named ``only``; empty when nothing is.
+    """What is wrong with the files of ``folder``; empty when nothing is. ``only``: of the others the sizes count alone.
 
     Files that are not in the manifest are passed over.
     """
@@ -52,7 +52,7 @@ def damage(folder: Path, *, only: str = "") -> str:
             return _damage_without_manifest(folder, only=only)
         files = _read(folder)
         wanted = {only: files[only]} if only else files
-        for name, file in wanted.items():  # before anything is hashed
+        for name, file in files.items():  # before anything is hashed
             if (size := (folder / name).stat().st_size) != file["bytes"]:
                 return f"{name} has {size:,} bytes, {file['bytes']:,} were written"
         found = _hashed([folder / name for name in wanted])

@@ -71,9 +71,9 @@ class SampleFile:
 
 
 def read(directory: Path) -> Iterator[GroupSample]:
-    """The oldest first; none without files. Lines that cannot be read are left out."""
+    """The oldest first; none without files that can be read. Lines that cannot are left out."""
     for name in (OLDER_FILE, SAMPLES_FILE):
-        with contextlib.suppress(FileNotFoundError), (directory / name).open("rb") as file:
+        with contextlib.suppress(OSError), (directory / name).open("rb") as file:
             for line in file:
                 if (sample := parsed(line)) is not None:
                     yield sample

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +16,17 @@ import pytest
 import torch
 
 import asyncrl as api
+from asyncrl.board.feed import RunFeed
+from asyncrl.board.readers import Readers
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.run import build
+from asyncrl.run.group_index import rows_as_json
+from asyncrl.run.watched_run import WatchedRun
 from asyncrl.state import checkpoint
-from tests.harness.learning import demo_run
+from tests.harness.damage import spoil
+from tests.harness.learning import demo_run, memory_bus
 from tests.integration.test_audit import train_there
 from tests.unit.cli.test_cli import asyncrl
 
@@ -154,8 +163,10 @@ def test_of_a_folder_with_one_file_left_what_there_is_is_said(
     elif left != "nothing":
         shutil.copyfile(quiet / left, folder / left)
     code, out = look(folder, capsys)["audit"]
-    assert code == {"history.jsonl": 0, "metrics.jsonl": 0, "checkpoints": 1, "nothing": 2}[left]
-    if left == "checkpoints":
+    assert code == {"history.jsonl": 1, "metrics.jsonl": 1, "checkpoints": 1, "nothing": 2}[left]
+    if left == "history.jsonl":
+        assert "there is no checkpoint that can be read, and one was due at step 2" in out
+    if left in ("checkpoints", "metrics.jsonl"):
         assert "history.jsonl is gone" in out
         assert out.endswith("RECORD DAMAGED, and nothing else is wrong\n")
 
@@ -218,3 +229,71 @@ def test_a_damaged_store_of_the_bus_ends_no_command_with_a_traceback(
             assert len(err.splitlines()) <= 1, err
             assert code in (0, 1, 2)
         shutil.rmtree(folder)
+
+
+SEEDS = int(os.environ.get("ASYNCRL_DAMAGES", "30"))
+MORE: list[tuple[str, ...]] = [
+    ("samples",),
+    ("samples", "--group", "2"),
+    ("samples", "--json", "--worst"),
+    ("trace",),
+]
+
+
+async def show(folder: Path) -> None:
+    """All that the board makes of a run that is over."""
+    feed = RunFeed(WatchedRun(folder, [], token="", verb="board"), tell=json.dumps)
+    await feed.begin()
+    readers = Readers("test")
+    groups = await feed.groups(readers)
+    lanes = await feed.lanes(readers)
+    readers.close()
+    for made in (
+        feed.state.overview(),
+        feed.state.curves_named(feed.state.curves),
+        feed.state.lanes_as_json(),
+        lanes,
+        list(rows_as_json(groups.rows()[0])),
+    ):
+        json.dumps(made, allow_nan=False)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whatever_is_damaged_nobody_ends_with_a_traceback_or_calls_a_broken_record_clean(
+    quiet: Path, copy: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """One to three files, each in one of many ways. ASYNCRL_DAMAGES=300 draws more."""
+    done = spoil(copy, seed)
+    said = look(copy, capsys)
+    for words in (*MORE, ("diff", str(quiet))):
+        code, out, err = asyncrl(words[0], str(copy), *words[1:], capsys=capsys)
+        assert code in (0, 1, 2) and "Traceback" not in out + err, (done, words, out, err)
+        assert len(err.splitlines()) <= 1, (done, words, err)
+        assert not re.search(r"^asyncrl [a-z]+: [A-Za-z]+(Error|Exception): ", err), (done, words, err)
+    with contextlib.suppress(AsyncRLError):
+        asyncio.run(show(copy))
+    code, out = said["audit"]
+    if code in (0, 1):
+        made = json.loads(said["audit --json"][1])
+        assert (made["lost"], made["duplicated"]) == (0, 0), (done, out)
+    if code == 0:
+        whole = set((quiet / "history.jsonl").read_bytes().splitlines())
+        assert whole <= set((copy / "history.jsonl").read_bytes().splitlines()), (done, out)
+        assert checkpoint.latest(copy / "checkpoints") is not None, (done, out)
+    with contextlib.suppress(OSError):  # cannot be read now: nothing is set aside for it
+        checkpoint.resume(copy / "checkpoints", say=lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["history.jsonl", "metrics.jsonl", "in_progress.json"])
+@pytest.mark.parametrize("is_loop", [False, True], ids=["a folder", "a loop"])
+async def test_a_run_is_not_resumed_over_what_is_no_file_and_says_so_in_one_line(
+    run: RunConfig, copy: Path, name: str, is_loop: bool
+) -> None:
+    (copy / name).unlink()
+    (copy / name).symlink_to(name) if is_loop else (copy / name).mkdir()
+    resumed = demo_run(run.run_directory.parents[1], f"run.directory={copy.parent}", "run.steps=6")
+    with pytest.raises(ConfigError) as refused:
+        await build.build_learner(resumed, bus=memory_bus(), resume=True)
+    problem = "is a link to itself" if is_loop else "is no file"
+    where = f"run.directory: {copy / name}"
+    assert str(refused.value) == f"{where}: {problem}; one of the run belongs there, so move it away"

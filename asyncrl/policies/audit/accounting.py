@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages import Trajectory, VersionSpan
-from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, present, steps
+from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.states import SET_ASIDE
@@ -109,6 +109,8 @@ class Account:
                           row in metrics.jsonl
     problems              a sentence for every number that should be 0 and is not
     damage                a sentence for everything of the record that cannot be read
+    damaged_places        of the history, and 1 where no checkpoint can be read: what was there may be more than
+                          what is counted as unrecorded
     bus_not_asked         why nobody asked the run's bus, so that its prompts and its log are not in the account; empty
                           when it was asked
     evaluations           results of evaluations, and how many of them are incomplete, by metrics.jsonl
@@ -138,6 +140,7 @@ class Account:
     set_aside: int = 0
     problems: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
+    damaged_places: int = 0
     bus_not_asked: str = ""
     evaluations: int = 0
     evaluations_incomplete: int = 0
@@ -147,7 +150,7 @@ class Account:
 
     @property
     def is_clean(self) -> bool:
-        return self.has_no_fault and not self.unrecorded
+        return self.has_no_fault and not self.unrecorded and not self.damaged_places
 
     @property
     def has_no_fault(self) -> bool:
@@ -177,6 +180,7 @@ def account(
     recorded_staleness: Mapping[tuple[int, int], int] | None = None,
     size: int | None = None,
     damage_elsewhere: Sequence[str] = (),
+    is_history_gone: bool = False,
     bus_not_asked: str = "",
 ) -> Account:
     """The account of a run. ``saved``: None before the first checkpoint; ``bus``: None if it was not asked.
@@ -184,6 +188,7 @@ def account(
     recorded_staleness  (incarnation, step) -> staleness/max in metrics.jsonl
     size                bytes that the history's file has
     damage_elsewhere    sentences on what cannot be read besides the history
+    is_history_gone     ``entries`` is empty, and a learner has written some
     bus_not_asked       why ``bus`` is None
     """
     history = _counting(entries, saved=saved, size=size)
@@ -200,6 +205,10 @@ def account(
     found = _whereabouts(fates.keys(), saved=saved, queued=queued, logged=logged, unread=unread)
     doubled = {group_id for group_id, kinds in fates.items() if len(kinds) > 1}
     damaged = damage(history, until=None if saved is None else (saved.step, saved.position), size=size)
+    if is_history_gone:
+        damaged.append("history.jsonl is gone")
+    due = due_checkpoint(history) if saved is None else 0
+    no_checkpoint = [f"there is no checkpoint that can be read, and one was due at step {due}"] if due else []
     done = _against_checkpoint(history, saved=saved, is_damaged=bool(damaged))
     trimmed = [s for s in range(consumed.watermark, bus.first) if s not in consumed] if bus and saved else []
     ages = _ages(history, log, recorded_staleness or {})
@@ -232,7 +241,8 @@ def account(
             *(f"log record {s}: trimmed, and not done by the checkpoint" for s in trimmed),
             *ages.problems,
         ),
-        damage=(*damaged, *damage_elsewhere),
+        damage=(*damaged, *no_checkpoint, *damage_elsewhere),
+        damaged_places=len(damaged) + len(no_checkpoint),
         bus_not_asked=bus_not_asked,
     )
 

@@ -116,6 +116,19 @@ def damage(
     return found
 
 
+def due_checkpoint(history: Sequence[HistoryEntry]) -> int:
+    """The last step behind which a checkpoint was written, by what was trained afterwards; 0 if none had to be."""
+    due = 0
+    for entry, begun, _ in steps(history):
+        section = begun.settings.get("checkpoint") if isinstance(begun.settings, Mapping) else None
+        every = section.get("every_steps") if isinstance(section, Mapping) else None
+        if type(every) is int and every > 0:
+            before = (entry.step - 1) // every * every  # it is written before the next step is trained
+            due = max(due, before if before > begun.step else 0)
+        due = max(due, begun.step)  # an incarnation that begins there
+    return due
+
+
 def _in_words(problems: Sequence[str], *, first: int, last: int | None) -> str:
     what = problems[0] if len(problems) == 1 else f"{problems[0]}; to {problems[-1]}"
     if last is None:

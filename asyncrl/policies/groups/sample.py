@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -28,6 +29,7 @@ UNKNOWN: Final = "unknown"
 
 Decode = Callable[[Sequence[int]], str]
 By = Literal["policy", "environment"]
+Shape = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +114,10 @@ class GroupSample:
     def from_json(cls, table: Mapping[str, Any]) -> GroupSample:
         """Of a file that another version of asyncrl may have written: fields that this one lacks are left out.
 
-        Raises what a table of another shape makes it raise: TypeError, ValueError, KeyError or AttributeError.
+        Raises ValueError, TypeError or AttributeError for a table of another shape.
         """
         answers = tuple(_of(Answer, answer) for answer in table.get("answers", ()))
         made: GroupSample = _of(cls, {**table, "answers": answers})
-        if type(made.group_id) is not int or not isinstance(made.fate, str):
-            raise ValueError("no group")
         return made
 
 
@@ -243,8 +243,58 @@ def _finite(value: float) -> float | None:
 
 def _of(kind: Any, table: Mapping[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{name: _tupled(value) for name, value in table.items() if name in known})
+    found = {name: _tupled(value) for name, value in table.items() if name in known}
+    if wrong := [name for name, value in found.items() if not _SHAPES[name](value)]:
+        raise ValueError(f"no {', '.join(wrong)}")
+    return kind(**found)
 
 
 def _tupled(value: Any) -> Any:
     return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _or_none(shape: Shape) -> Shape:
+    return lambda value: value is None or shape(value)
+
+
+def _each(shape: Shape) -> Shape:
+    return lambda value: isinstance(value, tuple) and all(map(shape, value))
+
+
+def _rows(*shapes: Shape) -> Shape:
+    def fits(row: Any) -> bool:
+        is_row = isinstance(row, tuple) and len(row) == len(shapes)
+        return is_row and all(shape(value) for shape, value in zip(shapes, row, strict=True))
+
+    return _each(fits)
+
+
+_SHAPES: Final[Mapping[str, Shape]] = {
+    **dict.fromkeys(("group_id", "step", "incarnation", "epoch"), _is_whole),
+    **dict.fromkeys(("fate", "reason", "worker", "finish_reason"), _is_text),
+    **dict.fromkeys(("seconds", "time"), _is_number),
+    **dict.fromkeys(("reward", "advantage"), _or_none(_is_number)),
+    **dict.fromkeys(("prompt_tokens", "tokens"), _each(_is_whole)),
+    **dict.fromkeys(("logprobs", "advantages"), _each(_is_number)),
+    **dict.fromkeys(("trainer_logprobs", "entropies"), _each(_or_none(_is_number))),
+    "prompt": _or_none(_is_text),
+    "staleness": _or_none(_is_whole),
+    "answers": _each(lambda value: isinstance(value, Answer)),
+    "turns": _rows(_is_text, _is_text),
+    "environment": _rows(_is_whole, _is_whole),
+    "versions": _rows(_is_whole, _is_whole, _is_whole),
+    "parts": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
+}
+"""Of the fields of both classes, as they are read from JSON: somebody may have edited the file."""

@@ -257,3 +257,16 @@ def test_what_a_learner_saves_makes_sense() -> None:
     assert dataclasses.replace(saved(3), groups={"watermark": 5, "beyond": [6]}, groups_trained=6).problem() == (
         "a group is done and outstanding"
     )
+
+
+def test_who_only_looks_misses_a_file_of_the_backend_that_is_gone_or_cut(directory: Path) -> None:
+    """What they hold is hashed for who resumes alone: it may be many gigabytes."""
+    (directory / "step-00000015" / "backend" / "optimizer.pt").unlink()
+    os.truncate(directory / "step-00000010" / "backend" / "rank-00000.safetensors", 50)
+    said: list[str] = []
+    found = checkpoint.latest(directory, say=said.append)
+    assert found is not None and found[0].step == 5
+    assert [line.partition(": is damaged: ")[2] for line in said] == [
+        "backend/optimizer.pt cannot be read: No such file or directory",
+        "backend/rank-00000.safetensors has 50 bytes, 4,080 were written",
+    ]

@@ -12,7 +12,7 @@ from asyncrl import config
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import DAMAGED, present
-from asyncrl.state.history import History, read
+from asyncrl.state.history import History, read, whole_bytes
 from tests import ROOT
 
 
@@ -170,3 +170,37 @@ def test_settings_come_back_as_they_were_with_absolute_paths_and_no_secrets(
     for section in ("run", "rollout", "learner", "algorithm", "staleness", "checkpoint", "critic", "reference"):
         assert getattr(back, section) == getattr(run, section), section
     assert dataclasses.replace(back.model, path=run.model.path) == run.model
+
+
+def test_a_copy_of_a_line_is_a_damaged_one(path: Path) -> None:
+    """Somebody put the file behind itself; what it tells is told once."""
+    history = History(path, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=3, settings={})
+    history.trained([0, 1], step=1, max_staleness=0)
+    history.close()
+    path.write_bytes(path.read_bytes() * 2)
+    begun, trained, *copies = read(path)
+    assert (begun.kind, trained.kind) == ("begun", "trained")
+    assert [(one.kind, one.problem) for one in copies] == [
+        (DAMAGED, "line 3 cannot be read: it is a copy of line 1"),
+        (DAMAGED, "line 4 cannot be read: it is a copy of line 2"),
+    ]
+
+
+def test_a_mark_that_an_editor_put_before_the_file_damages_its_first_line(path: Path) -> None:
+    history = History(path, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=3, settings={})
+    history.close()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [(one.kind, one.problem) for one in read(path)] == [
+        (DAMAGED, "line 1 cannot be read: it is not as it was written")
+    ]
+
+
+def test_a_file_is_as_long_as_its_whole_lines(path: Path) -> None:
+    assert whole_bytes(path) == 0
+    path.parent.mkdir()
+    path.write_bytes(b'{"a": 1}\n{"b"')
+    assert whole_bytes(path) == 9
+    path.write_bytes(b"\0" * 100)
+    assert whole_bytes(path) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +77,41 @@ def test_a_file_that_is_begun_anew_because_it_is_full_was_not_removed(
 ) -> None:
     written(tmp_path, *range(200), most_bytes=10_000, prompt="x" * 100)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"step": "7"},
+            {"reason": 3},
+            {"prompt": 3},
+            {"time": "now"},
+            {"prompt_tokens": [1, "2"]},
+            {"group_id": None},
+        ),
+        *({"answers": [{"reward": "high"}]}, {"answers": [{"reward": float("nan")}]}, {"answers": [{"turns": ["hi"]}]}),
+        *(
+            {"answers": [{"turns": [["policy", 3]]}]},
+            {"answers": [{"versions": [[0, 0]]}]},
+            {"answers": [{"parts": []}]},
+        ),
+        *(
+            {"answers": [{"parts": {"a": "b"}}]},
+            {"answers": [{"logprobs": [None]}]},
+            {"answers": 3},
+            {"answers": ["x"]},
+        ),
+    ],
+)
+def test_a_line_of_another_shape_is_left_out(change: dict[str, Any], tmp_path: Path) -> None:
+    whole = GroupSample(group_id=1).as_json()
+    (tmp_path / SAMPLES_FILE).write_text(f"{json.dumps(whole | change)}\n{json.dumps(whole | {'group_id': 2})}\n")
+    assert ids(tmp_path) == [2]
+
+
+def test_a_folder_in_the_place_of_the_file_has_none(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    (tmp_path / SAMPLES_FILE).rename(tmp_path / OLDER_FILE)
+    (tmp_path / SAMPLES_FILE).mkdir()
+    assert ids(tmp_path) == [1]

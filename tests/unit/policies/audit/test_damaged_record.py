@@ -163,3 +163,41 @@ def test_the_steps_of_a_damaged_place_are_named() -> None:
     assert damage([*present(entries)[:9], HistoryEntry(kind="trained", incarnation=0, step=5, position=900)]) == [
         sentence.format("steps 3 to 4")
     ]
+
+
+def test_a_damaged_place_is_never_called_clean_though_no_group_is_missing() -> None:
+    """Of the line that began a life the groups of the others are all there; its bound and its settings are not."""
+    run = Run(4, lives=1)
+    made = run.account([damaged(run.entries[0], None), *run.entries[1:]])
+    assert (made.unrecorded, made.has_no_fault, made.is_clean) == (0, True, False)
+    assert made.damaged_places == len(made.damage) == 1
+    assert run.account(run.entries).damaged_places == 0
+
+
+def test_a_history_that_is_gone_is_not_clean_without_a_checkpoint_either() -> None:
+    assert account([], saved=None, bus=None).is_clean
+    made = account([], saved=None, bus=None, is_history_gone=True)
+    assert (made.is_clean, made.damage) == (False, ("history.jsonl is gone",))
+
+
+@pytest.mark.parametrize(
+    ("every", "trained", "due"),
+    [(2, 2, 0), (2, 3, 2), (2, 5, 4), (0, 9, 0), (None, 9, 0), ("2", 9, 0)],
+    ids=["it dies before the first is written", "one", "two", "none asked for", "unknown", "damaged"],
+)
+def test_checkpoints_that_are_all_gone_are_missed(every: object, trained: int, due: int) -> None:
+    entries = [
+        HistoryEntry(kind=BEGUN, incarnation=0, step=0, position=0, settings={"checkpoint": {"every_steps": every}})
+    ]
+    entries += [
+        HistoryEntry(kind="trained", incarnation=0, step=step, position=LINE * step, groups=(step - 1,))
+        for step in range(1, trained + 1)
+    ]
+    made = account(entries, saved=None, bus=None)
+    said = f"there is no checkpoint that can be read, and one was due at step {due}"
+    assert (made.is_clean, made.damage) == (not due, (said,) if due else ())
+    resumed = HistoryEntry(
+        kind=BEGUN, incarnation=1, step=trained, position=LINE * trained + 1, kept=LINE * trained + 1
+    )
+    more = HistoryEntry(kind="trained", incarnation=1, step=trained + 1, position=resumed.position + 1, groups=(99,))
+    assert not account([*entries, resumed, more], saved=None, bus=None).is_clean  # it began on a checkpoint

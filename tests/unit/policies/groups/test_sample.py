@@ -9,7 +9,8 @@ import numpy as np
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.rollout import failed_group
-from asyncrl.policies.groups.sample import GroupSample, decoded, picked, reason_of, sample_of
+from asyncrl.policies.groups import sample as sample_module
+from asyncrl.policies.groups.sample import Answer, GroupSample, decoded, picked, reason_of, sample_of
 
 SPANS = (
     VersionSpan(start=0, incarnation=0, policy_version=3),
@@ -96,3 +97,8 @@ def test_the_worst_answer_ranks_a_group() -> None:
     one = sample_of(group()).answers[0]
     sample = GroupSample(group_id=1, answers=(one, dataclasses.replace(one, reward=-2.0)))
     assert (sample.worst, sample.reward) == (-2.0, -0.75)
+
+
+def test_every_field_has_a_shape_by_which_it_is_read() -> None:
+    fields = {field.name for kind in (Answer, GroupSample) for field in dataclasses.fields(kind)}
+    assert set(sample_module._SHAPES) == fields
