@@ -12,8 +12,8 @@ import pytest
 from asyncrl.errors import ConfigError, DiskError
 from asyncrl.messages.signing import SigningKey
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
-from asyncrl.run import worker_keys
-from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE, KeyedLauncher
+from asyncrl.run import key_files, worker_keys
+from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE, WORKER_LIFE_VARIABLE, KeyedLauncher
 
 LEARNER = "l" * 64
 
@@ -74,6 +74,21 @@ async def test_it_keeps_its_key_over_restarts_of_itself_and_of_the_launcher(tmp_
     key = await public_of(launcher, inner, "w0")
     assert await public_of(launcher, inner, "w0") == key
     assert await public_of(keyed(inner, tmp_path), inner, "w0") == key
+
+
+async def test_each_of_its_starts_is_a_later_life_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it says after the clock went back would be old (messages/freshness.py), and it would seem dead."""
+    inner, lives = Started(), []
+    for now in (2_000_000_000, 1_000_000_000, 1_000_000_000, 3_000_000_000):
+        monkeypatch.setattr(key_files.time, "time_ns", lambda now=now: now * 10**9)
+        await keyed(inner, tmp_path).start(spec("w0"))
+        for name in (WORKER_KEY_VARIABLE, WORKER_LIFE_VARIABLE):
+            monkeypatch.setenv(name, inner.specs[-1].environment[name])
+        lives.append(worker_keys.identity("w0").life)
+        assert WORKER_LIFE_VARIABLE not in os.environ  # whom it starts does not inherit it
+    assert lives == sorted(set(lives))
 
 
 async def test_a_disk_that_takes_no_key_costs_no_restart_and_a_name_that_stays_bound(
