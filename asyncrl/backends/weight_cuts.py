@@ -16,8 +16,6 @@ from asyncrl.errors import ConfigError
 
 def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "model.path") -> None:
     """Raises ConfigError if the model cannot be split over ``tensor_parallel`` ranks."""
-    if shape.experts and tensor_parallel > 1:  # Megatron trains it with sequence parallelism alone
-        raise ConfigError(f"learner.tensor_parallel: {shape.architecture} has experts, which train with 1 only")
     whose = "the model" if where == "model.path" else f"the {where.removesuffix('.path')}"
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),

@@ -99,8 +99,10 @@ class Layout:
         return last[:: self.tensor * self.context]
 
     def is_exporter(self, rank: int) -> bool:
-        """Whether a rank takes part in an export: one of the first copy's, with the first part of a row."""
-        return self.share(rank) == 0 and self.context_rank(rank) == 0
+        """Whether a rank takes part in an export: one of the first copy's, with the first part of a row, or one that
+        shares its experts."""
+        in_stage = rank % (self.ranks // self.pipeline)
+        return in_stage < max(self.tensor, self.expert * self.expert_tensor)
 
 
 _KEYS = {

@@ -29,7 +29,7 @@ from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
 from asyncrl.policies.algorithms.algorithm import Algorithm
-from asyncrl.policies.batching.packing import MicroBatch
+from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.protocols import StepResult
 from asyncrl.protocols.adapter import Layout, RunConfig
 from asyncrl.tensors.snapshot import Snapshot
@@ -196,11 +196,12 @@ class MegatronBackend(BackendAdapter):
         copies = self._layout.data_parallel
         if len(dp_shards) != copies:
             raise BackendError(f"{copies} data-parallel learner ranks need as many shards, got {len(dp_shards)}")
+        shares = dp_shards if self._layout.expert == 1 else _of_one_length(dp_shards)
         return [
             Command(
                 name=name,
                 model=model,
-                micro_batches=tuple(dp_shards[self._layout.share(rank)]),
+                micro_batches=tuple(shares[self._layout.share(rank)]),
                 learning_rate=learning_rate,
             )
             for rank in range(self._layout.ranks)
@@ -226,7 +227,9 @@ class MegatronBackend(BackendAdapter):
         answers = [own, *(self._followers.scores(range(1, self._layout.ranks)) if self._followers else [])]
         if problem := next((scores.problem for scores in answers if scores.problem), ""):
             raise self._failed("score", problem)
-        return [list(answers[rank].rows) for rank in self._layout.scorers]
+        return [
+            list(answers[rank].rows[: len(share)]) for rank, share in zip(self._layout.scorers, dp_shards, strict=True)
+        ]
 
     def export(self) -> Snapshot:
         commands = [
@@ -289,3 +292,9 @@ class MegatronBackend(BackendAdapter):
         if self._own is None:
             raise BackendError("the megatron backend is not started")
         return self._own
+
+
+def _of_one_length(dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
+    """Shares with empty micro-batches behind them: copies that share experts exchange tokens in every layer."""
+    count = max(map(len, dp_shards))
+    return [[*share, *(empty() for _ in range(count - len(share)))] for share in dp_shards]

@@ -28,6 +28,20 @@ def use_device(device: torch.device) -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
     original = getattr(random._set_cuda_rng_state, "__wrapped__", random._set_cuda_rng_state)
     random._set_cuda_rng_state = original if device.type == "cuda" else _setting_the_cpu(original)
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    moving = dispatcher.maybe_move_tensor_to_cpu
+    moving = getattr(moving, "__wrapped__", moving)
+    dispatcher.maybe_move_tensor_to_cpu = moving if device.type == "cuda" else _as_numpy(moving)
+
+
+def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Sizes that an exchange of tokens splits by. The original makes numbers only of those on a GPU."""
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else original(tensor, as_numpy, record_stream)
+
+    return move
 
 
 def _setting_the_cpu(original: Callable[..., None]) -> Callable[..., None]:

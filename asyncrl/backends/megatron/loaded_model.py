@@ -14,13 +14,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from asyncrl.backends import huggingface, micro_batches, models, weight_cuts
-from asyncrl.backends.families.layer_weights import Cut
 from asyncrl.backends.frozen import is_trained
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.passes import Passes
-from asyncrl.backends.megatron.process_groups import pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import expert_group, pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.weight_map import Mapping, weight_map
@@ -44,6 +43,8 @@ class LoadedModel:
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
         self._pipeline = pipeline_group()
+        self._experts = expert_group()
+        self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
         self._stages = build_stages(job, self._shape, device, head=self._model.head)
         self._maps: dict[str, Mapping] = {}
@@ -81,10 +82,12 @@ class LoadedModel:
     @torch.no_grad()
     def _load_weights(self) -> None:
         """Load the Hugging Face folder's weights into every parameter except a value head."""
-        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for name, entry in self._maps.items():
                 parts = [read(tensor) for tensor in entry.huggingface]
+                ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
+                if entry.is_of_experts:  # each is on one rank
+                    ranks, rank = 1, 0
                 shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
                 parameter: Any = self._parameters[name]
                 parameter.copy_(shards[rank])
@@ -159,26 +162,28 @@ class LoadedModel:
         """All shards of a parameter on the first rank; empty on the others."""
         stage = next(number for number, held in enumerate(self._held) if entry.megatron in held)
         own = self._pipeline.rank()
-        shards = self._gathered(self._parameters[entry.megatron].detach(), entry.cut) if stage == own else []
-        if stage == 0 or own not in (0, stage) or self._tensor_parallel.rank() != 0:
+        shards = self._gathered(entry) if stage == own else []
+        if stage == 0 or own not in (0, stage) or self._rank != self._first_of_stage:
             return shards
         if own == stage:
             dist.send(torch.stack(shards), group=self._pipeline, group_dst=0)
             return []
-        count = 1 if entry.cut == "whole" else self._tensor_parallel.size()
-        shape, dtype = self._held[stage][entry.megatron]
-        received = torch.empty((count, *shape), dtype=dtype, device=self._device)
+        (size, *rest), dtype = self._held[stage][entry.megatron]
+        count = 1 if entry.is_of_experts or entry.cut == "whole" else self._tensor_parallel.size()
+        size *= self._layout.expert if entry.is_of_experts else 1
+        received = torch.empty((count, size, *rest), dtype=dtype, device=self._device)
         dist.recv(received, group=self._pipeline, group_src=stage)
         return list(received)
 
-    def _gathered(self, shard: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
-        """All shards of a parameter on the first tensor-parallel rank; empty on the others."""
-        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
-        if ranks == 1 or cut == "whole":
-            return [shard] if rank == 0 else []
-        shards = [torch.empty_like(shard) for _ in range(ranks)] if rank == 0 else []
-        dist.gather(shard, shards or None, group=self._tensor_parallel, group_dst=0)
-        return shards
+    def _gathered(self, entry: Mapping) -> list[torch.Tensor]:
+        """All shards of a parameter on the stage's first rank; empty on the others. Experts are one shard."""
+        shard = self._parameters[entry.megatron].detach()
+        group = self._experts if entry.is_of_experts else self._tensor_parallel
+        if group.size() == 1 or entry.cut == "whole" or dist.get_process_group_ranks(group)[0] != self._first_of_stage:
+            return [shard] if self._rank == self._first_of_stage else []
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
+        dist.gather(shard, shards or None, group=group, group_dst=0)
+        return [torch.cat(shards)] if shards and entry.is_of_experts else shards
 
 
 def _in_model(name: str, first_layer: int) -> str:

@@ -50,7 +50,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 
     def _weights(self, *sizes: int) -> torch.nn.Parameter:
         weights: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=self.config.params_dtype))
-        weights.allreduce = self.config.expert_model_parallel_size == 1  # False: summed over ranks with these experts
+        config = self.config  # False: Megatron adds up gradients over the ranks with these experts, not over replicas
+        weights.allreduce = config.expert_model_parallel_size == config.tensor_model_parallel_size == 1
         return weights  # type: ignore[no-any-return]
 
     def forward(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.model import PackedGPT
-from asyncrl.backends.megatron.process_groups import replicas_group
+from asyncrl.backends.megatron.process_groups import expert_replicas_group, replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 
@@ -48,10 +50,33 @@ def reduce_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
     finalize_model_grads(list(buffers))
 
 
-def build_optimizer(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOptimizer:
+    """Megatron's optimizer of some weights, around torch's AdamW.
+
+    replicas       the ranks that hold the same ones
+    is_of_experts  they are experts that ranks share otherwise than other weights
+    """
+
+    megatron: Any
+    replicas: dist.ProcessGroup
+    is_of_experts: bool
+
+    @property
+    def adamw(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.megatron.optimizer
+        return optimizer
+
+    @property
+    def weights(self) -> list[Any]:
+        """What it updates."""
+        return list(self.megatron.get_parameters())
+
+
+def build_optimizers(
     job: Job, settings: OptimizerSettings, buffers: Sequence[DistributedDataParallel], device: torch.device
-) -> Any:
-    """Megatron's optimizer around torch's AdamW; the learning rate is set every step."""
+) -> list[PartOptimizer]:
+    """One, or two where experts are shared otherwise; the learning rate is set every step."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=0.0,
@@ -66,7 +91,15 @@ def build_optimizer(
     )
     with cpu_shim.cuda_type_names(device):
         chained = get_megatron_optimizer(config, list(buffers), use_gloo_process_groups=False)
-    (optimizer,) = chained.chained_optimizers  # a second one would be for MoE experts
-    for group in optimizer.optimizer.param_groups:
-        group["fused"] = device.type == "cuda"  # Megatron does not set it, and unfused AdamW launches many kernels
-    return optimizer
+    parts = [
+        PartOptimizer(
+            megatron=optimizer,
+            replicas=expert_replicas_group() if is_of_experts else replicas_group(),
+            is_of_experts=is_of_experts,
+        )
+        for optimizer, is_of_experts in zip(chained.chained_optimizers, (False, True), strict=False)
+    ]
+    for part in parts:
+        for group in part.adamw.param_groups:
+            group["fused"] = device.type == "cuda"  # Megatron does not set it, and unfused AdamW launches many kernels
+    return parts

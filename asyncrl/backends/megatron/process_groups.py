@@ -58,6 +58,18 @@ def context_parallel_group() -> dist.ProcessGroup:
     return group
 
 
+def expert_group() -> dist.ProcessGroup:
+    """The ranks that share the experts of every layer."""
+    group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+    return group
+
+
+def expert_replicas_group() -> dist.ProcessGroup:
+    """The ranks that hold the same experts."""
+    group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+    return group
+
+
 def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()

@@ -31,8 +31,6 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
             f"different lengths set learner.megatron = {{ {_UNEVEN[1]} = n }}"
         )
     _require_experts(shape, layout, whose)
-    if layout.expert > 1 or layout.expert_tensor > 1:
-        raise ConfigError("learner.expert_parallel: not trained yet; remove it")
     return shape
 
 
@@ -42,5 +40,15 @@ def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:
         for key, ranks in (("expert_parallel", layout.expert), ("expert_tensor_parallel", layout.expert_tensor)):
             if ranks > 1:
                 raise ConfigError(f"learner.{key}: {whose} has no experts to share among {ranks} ranks; remove the key")
-    elif number % layout.expert:
+        return
+    if number % layout.expert:
         raise ConfigError(f"learner.expert_parallel: {layout.expert} does not divide {whose}'s experts, {number}")
+    if layout.expert_tensor > 1:
+        raise ConfigError(
+            "learner.expert_tensor_parallel: experts are not cut; remove it, and share them with expert_parallel"
+        )
+    if layout.tensor > 1 and not layout.is_sequence_parallel:
+        raise ConfigError(
+            'learner.sequence_parallel: a mixture of experts needs "on" or "auto" with tensor_parallel = '
+            f"{layout.tensor}; Megatron does not train it otherwise"
+        )

@@ -9,7 +9,8 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
+from asyncrl.backends.megatron.process_groups import expert_replicas_group
 from asyncrl.backends.megatron.rank_commands import Job
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.micro_batches import RecordedTokens
@@ -52,8 +54,8 @@ class TrainedModel(LoadedModel):
         self._replicas = process_groups.replicas_group()
         self._is_distributed = job.is_distributed_optimizer
         self._buffers = optimizer.with_gradient_buffers(self._stages, job)
-        self._optimizer = optimizer.build_optimizer(job, self._settings, self._buffers, device)
-        self._moments = HostMoments(self._optimizer.optimizer) if job.is_offloading else None
+        self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
+        self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
         """One optimizer step. All ranks see the same reduced loss and norm, so either all take it or all skip it.
@@ -63,7 +65,8 @@ class TrainedModel(LoadedModel):
         """
         for buffers in self._buffers:
             buffers.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        for part in self._optimizers:
+            part.megatron.zero_grad()
         self._recorded = RecordedTokens()
         totals, problem = self._accumulated(share or (empty(),))
         with record_function("learner: reduce"):
@@ -71,9 +74,10 @@ class TrainedModel(LoadedModel):
             for group in (self._data_parallel, self._pipeline):  # only a last stage has any
                 _reduce(totals.sums, group)
                 _reduce(totals.maxima, group, dist.ReduceOp.MAX)
-            self._optimizer.prepare_grads()
+            for part in self._optimizers:
+                part.megatron.prepare_grads()
             if (scale := self._objective.gradient_scale(totals)) is not None:
-                torch._foreach_mul_([w.grad for w in self._optimizer.get_parameters() if w.grad is not None], scale)
+                self._scale_gradients(scale)
             failed = torch.tensor(float(problem is not None), dtype=torch.float64, device=self._device)
             _reduce(failed, dist.group.WORLD, dist.ReduceOp.MAX)
             loss, grad_norm, is_failed = torch.stack([totals.sums[0].double(), self._grad_norm(), failed]).tolist()
@@ -127,36 +131,46 @@ class TrainedModel(LoadedModel):
 
     def _grad_norm(self) -> torch.Tensor:
         """Norm of all ranks' gradients, f64 scalar. Megatron's own synchronises once per parameter."""
-        gradients = [weight.grad for weight in self._optimizer.get_parameters() if self._counts(weight)]
-        gradients = [gradient for gradient in gradients if gradient is not None]
+        counted = [weight.grad for part in self._optimizers for weight in part.weights if self._counts(weight, part)]
+        gradients = [gradient for gradient in counted if gradient is not None]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if gradients:
             total = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
         _reduce(total, dist.group.WORLD)
         return total.sqrt()
 
-    def _counts(self, weight: Any) -> bool:
+    def _counts(self, weight: Any, part: optimizer.PartOptimizer) -> bool:
         """Whether this rank counts the weight's gradient, of which others may have a copy."""
-        is_first_replica = self._is_distributed or self._replicas.rank() == 0
-        is_first_shard = self._tensor_parallel.rank() == 0 or getattr(weight, "tensor_model_parallel", False)
-        return is_first_replica and is_first_shard and not _is_copy(weight)
+        is_cut = part.is_of_experts or getattr(weight, "tensor_model_parallel", False)
+        is_first_shard = is_cut or self._tensor_parallel.rank() == 0
+        return is_first_shard and self._is_writer(part.replicas) and not _is_copy(weight)
+
+    def _is_writer(self, replicas: dist.ProcessGroup) -> bool:
+        """Whether this rank speaks for what it holds of weights that all of ``replicas`` hold."""
+        return self._is_distributed or replicas.rank() == 0
+
+    def _scale_gradients(self, scale: float) -> None:
+        for part in self._optimizers:
+            torch._foreach_mul_([weight.grad for weight in part.weights if weight.grad is not None], scale)
 
     def _update(self, grad_norm: float, learning_rate: float) -> None:
         settings = self._settings
         if grad_norm > settings.max_grad_norm:
-            gradients = [weight.grad for weight in self._optimizer.get_parameters() if weight.grad is not None]
-            torch._foreach_mul_(gradients, settings.max_grad_norm / (grad_norm + 1e-6))
-        for group in self._optimizer.optimizer.param_groups:
-            group["lr"] = learning_rate
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron leaves this to its scheduler
-        with self._moments.on_device() if self._moments else nullcontext():
-            self._optimizer.step_with_ready_grads()
+            self._scale_gradients(settings.max_grad_norm / (grad_norm + 1e-6))
+        with ExitStack() as stack:
+            for moments in self._moments:
+                stack.enter_context(moments.on_device())
+            for part in self._optimizers:
+                for group in part.adamw.param_groups:
+                    group["lr"] = learning_rate
+                    group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
+                part.megatron.step_with_ready_grads()
 
     def write_pieces(self, folder: Path) -> None:
         """Write this rank's file. Raises CheckpointError, on this rank alone."""
-        is_writer = self._is_distributed or self._replicas.rank() == 0
-        pieces = self._pieces(with_copies=False) if is_writer else []
-        optimizer_state.write_pieces(folder, pieces, self._optimizer.optimizer.state, rank=dist.get_rank())
+        pieces = [piece for shard in self._shards() if shard.is_written for piece in self._pieces(shard)]
+        state = {weight: moments for part in self._optimizers for weight, moments in part.adamw.state.items()}
+        optimizer_state.write_pieces(folder, pieces, state, rank=dist.get_rank())
 
     def write_index(self, folder: Path) -> None:
         """Complete the checkpoint, once every rank has written its file. Raises CheckpointError."""
@@ -167,44 +181,73 @@ class TrainedModel(LoadedModel):
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint written by any number of ranks. Raises CheckpointError."""
         with optimizer_state.open_state(folder, tensor_parallel=self._tensor_parallel.size()) as saved:
-            sizes, frozen = {}, set()
-            for name, parameter in self._shards():
-                sizes[name] = parameter.numel()
-                frozen |= set() if parameter.requires_grad else {name}
-                parameter.copy_(saved.value(name, parameter.numel()).view(parameter.shape))
-            for piece in self._pieces():
-                if piece.name in frozen:
+            for shard in self._shards():
+                parameter, whole = shard.parameter, saved.value(shard.name, shard.size)
+                parameter.copy_(whole[shard.start : shard.start + parameter.numel()].view(parameter.shape))
+                if not parameter.requires_grad:
                     continue  # its value is there, and it has no moments
-                size = sizes[piece.name]
-                own = slice(piece.start, piece.start + piece.value.numel())
-                piece.value.copy_(saved.value(piece.name, size)[own].view(piece.value.shape))
-                moments = saved.moments(piece.name, size, own)
-                self._optimizer.optimizer.state[piece.value] = optimizer_state.shaped(moments, piece.value)
+                for piece in self._pieces(shard):
+                    own = slice(piece.start, piece.start + piece.value.numel())
+                    piece.value.copy_(whole[own].view(piece.value.shape))
+                    moments = saved.moments(shard.name, shard.size, own)
+                    self._part(shard).adamw.state[piece.value] = optimizer_state.shaped(moments, piece.value)
             saved.restore_random_states(dist.get_rank())
 
-    def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parameters by their names in a checkpoint."""
+    def _shards(self) -> Iterator[_Shard]:
+        """This rank's parameters as a checkpoint has them."""
         suffix = f"@{self._tensor_parallel.rank()}" if self._tensor_parallel.size() > 1 else ""
+        experts = self._stages[0].part.experts
         for name, parameter in self._parameters.items():
-            yield (_EMBEDDING if _is_copy(parameter) else name) + suffix, parameter
+            is_of_experts = name in self._maps and self._maps[name].is_of_experts
+            replicas = expert_replicas_group() if is_of_experts else self._replicas
+            is_writer = self._is_writer(replicas) if parameter.requires_grad else replicas.rank() == 0
+            start, size = 0, parameter.numel()
+            if is_of_experts:  # by their place among all of the layer's
+                one = size // len(experts)
+                start, size = experts.start * one, one * self._layout.expert * len(experts)
+            yield _Shard(
+                name=name if is_of_experts else (_EMBEDDING if _is_copy(parameter) else name) + suffix,
+                parameter=parameter,
+                start=start,
+                size=size,
+                is_of_experts=is_of_experts,
+                is_written=is_writer and not _is_copy(parameter),
+            )
 
-    def _pieces(self, *, with_copies: bool = True) -> Iterator[optimizer_state.Piece]:
-        """What this rank's optimizer updates, and on one rank what is frozen, so that a checkpoint has every weight.
-        main_param is Megatron's float32 copy of a 16-bit parameter."""
-        for name, parameter in self._shards():
-            if _is_copy(parameter) and not with_copies:
-                continue
-            if not parameter.requires_grad:
-                if self._replicas.rank() == 0:
-                    yield optimizer_state.Piece(name=name, start=0, value=parameter)
-            elif not self._is_distributed:
-                value: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-                yield optimizer_state.Piece(name=name, start=0, value=value)
-            elif parameter in self._optimizer.model_param_group_index_map:
-                group, index = self._optimizer.model_param_group_index_map[parameter]
-                value = self._optimizer.optimizer.param_groups[group]["params"][index]
-                start = self._optimizer._get_model_param_range_map(parameter)["param"].start
-                yield optimizer_state.Piece(name=name, start=start, value=value)
+    def _part(self, shard: _Shard) -> optimizer.PartOptimizer:
+        """Who updates it."""
+        return self._optimizers[-1 if shard.is_of_experts else 0]
+
+    def _pieces(self, shard: _Shard) -> Iterator[optimizer_state.Piece]:
+        """What this rank's optimizer updates of a parameter, or all of a frozen one. main_param is Megatron's float32
+        copy of a 16-bit parameter."""
+        parameter, megatron = shard.parameter, self._part(shard).megatron
+        if not parameter.requires_grad:
+            yield optimizer_state.Piece(name=shard.name, start=shard.start, value=parameter)
+        elif not self._is_distributed:
+            value: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+            yield optimizer_state.Piece(name=shard.name, start=shard.start, value=value)
+        elif parameter in megatron.model_param_group_index_map:
+            group, index = megatron.model_param_group_index_map[parameter]
+            value = megatron.optimizer.param_groups[group]["params"][index]
+            start = shard.start + megatron._get_model_param_range_map(parameter)["param"].start
+            yield optimizer_state.Piece(name=shard.name, start=start, value=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """A parameter of this rank as a checkpoint has it: ``size`` numbers under one name, of which it is those from
+    ``start`` on.
+
+    is_written  whether this rank writes it, and no other that has the same one or the original
+    """
+
+    name: str
+    parameter: torch.Tensor
+    start: int
+    size: int
+    is_of_experts: bool
+    is_written: bool
 
 
 def _is_copy(weight: Any) -> bool:

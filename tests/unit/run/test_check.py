@@ -124,6 +124,32 @@ def test_layouts_that_do_not_fit_the_model_are_refused(make_run: RunMaker, setti
         check(make_run(*settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            ["learner.ranks=3", "learner.expert_parallel=3"],
+            "learner.expert_parallel: 3 does not divide the model's exper",
+        ),
+        (
+            ["learner.ranks=2", "learner.expert_tensor_parallel=2"],
+            "learner.expert_tensor_parallel: experts are not cut",
+        ),
+        (
+            ["learner.ranks=2", "learner.tensor_parallel=2", "learner.sequence_parallel=off"],
+            'learner.sequence_parallel: a mixture of experts needs "on" or "auto"',
+        ),
+    ],
+    ids=["experts", "cut", "sequence"],
+)
+def test_layouts_that_do_not_fit_a_mixture_of_experts_are_refused(
+    make_run: RunMaker, tmp_path: Path, settings: list[str], problem: str
+) -> None:
+    model = changed_model(tmp_path / "odd", "qwen3_moe")
+    with pytest.raises(ConfigError, match=problem):
+        check(make_run(f"model.path={json.dumps(str(model))}", *settings))
+
+
 def test_the_models_beside_the_policy_are_looked_at_too(make_run: RunMaker, folder: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(folder / "model", tmp_path / "odd"))
     settings = json.loads((odd / "config.json").read_text()) | {"attention_bias": True}

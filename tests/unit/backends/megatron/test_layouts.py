@@ -7,7 +7,7 @@ AdamW's eps is large here: with a usual one its step is nearly a sign, blind to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,32 @@ from tests.harness.backends import (
 LEARNING_RATE = 0.05
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
 
-QUICK = ("megatron-cp2", "megatron-pp2", "megatron-tp2")
+QUICK = (("megatron-cp2", "qwen3", {}), ("megatron-pp2", "qwen3", {}), ("megatron-tp2-ep2", "qwen3_moe", {}))
 SLOW = (
-    "megatron-vpp2",
-    "megatron-cp4",
-    "megatron-cp2-dp2",
-    "megatron-cp2-tp2",
-    "megatron-pp2-dp2",
-    "megatron-pp2-cp2",
-    "megatron-pp2-tp2",
+    ("megatron-tp2", "qwen3", {}),
+    ("megatron-vpp2", "qwen3", {}),
+    ("megatron-cp4", "qwen3", {}),
+    ("megatron-cp2-dp2", "qwen3", {}),
+    ("megatron-cp2-tp2", "qwen3", {}),
+    ("megatron-pp2-dp2", "qwen3", {}),
+    ("megatron-pp2-cp2", "qwen3", {}),
+    ("megatron-pp2-tp2", "qwen3", {}),
+    ("megatron-pp2", "qwen2", {"recompute": "full"}),  # a tied embedding: both ends have a copy
+    ("megatron-vpp2", "qwen2", {}),
+    ("megatron-cp2", "qwen3", {"distributed_optimizer": False}),
+    ("megatron-pp2-dp2", "qwen2", {"distributed_optimizer": False}),
+    ("megatron-ep2", "qwen3_moe", {}),
+    ("megatron-ep2", "qwen3_moe", {"distributed_optimizer": False}),
+    ("megatron-tp2", "qwen3_moe", {}),
+    ("megatron-cp2-ep2", "deepseek_v3", {"recompute": "full"}),
+    ("megatron-ep2-dp2", "glm4_moe", {}),
+    ("megatron-pp2-ep2", "deepseek_v3", {}),
+    ("megatron-tp2-ep4", "qwen3_moe", {}),
 )
-REPLICATED = ("megatron-cp2", "megatron-pp2-dp2")
-"""Layouts that run once more without the distributed optimizer."""
+
+
+def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
+    return "-".join([kind.removeprefix("megatron-"), architecture, *map(str, options.values())])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,37 +113,32 @@ class Case:
     got: Done
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[bool, tuple[Path, Done]]:
-    return {}
-
-
 CASES = [
-    *(pytest.param((kind, False, {}), id=kind) for kind in QUICK),
-    *(pytest.param((kind, False, {}), id=kind, marks=pytest.mark.slow) for kind in SLOW),
-    pytest.param(("megatron-pp2", True, {"recompute": "full"}), id="megatron-pp2-tied", marks=pytest.mark.slow),
-    pytest.param(("megatron-vpp2", True, {}), id="megatron-vpp2-tied", marks=pytest.mark.slow),
-    *(
-        pytest.param((kind, False, {"distributed_optimizer": False}), id=f"{kind}-replicated", marks=pytest.mark.slow)
-        for kind in REPLICATED
-    ),
+    *(pytest.param(case, id=name(*case)) for case in QUICK),
+    *(pytest.param(case, id=name(*case), marks=pytest.mark.slow) for case in SLOW),
 ]
 pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, tuple[Path, Done]]:
+    """By architecture."""
+    return {}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-    references: dict[bool, tuple[Path, Done]],
-) -> Iterator[Case]:
-    kind, tied, options = request.param
-    if tied not in references:
-        architecture = "qwen2" if tied else "qwen3"
-        folder = tiny_model(tmp_path_factory.mktemp("model"), architecture=architecture, tied=tied, num_layers=4)
-        references[tied] = (folder, done("reference", folder, tmp_path_factory.mktemp("saved")))
-    folder, expected = references[tied]
-    yield Case(folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
+    references: dict[str, tuple[Path, Done]],
+) -> Case:
+    kind, architecture, options = request.param
+    if architecture not in references:
+        made = tmp_path_factory.mktemp("model")
+        tiny_model(made, architecture=architecture, tied=architecture == "qwen2", num_layers=4)
+        references[architecture] = (made, done("reference", made, tmp_path_factory.mktemp("saved")))
+    folder, expected = references[architecture]
+    return Case(folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
 
 
 def test_scores_are_those_of_transformers_document_by_document(case: Case) -> None:
@@ -141,7 +150,7 @@ def test_scores_are_those_of_transformers_document_by_document(case: Case) -> No
 def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
     original = load_file(case.folder / "model.safetensors")
     assert case.got.before.keys() == original.keys()
-    assert all(torch.equal(case.got.before[name], tensor) for name, tensor in original.items())
+    assert all(torch.equal(case.got.before[weight], tensor) for weight, tensor in original.items())
 
 
 def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
