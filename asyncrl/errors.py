@@ -39,6 +39,8 @@ from typing import Final
 
 INTERRUPTED = 130
 """Exit code of what was drained or stopped before it was done."""
+PIPE_CLOSED = 141
+"""Exit code of a command whose output nobody reads any more (`| head`), as of those that SIGPIPE ends."""
 
 
 class AsyncRLError(Exception):

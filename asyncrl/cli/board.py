@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -49,6 +48,5 @@ def run(options: argparse.Namespace) -> int:
             print(f"asyncrl board: {board.url}   (Ctrl-C ends it)", flush=True)
             await asyncio.Event().wait()
 
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+    asyncio.run(serve())
     return 0

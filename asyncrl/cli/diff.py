@@ -2,7 +2,7 @@
 
 Numbers are compared to the last bit (or within --tolerance), step by step, without those that tell of clocks and
 machines. Of steps that a resumed learner trained again the last row counts. Exit code 0 when nothing differs, 1 when
-something does, 2 for a folder that holds no run.
+something does or no step is in both, 2 for a folder that holds no run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(found) | {"first": found.first, "same": found.is_none}))
     else:
         print(printable_lines(_lines(found, options.run_a, options.run_b)))
-    return 0 if found.is_none else 1
+    return 0 if found.is_none and found.in_both else 1
 
 
 def printable_lines(lines: Iterator[str]) -> str:
@@ -76,7 +76,7 @@ def _lines(found: Difference, a: Path, b: Path) -> Iterator[str]:
         yield f"  {key:40s} {_value(here)}  ->  {_value(there)}"
     yield "steps      " + ", ".join(_steps(name, steps) for name, steps in zip("ab", found.steps, strict=True))
     if not found.in_both:
-        yield "           no step is in both"
+        yield "           no step is in both: no numbers were compared"
         return
     if found.batch is None:
         yield "batches    the same groups at each step"

@@ -105,7 +105,9 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(slime_evaluation.read(path, say=lambda line: print(line, file=sys.stderr)))
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--datasets {path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--datasets {path}: {error}") from None
 
 

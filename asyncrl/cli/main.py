@@ -4,7 +4,8 @@ A verb is one file of this folder, with ``add_arguments(parser)`` and ``run(opti
 VERBS. Only the file of the verb that was asked for is imported.
 
 Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
-this worker's name, 5 a disk takes nothing now, 70 stuck, 130 interrupted.
+this worker's name, 5 a disk takes nothing now, 70 stuck, 130 interrupted,
+141 nobody reads its output any more.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import asyncio
 import importlib
 import logging
 import os
+import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol, cast
 
-from asyncrl.errors import INTERRUPTED, AsyncRLError, ConfigError, exit_code_of
+from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -105,6 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         print(f"asyncrl {name}: {error}", file=sys.stderr)
         code = exit_code_of(error)
+    except BrokenPipeError:
+        if not _is_left_by_reader():
+            raise
+        code = PIPE_CLOSED
     except OSError as error:  # the machine's, not ours
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
         where = f"{error.filename}: " if error.filename else ""
@@ -119,6 +125,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
+
+
+def _is_left_by_reader() -> bool:
+    """Whether nobody reads stdout any more, as behind `| head`; what is left is thrown away then."""
+    try:
+        stdout = sys.stdout.fileno()
+    except OSError:  # it is no file, as in a notebook
+        return False
+    pipe = select.poll()
+    pipe.register(stdout, 0)
+    is_left = any(events & (select.POLLERR | select.POLLHUP) for _, events in pipe.poll(0))
+    if is_left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return is_left
 
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:

@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
     shown = _Printer(source, as_json=options.json)
     is_wanted = _wanted(pattern, shown)
     if options.follow:
-        with contextlib.suppress(KeyboardInterrupt):
-            _follow(source, shown, is_wanted, limit=options.limit)
+        _follow(source, shown, is_wanted, limit=options.limit)
         return 0
     if options.group is not None:
         return _one(source, shown, options.group)

@@ -54,8 +54,7 @@ def run(options: argparse.Namespace) -> int:
     from asyncrl.run import run_folder  # imports numpy, which --help does without
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="tap")
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_tap(run_config, topic, options))
+    asyncio.run(_tap(run_config, topic, options))
     return 0
 
 

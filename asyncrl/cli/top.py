@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -50,10 +49,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def top(run: RunConfig, *, token: str, once: bool, console: Console | None = None) -> int:
-    """Show the run until Ctrl-C; the exit code. Raises ConfigError when it is not said which bus, or no such run."""
+    """Show the run until Ctrl-C (KeyboardInterrupt); the exit code.
+
+    Raises ConfigError when it is not said which bus, or no such run.
+    """
     console = console or Console()
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_show(run, token=token, once=once or not console.is_terminal, console=console))
+    asyncio.run(_show(run, token=token, once=once or not console.is_terminal, console=console))
     return 0
 
 

@@ -22,7 +22,8 @@ results to stdout and everything else to stderr.
 | 4 | another worker of the run has this worker's name |
 | 5 | a disk takes nothing: full, read-only, an I/O error; `asyncrl run` starts the process again until it does |
 | 70 | a process did not stop in time |
-| 130 | interrupted |
+| 130 | interrupted: Ctrl-C |
+| 141 | nobody reads its output any more, as behind `\\| head` |
 
 | environment variable | meaning |
 |---|---|

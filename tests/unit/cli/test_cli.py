@@ -17,6 +17,7 @@ from asyncrl.cli import main as cli
 from asyncrl.config import tables
 from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
+from asyncrl.run import run_folder
 from asyncrl.run.process_manager import Outcome
 from tests import ROOT
 from tests.harness.forked import LAUNCHER, ForkServer
@@ -129,6 +130,36 @@ def test_ctrl_c_while_a_verb_is_imported_ends_without_a_traceback(
 
     monkeypatch.setattr(cli, "load", load)
     assert asyncrl("run", "run.toml", capsys=capsys) == (130, "", "")
+
+
+@pytest.mark.parametrize("words", [("top", "run"), ("tap", "run", "events"), ("samples", "run", "--follow")])
+def test_ctrl_c_ends_what_looks_at_a_run_without_a_traceback(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "run_at", interrupted)
+    assert asyncrl(*words, capsys=capsys) == (130, "", "")
+
+
+def test_a_reader_that_has_had_enough_ends_a_verb_in_silence() -> None:
+    """As ``| head`` does."""
+    code = (
+        "import sys; from asyncrl.cli import main as cli\n"
+        "class Verb:\n"
+        "    def add_arguments(self, parser): pass\n"
+        "    def run(self, options):\n"
+        "        while True: print('x' * 1000)\n"
+        "cli.load = lambda name: Verb()\n"
+        "sys.exit(cli.main(['samples']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        problem, exit_code = process.stderr.read(), process.wait()
+    assert (exit_code, problem) == (141, b"")
 
 
 def test_every_verb_has_a_file_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
