@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.board.lanes import LONGEST_TEXT, number_of
-from asyncrl.board.step_lanes import Step, learner_segments
+from asyncrl.board.step_lanes import Step, learner_segments, rank_lanes
 
 MOST_STEPS: Final = 400
 MOST_SEGMENTS: Final = 600
@@ -30,7 +30,8 @@ def recorded_lanes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     lanes = [{"id": 0, "name": "learner", "role": "learner", "version": steps[-1].step}]
     lanes[0]["segments"] = list(learner_segments(steps, begin))
     groups, loads, waits, versions = _of_workers(rows)
-    for number, name in enumerate(sorted(groups.keys() | loads.keys() | waits.keys()), 1):
+    lanes += rank_lanes(steps, begin)
+    for number, name in enumerate(sorted(groups.keys() | loads.keys() | waits.keys()), len(lanes)):
         segments = flattened(
             begin,
             end,
@@ -106,4 +107,5 @@ def _as_json(segments: Sequence[tuple[float, str, str]], begin: float, end: floa
 def _step(row: Mapping[str, Any]) -> Step:
     seconds = {name: float(value) for name, value in row["seconds"].items() if isinstance(value, float | int)}
     wait, train, write = (max(0.0, seconds.get(name, 0.0)) for name in ("wait", "train", "checkpoint"))
-    return Step(step=row["step"], end=float(row["time"]), wait=wait, train=train, write=write)
+    ranks = [int(tokens) for tokens in row.get("ranks", ()) if isinstance(tokens, int | float)]
+    return Step(step=row["step"], end=float(row["time"]), wait=wait, train=train, write=write, ranks=ranks)

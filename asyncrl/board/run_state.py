@@ -16,16 +16,17 @@ from asyncrl.board.lanes import Doing, Lanes, change, head
 from asyncrl.board.marks import Mark, Marks
 from asyncrl.board.recorded_lanes import recorded_lanes
 from asyncrl.board.series import Columns, Curve
-from asyncrl.board.step_lanes import StepLanes
+from asyncrl.board.step_lanes import StepLanes, rank_name, rank_tokens
 
 MOST_CURVES: Final = 500
 MOST_ROWS: Final = 50
 """Rows in one change: after more of them browsers ask for the curves anew."""
 HISTOGRAMS: Final = ("staleness/histogram", "length/trained", "length/dropped")
+LEARNER: Final = "learner"
 EVALUATION: Final = "evaluation/complete"
 """In the row of an evaluation."""
 
-_OF_ONE_WORKER: Final = re.compile(r"(rollout|weights)/.+/.+")
+_OF_ONE: Final = re.compile(r"(rollout|weights)/.+/.+|learner/rank\d+/tokens")
 
 Change = dict[str, Any]
 
@@ -46,6 +47,7 @@ class RunState:
         self.status = "not up"
         self._step_lanes = StepLanes()
         self._last: dict[str, float] = {}
+        self._ranks = 0  # of the learner, where there are several
 
     # -- what is heard -----------------------------------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ class RunState:
                 if found:
                     self.columns[name].add(row["step"], found)
             self._step_lanes.add(row)
+            self._ranks = len(rank_tokens(row))
             marks += self.marks.row(row)
             self._last = numbers | {"step": row["step"]}
             sent.append(numbers | {"step": row["step"], "histograms": {name: c for name, c in counts.items() if c}})
@@ -80,8 +83,12 @@ class RunState:
         self, actors: Mapping[str, tuple[Any, Doing]], *, findings: Iterable[Any], status: str, now: float
     ) -> list[Change]:
         """One look at a run that is up. actors: name -> (heartbeat, what it does);  now: Unix seconds"""
-        self.beats = {name: beat for name, (beat, _) in actors.items()}
-        new, changed, restarted = self.lanes.hear(actors, now=now)
+        ranks = [rank_name(rank) for rank in range(1, self._ranks)] if LEARNER in actors else []
+        of_ranks = {name: actors[LEARNER] for name in ranks}  # one heartbeat for all: they wait and train together
+        lanes = {**actors, **of_ranks}
+        self.beats = {name: beat for name, (beat, _) in lanes.items()}
+        new, changed, restarted = self.lanes.hear(lanes, now=now)
+        restarted = [name for name in restarted if name not in ranks]
         marks = [*self.marks.faults(findings, now=now), *self.marks.restarts(restarted, now=now)]
         is_other, self.status = status != self.status, status
         changes: list[Change] = [
@@ -148,7 +155,7 @@ _SUMMARY: Final = ("step", "weights/version", "reward/mean", "learner/tokens_per
 def is_curve(name: str, value: object) -> bool:
     """Whether a metric is a finite number of the whole run."""
     is_number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-    return is_number and name != "step" and _OF_ONE_WORKER.fullmatch(name) is None
+    return is_number and name != "step" and _OF_ONE.fullmatch(name) is None
 
 
 def _counts(value: object) -> list[int]:

@@ -20,11 +20,12 @@ MOST_WORKERS: Final = 64
 """A row has no more of them (actors/learner/metrics_reporter.py)."""
 
 _WORKER: Final = re.compile(r"rollout/(?P<name>.+)/idle_ratio")
+_RANK: Final = re.compile(r"learner/rank(?P<rank>\d+)/tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """end: Unix seconds;  wait, train, write: seconds, the last of a checkpoint"""
+    """end: Unix seconds;  wait, train, write: seconds, the last of a checkpoint;  ranks: tokens of each rank"""
 
     step: int
     end: float
@@ -33,6 +34,7 @@ class Step:
     write: float
     idle: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
+    ranks: Sequence[int] = ()
 
 
 class StepLanes:
@@ -64,6 +66,7 @@ class StepLanes:
                 write=_number(row, "learner/checkpoint_seconds"),
                 idle={name: float(idle[name]) for name in names},
                 versions={name: int(_number(row, f"weights/{name}/version")) for name in names},
+                ranks=rank_tokens(row),
             )
         )
         if len(self._steps) > MOST_STEPS:
@@ -79,7 +82,8 @@ class StepLanes:
         names = list(dict.fromkeys(name for step in self._steps for name in step.idle))[: 4 * MOST_WORKERS]
         lanes = [{"id": 0, "name": "learner", "role": "learner", "version": self._steps[-1].step}]
         lanes[0]["segments"] = list(learner_segments(self._steps, begin, has_gaps=self._stride > 1))
-        for number, name in enumerate(names, 1):
+        lanes += rank_lanes(self._steps, begin, has_gaps=self._stride > 1)
+        for number, name in enumerate(names, len(lanes)):
             version = next(step.versions[name] for step in reversed(self._steps) if name in step.versions)
             head = {"id": number, "name": name, "role": "rollout-worker", "version": version}
             lanes.append(head | {"segments": list(self._worker(name, begin))})
@@ -96,13 +100,41 @@ class StepLanes:
         yield [round(before - begin, 2), -1]
 
 
-def learner_segments(steps: Sequence[Step], begin: float, *, has_gaps: bool = False) -> Iterator[list[Any]]:
-    """Of its lane, in seconds since ``begin``. has_gaps: steps between two of them are left out"""
+def rank_lanes(steps: Sequence[Step], begin: float, *, has_gaps: bool = False) -> list[dict[str, Any]]:
+    """Of the ranks besides the first, which has the learner's lane: they wait and train with it."""
+    count = max((len(step.ranks) for step in steps), default=0)
+    return [
+        {
+            "id": rank,
+            "name": rank_name(rank),
+            "role": "learner",
+            "version": steps[-1].step,
+            "segments": list(learner_segments(steps, begin, rank=rank, has_gaps=has_gaps)),
+        }
+        for rank in range(1, count)
+    ]
+
+
+def rank_tokens(row: Mapping[str, Any]) -> list[int]:
+    """Of each rank of the learner, by a row of metrics; none where it has one rank."""
+    found = {int(name["rank"]): row[key] for key in row if (name := _RANK.fullmatch(key)) is not None}
+    return [int(found[rank]) if isinstance(found[rank], float | int) else 0 for rank in sorted(found)]
+
+
+def rank_name(rank: int) -> str:
+    return f"learner rank {rank}"
+
+
+def learner_segments(
+    steps: Sequence[Step], begin: float, *, rank: int = 0, has_gaps: bool = False
+) -> Iterator[list[Any]]:
+    """Of the lane of one of its ranks, in seconds since ``begin``. has_gaps: steps between two of them are left out"""
     before = begin
     for step in steps:
         parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))
+        tokens = f": {step.ranks[rank]:,} tokens" if rank < len(step.ranks) else ""
         at = max(before, step.end - step.wait - step.write - step.train)
-        for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}")):
+        for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}{tokens}")):
             if seconds > 0:
                 yield [round(at - begin, 2), number_of(state), text]
                 at += seconds

@@ -35,6 +35,7 @@ SCHEMA: dict[str, str] = {
     "bus/rejected": "messages that were none or could not be, at the learner and its workers, since they started",
     "metrics/left_out": "rows, samples and alarms that sinks were too slow for, since the start",
     "learner/step_seconds": "one optimizer step, without waiting",
+    "learner/rank*/tokens": "that this rank has to train, prompts included; where there are several ranks, at most 64",
     "learner/wait_seconds": "before the step, while the backend had nothing to do: no full batch, or not prepared yet",
     "learner/export_seconds": "after the step, copying the weights to publish: how long that held the backend up",
     "learner/checkpoint_seconds": "writing the checkpoint before the step; not there when none was written",

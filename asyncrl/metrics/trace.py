@@ -1,8 +1,9 @@
 """A run's timeline in the trace format that Perfetto and Chrome draw: who did what when, and each group's way. Pure.
 
 Lanes: the learner (steps and what it waited for, weights copied and announced, checkpoints, groups published and
-arrived) and each worker (groups side by side, each with its reward call; loads and pauses of its engine; what it waited
-for). An arrow leads a group from its prompt over the worker to the step that trained it.
+arrived; the steps of each of its other ranks) and each worker (groups side by side, each with its reward call; loads
+and pauses of its engine; what it waited for). An arrow leads a group from its prompt over the worker to the step that
+trained it.
 
 Format: "Trace Event Format" (Google, 2016), the events X, M, s, t and f; microseconds since the first thing shown.
 
@@ -12,12 +13,13 @@ Tests: tests/unit/metrics/test_trace.py.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 LEARNER: Final = 1
-_STEPS, _WEIGHTS, _CHECKPOINTS, _PROMPTS, _ARRIVALS = 1, 2, 3, 4, 5
+_STEPS, _WEIGHTS, _CHECKPOINTS, _PROMPTS, _ARRIVALS, _RANKS = 1, 2, 3, 4, 5, 10
 _LEARNERS_LANES: Final = {
     _STEPS: "steps",
     _WEIGHTS: "weights",
@@ -28,6 +30,7 @@ _LEARNERS_LANES: Final = {
 _ENGINE, _WAITS, _GROUPS = 1, 2, 10
 SAME_WAIT_SECONDS: Final = 3.0
 """A wait that is seen again began at the same time but for the age of the heartbeats that tell of it."""
+_RANK: Final = re.compile(r"learner/rank(\d+)/tokens")
 _POINT: Final = 1e-4
 """Seconds of what has no length, so that it can be seen."""
 
@@ -49,6 +52,12 @@ def trace(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"traceEvents": made, "displayTimeUnit": "ms", "otherData": {"steps": len(rows)}}
 
 
+def rank_tokens(metrics: Mapping[str, Any]) -> list[int]:
+    """Tokens of each rank of the learner, by a row of metrics; none where it has one rank."""
+    found = {int(name[1]): value for key, value in metrics.items() if (name := _RANK.fullmatch(key)) is not None}
+    return [round(_number(found[rank])) for rank in sorted(found)]
+
+
 def from_metrics(row: Mapping[str, Any], seconds: Mapping[str, str]) -> dict[str, Any]:
     """A row of a timeline of a run that recorded none, from its row of metrics. ``seconds``: name -> metric."""
     return {
@@ -56,6 +65,7 @@ def from_metrics(row: Mapping[str, Any], seconds: Mapping[str, str]) -> dict[str
         "incarnation": int(_number(row.get("learner/incarnation"))),
         "time": _number(row.get("time")),
         "seconds": {name: _number(row.get(metric)) for name, metric in seconds.items()},
+        **({"ranks": tokens} if (tokens := rank_tokens(row)) else {}),
     }
 
 
@@ -79,7 +89,9 @@ class _Trace:
             yield from self._waits(row, waits)
         for (name, what), (since, until) in waits.items():
             yield self._slice(self._worker(name).number, _WAITS, what, since, until)
-        yield from _names(LEARNER, "learner", _LEARNERS_LANES)
+        count = max((len(row.get("ranks", ())) for row in self._rows), default=0)
+        ranks = {_RANKS + rank: f"rank {rank}" for rank in range(1, count)}
+        yield from _names(LEARNER, "learner", _LEARNERS_LANES | ranks)
         for name, process in self._workers.items():
             yield from _names(process.number, name, process.lanes)
 
@@ -90,6 +102,11 @@ class _Trace:
         if wait > 0:
             yield self._slice(LEARNER, _STEPS, "wait for trajectories", begun - wait, begun)
         numbers = {"step": step, "incarnation": row.get("incarnation", 0), **seconds}
+        for rank, tokens in enumerate(row.get("ranks", ())):
+            if rank:
+                yield self._slice(LEARNER, _RANKS + rank, f"step {step}", begun, end, tokens=tokens)
+            else:
+                numbers["tokens"] = tokens
         yield self._slice(LEARNER, _STEPS, f"step {step}", begun, end, **numbers)
         at = end
         for name in ("export", "publish"):

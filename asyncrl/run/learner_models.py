@@ -98,11 +98,12 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
 
 
 def training_options(run: RunConfig) -> dict[str, Any]:
-    """What [critic] says to actors.training_step.TrainingStep."""
+    """What the run file says to actors.training_step.TrainingStep."""
     section = run.critic or CriticSection()
     return {
         "critic_learning_rate": section.learning_rate or run.learner.learning_rate,
         "critic_warmup_steps": section.warmup_steps,
+        "layout": run.learner.layout,
     }
 
 

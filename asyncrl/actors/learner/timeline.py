@@ -3,10 +3,12 @@
     RUN_DIR/timeline.jsonl, and timeline.1.jsonl, which is older
     {"step": 7, "incarnation": 0, "time": 1795424064.9, "seconds": {"wait": 0.1, "train": 0.4, ...},
      "groups": [[12, "w0", published, began, seconds, reward_seconds, arrived], ...],
-     "loads": [["w0", 6, ended, load_seconds, pause_seconds], ...], "waits": [["w0", "prompts", "learner", since], ...]}
+     "loads": [["w0", 6, ended, load_seconds, pause_seconds], ...], "waits": [["w0", "prompts", "learner", since], ...],
+     "ranks": [tokens, ...]}
 
-Times are Unix seconds: the learner's but for what a worker says of itself, ``began`` and when a load ended. Bounded: so
-many groups, loads and waits of a step, and so many bytes (metrics.timeline_max_bytes). Written beside the next step.
+``ranks``: what each rank of the learner trained, where there are several. Times are Unix seconds: the learner's but
+for what a worker says of itself, ``began`` and when a load ended. Bounded: so many groups, loads and waits of a step,
+and so many bytes (metrics.timeline_max_bytes). Written beside the next step.
 
 Tests: tests/actors/learner/test_timeline.py.
 """
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.messages import Heartbeat
+from asyncrl.metrics.trace import rank_tokens
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.state.samples import RotatedLines
@@ -75,6 +78,7 @@ class Timeline:
             "incarnation": int(_number(metrics.get("learner/incarnation"))),
             "time": _number(metrics.get("time")) or time.time(),
             "seconds": {name: round(_number(value), 6) for name, value in seconds.items()},
+            **({"ranks": tokens} if (tokens := rank_tokens(metrics)) else {}),
             "groups": [_group(one, of_clock) for one in groups[:MOST_GROUPS]],
             "loads": [load for beat in beats if (load := self._load(beat)) is not None],
             "waits": [

@@ -25,6 +25,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.layout import Layout
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.algorithm import SCORED_BY, Algorithm
 from asyncrl.policies.batching.apply_scores import complete
@@ -32,6 +33,9 @@ from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.learning_rate import Schedule
 from asyncrl.protocols import Backend, Rehearsing, StepResult
+
+MOST_RANKS: Final = 64
+"""Of more of them a row of metrics says nothing."""
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -49,11 +53,14 @@ class TrainingStep:
         algorithm: Algorithm,
         critic_learning_rate: float = 0.0,
         critic_warmup_steps: int = 0,
+        layout: Layout | None = None,
     ) -> None:
+        """layout: of the backend's ranks, for metrics of each"""
         self._backend = backend
         self._algorithm = algorithm
         self._critic_learning_rate = critic_learning_rate
         self._critic_warmup_steps = critic_warmup_steps
+        self._layout = layout or Layout()
 
     def policy_steps(self, steps: int) -> int:
         """How many of the first ``steps`` steps trained the policy."""
@@ -83,9 +90,10 @@ class TrainingStep:
         """Train on ``batch``, packed as ``parts``; ``step``: how many steps were done before."""
         if not batch.num_tokens:
             log.warning("step %d trains nothing: no answer of its batch has a token that is trained", step + 1)
-        started = time.monotonic()
+        started, metrics = time.monotonic(), self._of_ranks(parts)
         scored = self._scored(batch, parts)
-        metrics = {} if scored is parts else {"learner/score_seconds": time.monotonic() - started}
+        if scored is not parts:
+            metrics["learner/score_seconds"] = time.monotonic() - started
         tokens: Mapping[int, NDArray[np.float32]] = {}
         if self.policy_steps(step + 1):
             result = self._steps(scored, learning_rate=learning_rate, model="policy")
@@ -95,6 +103,14 @@ class TrainingStep:
         if "critic" in self._algorithm.models and not is_skipped(metrics):  # else the batch may be trained again
             metrics |= self._critic_steps(scored).metrics
         return StepResult(metrics=metrics, tokens=tokens)
+
+    def _of_ranks(self, parts: Parts) -> dict[str, float]:
+        """What each of several ranks has to train."""
+        layout = self._layout
+        if not 1 < layout.ranks <= MOST_RANKS:
+            return {}
+        shares = [sum(one.num_tokens for part in parts for one in part[share]) for share in range(layout.data_parallel)]
+        return {f"learner/rank{rank}/tokens": float(shares[layout.share(rank)]) for rank in range(layout.ranks)}
 
     def _scored(self, batch: Batch, parts: Parts) -> Parts:
         """``parts`` with what the algorithm asks of other models, and of the policy as it is now."""

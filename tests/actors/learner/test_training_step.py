@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.config.layout import Layout
 from asyncrl.policies.advantages import returns
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
@@ -55,6 +56,16 @@ def test_an_algorithm_that_needs_no_other_model_is_the_backends_step_and_nothing
     assert backend.asked == ["step policy"]
     assert backend.trained["policy"][0] is shares
     assert result.metrics == {"loss": 1.0}
+
+
+def test_what_each_of_several_ranks_has_to_train_is_a_metric() -> None:
+    """Two copies of the model on two tensor-parallel ranks each."""
+    algorithm = resolve(ALGORITHMS["grpo"])
+    metrics = step(algorithm, ScriptedBackend(), ranks=2, layout=Layout(ranks=4, tensor=2))
+    batch = built(ANSWERS, algorithm)
+    shares = pack_for_ranks(batch.documents, ranks=2, max_tokens=100)
+    tokens = [sum(one.num_tokens for one in share) for share in shares]
+    assert [metrics[f"learner/rank{rank}/tokens"] for rank in range(4)] == [tokens[0], tokens[0], tokens[1], tokens[1]]
 
 
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 100), (1, 5), (2, 5)])

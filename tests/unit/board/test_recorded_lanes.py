@@ -50,3 +50,12 @@ def test_a_long_run_has_its_last_steps_in_bounded_lanes() -> None:
     found = recorded_lanes(rows)
     assert found["end"] == rows[-1]["time"]
     assert all(len(lane["segments"]) <= 2 * MOST_STEPS + MOST_SEGMENTS + 2 for lane in found["lanes"])
+
+
+def test_each_rank_of_the_learner_has_a_lane_that_says_what_it_trained() -> None:
+    found = recorded_lanes([step(1, ranks=[1500, 900]), step(2, ranks=[1000, 1100], groups=[group("w0", 121.0, 3.0)])])
+    learner, rank, w0 = found["lanes"]
+    assert [lane["id"] for lane in found["lanes"]] == [0, 1, 2]
+    assert (learner["name"], rank["name"], rank["role"], w0["name"]) == ("learner", "learner rank 1", "learner", "w0")
+    texts = [[text for *_, text in lane["segments"] if str(text).startswith("step")] for lane in (learner, rank)]
+    assert texts == [["step 1: 1,500 tokens", "step 2: 1,000 tokens"], ["step 1: 900 tokens", "step 2: 1,100 tokens"]]

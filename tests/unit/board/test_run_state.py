@@ -93,3 +93,18 @@ def test_an_evaluation_is_a_row_of_its_own_step() -> None:
     assert state.curves["reward/mean"].steps == [4, 5, 6]
     assert state.curves["evaluation/sums/mean@8"].steps == [2]
     assert state.summary()["last"]["step"] == 6
+
+
+def test_the_ranks_of_a_learner_that_is_up_have_its_state() -> None:
+    state = RunState("r")
+    state.add_rows([row(1, **{"learner/rank0/tokens": 5.0, "learner/rank1/tokens": 3.0})])
+    assert "learner/rank1/tokens" not in state.curves
+    beat = Heartbeat(actor="learner", role="learner", life="a")
+    learner = {"learner": (beat, Doing("training", "a step"))}
+    state.hear(learner, findings=(), status="up", now=100.0)
+    lanes = state.lanes_as_json()["lanes"]
+    assert [lane["name"] for lane in lanes] == ["learner", "learner rank 1"]
+    assert lanes[0]["segments"] == lanes[1]["segments"]
+    again = {"learner": (Heartbeat(actor="learner", role="learner", life="b"), Doing("starting"))}
+    state.hear(again, findings=(), status="up", now=101.0)
+    assert [mark["actor"] for mark in state.marks.all] == ["learner"]  # one restart

@@ -95,3 +95,12 @@ def test_a_run_that_recorded_no_timeline_has_its_steps() -> None:
     made = trace([from_metrics(metrics, {"train": "learner/step_seconds", "wait": "learner/wait_seconds"})])
     assert slices(made, "step 3") == [("steps", 0.0, 2.0)]
     assert json.dumps(made, allow_nan=False)
+
+
+def test_each_rank_of_the_learner_has_a_lane_with_what_it_trained() -> None:
+    made = trace([row(7, time=103.0, ranks=[500, 300])])
+    assert slices(made, "step 7") == [("rank 1", 1.0, 2.0), ("steps", 1.0, 2.0)]
+    told = [event["args"]["tokens"] for event in made["traceEvents"] if event["name"] == "step 7"]
+    assert told == [300, 500]
+    metrics = {"step": 7, "time": 103.0, "learner/rank1/tokens": 300.0, "learner/rank0/tokens": 500.0}
+    assert from_metrics(metrics, {})["ranks"] == [500, 300]
