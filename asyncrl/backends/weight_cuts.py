@@ -20,6 +20,7 @@ def require_divisible(shape: ModelShape, tensor_parallel: int, *, where: str = "
     for what, number in (
         ("num_key_value_heads", shape.num_key_value_heads),
         ("intermediate_size", shape.feed_forward_size),
+        ("shared expert's size", shape.experts.shared_size if shape.experts else 0),
     ):
         if number % tensor_parallel:
             raise ConfigError(f"learner.tensor_parallel: {tensor_parallel} does not divide {whose}'s {what}, {number}")
@@ -42,6 +43,8 @@ def fuse(parts: Sequence[torch.Tensor], cut: Cut, shape: ModelShape, *, tensor_p
         return list(parts[0].chunk(tensor_parallel, dim=1))
     if cut == "heads":
         return list(parts[0].chunk(tensor_parallel))
+    if cut == "gate_then_up":
+        return fuse(parts[0].chunk(2), "gate_up", shape, tensor_parallel=tensor_parallel)
     if cut == "gate_up":
         pairs = zip(*(part.chunk(tensor_parallel) for part in parts), strict=True)
         return [torch.cat(pair) for pair in pairs]
@@ -69,6 +72,8 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
         return [_joined(shards, dim=1)]
     if cut == "heads":
         return [_joined(shards)]
+    if cut == "gate_then_up":
+        return [_joined(unfuse(shards, "gate_up", shape))]
     if cut == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [_joined([half[part] for half in halves]) for part in (0, 1)]

@@ -15,6 +15,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Glm4ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -29,6 +29,7 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "qwen2": "Qwen2Config",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
+    "glm4": "Glm4Config",
     "qwen3_moe": "Qwen3MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
@@ -109,6 +110,8 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}
+    if architecture == "glm4":
+        return {"attention_bias": True}
     if architecture == "glm4_moe":
         return {**shared, "routed_scaling_factor": 1.5, "attention_bias": True, "use_qk_norm": True}
     if architecture == "deepseek_v3":

@@ -32,9 +32,11 @@ def heads(
     groups: int,
     size: int,
     eps: float,
+    is_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See kernels.heads."""
     assert size == 2 * cosines.shape[1], "turns whole heads only"
+    assert not is_interleaved, "turns pairs (i, i + size / 2) only"
     return _Heads.apply(mixed, cosines, sines, query_weight, key_weight, groups, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -19,8 +19,8 @@ transformers in logprobs, gradients, one optimizer step and exported weights
 (`tests/contracts/test_backend_families.py`); which published sizes were trained is in
 [results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
 
-Of all families only {common}; and rotary positions of the types {rope}, unless they scale the angles' size. What else
-is mapped of a family, and with which values of its keys, is below; a model with others is refused in one line.
+Of all families only {common}; and rotary positions of the types {rope}. What else is
+mapped of a family, and with which values of its keys, is below; a model with others is refused in one line.
 
 """
 

@@ -37,7 +37,7 @@ from tests.harness.backends import (
 )
 
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", *MIXTURES)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", *MIXTURES)
 KINDS = ("reference", "megatron-1")
 
 
@@ -123,15 +123,17 @@ def test_a_step_is_adamw_on_those_gradients(kind: str, folder: Path) -> None:
         assert float((found[name] - weight).abs().max()) < 3e-4 * moved + 2e-6, name  # weights near 1 round at 1e-7
 
 
-def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path) -> None:
-    """Of DeepSeek-V3: its softmax has a scale of its own, (0.1 x ln 4 + 1)^2."""
+@pytest.mark.parametrize("architecture", ["qwen3", "glm4_moe", "deepseek_v3"])
+def test_scores_under_yarn_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    """Of DeepSeek-V3 the softmax has a scale, (0.1 x ln 4 + 1)^2, of others cosines and sines have 0.1 x ln 4 + 1."""
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    tiny_model(tmp_path, architecture="deepseek_v3")
+    tiny_model(tmp_path, architecture=architecture)
     config = json.loads((tmp_path / "config.json").read_text())
     (packed,) = pack(documents(), max_tokens=1000)
     with started("megatron-1", tmp_path) as backend:
         plain = scored(backend, "megatron-1", packed)
-    config["rope_parameters"] = {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}
+    of_deepseek = {"mscale": 1.0, "mscale_all_dim": 1.0} if architecture == "deepseek_v3" else {}
+    config["rope_parameters"] = {**config["rope_parameters"], **yarn, **of_deepseek}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with started("megatron-1", tmp_path) as backend:
         logprobs = scored(backend, "megatron-1", packed)

@@ -20,11 +20,11 @@ def shape(config: Any) -> ModelShape:
         plain_size=config.qk_nope_head_dim,
         rotary_size=config.qk_rope_head_dim,
         value_size=config.v_head_dim,
-        is_interleaved=config.rope_interleave,
         score_scale=_score_scale(config.rope_parameters),
     )
     made = decoder_shape(config, experts=sigmoid_experts(config))
-    return dataclasses.replace(made, latent=latent, head_size=latent.plain_size + latent.rotary_size)
+    size = latent.plain_size + latent.rotary_size
+    return dataclasses.replace(made, latent=latent, head_size=size, is_interleaved=config.rope_interleave)
 
 
 def _score_scale(rope: dict[str, Any]) -> float:

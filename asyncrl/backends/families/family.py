@@ -50,6 +50,7 @@ def decoder_shape(
     config: Any, *, has_qkv_bias: bool = False, has_qk_norm: bool = False, experts: Experts | None = None
 ) -> ModelShape:
     """The shape of a decoder with grouped-query attention, by the names that most families use in config.json."""
+    frequencies, rope_scale = rope(config)
     return ModelShape(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
@@ -64,7 +65,8 @@ def decoder_shape(
         has_qkv_bias=has_qkv_bias,
         has_qk_norm=has_qk_norm,
         dtype=config.dtype or torch.float32,
-        rope_frequencies=rope_frequencies(config),
+        rope_frequencies=frequencies,
+        rope_scale=rope_scale,
         experts=experts,
     )
 
@@ -106,8 +108,8 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rope_frequencies(config: Any) -> torch.Tensor:
-    """Computed by transformers, so that scaling matches the engine's. Raises Unsupported."""
+def rope(config: Any) -> tuple[torch.Tensor, float]:
+    """Frequencies and scale, computed by transformers, so that they match the engine's. Raises Unsupported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters
@@ -116,8 +118,6 @@ def rope_frequencies(config: Any) -> torch.Tensor:
         raise Unsupported(f"rope type {kind!r}; supported: {ROPE_TYPES}")
     if kind == "default":
         size = int(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
-        return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if factor != 1.0:
-        raise Unsupported(f"rope type {kind!r} that scales attention by {factor}")
-    return torch.as_tensor(frequencies)
+        return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)), 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return torch.as_tensor(frequencies), float(scale)

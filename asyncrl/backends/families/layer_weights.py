@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
-Cut = Literal["whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "expert_rows", "expert_gate_up"]
+Cut = Literal["whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"]
 """How a parameter is split over tensor-parallel ranks, those of experts over expert-tensor-parallel ones.
 
 whole           replicated
@@ -16,6 +16,7 @@ rows            by columns (Megatron's row-parallel)
 heads           by rows, which are those of one head after the other
 qkv             by key-value groups, each being its queries, its key, its value
 gate_up         gate and up by rows; a shard is its gate rows, then its up rows
+gate_then_up    the same, of one tensor that is gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
 """

@@ -43,7 +43,6 @@ class LatentAttention:
     key_value_rank  numbers that keys and values come from
     plain_size, rotary_size  parts of a head's query and key, of which the second is rotated; its key is all heads'
     value_size      of a head
-    is_interleaved  pairs that are rotated are (2 i, 2 i + 1), not (i, i + rotary_size / 2)
     score_scale     the scores are multiplied by this / sqrt(plain_size + rotary_size); YaRN has one
     """
 
@@ -52,7 +51,6 @@ class LatentAttention:
     plain_size: int
     rotary_size: int
     value_size: int
-    is_interleaved: bool
     score_scale: float = 1.0
 
 
@@ -76,6 +74,12 @@ class ModelShape:
     dtype: torch.dtype
     rope_frequencies: torch.Tensor
     """f32[size / 2]: radians per position, of the first ``size`` numbers of a head."""
+    rope_scale: float = 1.0
+    """Cosines and sines are multiplied by it: YaRN's."""
+    is_interleaved: bool = False
+    """Pairs that are rotated are (2 i, 2 i + 1), not (i, i + size / 2)."""
+    has_norms_behind: bool = False
+    """Attention and feed-forward part have a norm behind them, too."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
 

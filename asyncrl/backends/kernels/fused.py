@@ -91,10 +91,10 @@ def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate) * up * scores[:, None]).to(x.dtype)
 
 
-def rotary(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """positions [N], radians per position f32[d / 2] -> cosines and sines f32[N, d / 2] for ``heads``."""
     angles = positions[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return (angles.cos(), angles.sin()) if scale == 1.0 else (angles.cos() * scale, angles.sin() * scale)
 
 
 @fused
@@ -107,6 +107,7 @@ def heads(
     groups: int,
     size: int,
     eps: float,
+    is_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention's inputs from one projection: split, normalised if there are weights [d], rotated.
 
@@ -117,13 +118,18 @@ def heads(
     query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if query_weight is not None and key_weight is not None:
         query, key = _normed(query, query_weight, eps), _normed(key, key_weight, eps)
-    return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value.contiguous()
+    query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (query, key))
+    return query, key, value.contiguous()
 
 
-def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """The first d numbers of each head; pairs are (i, i + d / 2), as in Hugging Face models."""
+def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
+    """The first d numbers of each head. Pairs are (i, i + d / 2), as in most Hugging Face models, or interleaved
+    (2 i, 2 i + 1), which come out as the others do: scores do not see the order."""
     half = cosines.shape[-1]
-    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    if is_interleaved:
+        first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
+    else:
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = _turned(first, second, cosines, sines).to(x.dtype)
     return turned if 2 * half == x.shape[-1] else torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
@@ -150,18 +156,11 @@ def latent_heads(
     queries [N, heads, plain + r], keys_and_values [N, heads, plain + v], shared_key [N, 1, r]
     -> query (times ``scale``) and key [N, heads, plain + r], value [N, heads, plain + r], 0 behind v
     """
-    query, key = (_pairs_turned(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
+    query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (queries[..., plain_size:], shared_key))
     query = torch.cat([queries[..., :plain_size], query], dim=-1)
     key = torch.cat([keys_and_values[..., :plain_size], key.expand(-1, queries.shape[1], -1)], dim=-1)
     value = keys_and_values[..., plain_size:]
     return query * scale, key, F.pad(value, (0, key.shape[-1] - value.shape[-1]))
-
-
-def _pairs_turned(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """is_interleaved: pairs are (2 i, 2 i + 1); a score does not see in which order they come out."""
-    if not is_interleaved:
-        return _rotated(x, cosines, sines)
-    return _turned(x[..., 0::2].float(), x[..., 1::2].float(), cosines, sines).to(x.dtype)
 
 
 @fused

@@ -76,7 +76,7 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             shared_key.flatten(0, 1)[:, None],
             *packed_seq_params.rotary,
             latent.plain_size,
-            latent.is_interleaved,
+            self.config.rotary_interleaved,
             latent.score_scale,
         )
         attended = attention(query, key, value, packed_seq_params.row.attention)[..., : latent.value_size]

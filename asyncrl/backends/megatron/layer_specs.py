@@ -8,7 +8,14 @@ from typing import Any
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
-from asyncrl.backends.megatron.layers import GatedLinear, Norm, NormedLinear, PackedSelfAttention
+from asyncrl.backends.megatron.layers import (
+    GatedLinear,
+    GatedLinearNormBehind,
+    Norm,
+    NormBehind,
+    NormedLinear,
+    PackedSelfAttention,
+)
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.mixture import mixture
 
@@ -40,15 +47,19 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
         spec = ModuleSpec(module=PackedLatentAttention, params={"latent": shape.latent})
         common |= {"input_layernorm": Norm, "self_attention": spec}
     else:
-        common |= {"self_attention": _attention(config)}
-    dense = TransformerLayerSubmodules(**common, mlp=_feed_forward())
-    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnParallelLinear)))
+        common |= {"self_attention": _attention(config, NormBehind if shape.has_norms_behind else RowParallelLinear)}
+    dense = TransformerLayerSubmodules(
+        **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
+    )
+    sparse = TransformerLayerSubmodules(
+        **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnParallelLinear, GatedLinear))
+    )
     kinds = [sparse if shape.has_experts(layer) else dense for layer in range(shape.num_layers)]
     specs = [ModuleSpec(module=TransformerLayer, submodules=kind) for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
-def _attention(config: TransformerConfig) -> ModuleSpec:
+def _attention(config: TransformerConfig, last: type) -> ModuleSpec:
     """The norm before it is in its first linear layer."""
     return ModuleSpec(
         module=PackedSelfAttention,
@@ -56,19 +67,19 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=NormedLinear,
             core_attention=IdentityOp,
-            linear_proj=RowParallelLinear,
+            linear_proj=last,
             q_layernorm=Norm if config.qk_layernorm else None,
             k_layernorm=Norm if config.qk_layernorm else None,
         ),
     )
 
 
-def _feed_forward() -> Any:
-    mlp = _swiglu(NormedLinear)
+def _feed_forward(last: type) -> Any:
+    mlp = _swiglu(NormedLinear, last)
     of_mlp = getattr(MLP, "as_mlp_submodule", None)  # megatron-core before 0.17 has specs instead of builders
     return partial(of_mlp, submodules=mlp) if of_mlp else ModuleSpec(module=MLP, submodules=mlp)
 
 
-def _swiglu(first: type) -> MLPSubmodules:
+def _swiglu(first: type, last: type) -> MLPSubmodules:
     """The activation is the identity because GatedLinear applies it; this is the only way to override Megatron's."""
-    return MLPSubmodules(linear_fc1=first, linear_fc2=GatedLinear, activation_func=IdentityOp)
+    return MLPSubmodules(linear_fc1=first, linear_fc2=last, activation_func=IdentityOp)

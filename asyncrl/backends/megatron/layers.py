@@ -68,6 +68,23 @@ class GatedLinear(RowParallelLinear):  # type: ignore[misc]
             return super().forward(gated)
 
 
+class NormBehind(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel linear layer with a norm behind it."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.norm_behind = torch.nn.Parameter(torch.ones(output_size, dtype=config.params_dtype))
+        self.norm_behind.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output, bias = super().forward(x)
+        return fused.rms_norm(output, self.norm_behind, self.config.layernorm_epsilon), bias
+
+
+class GatedLinearNormBehind(NormBehind, GatedLinear):
+    """SwiGLU, a row-parallel linear layer, a norm."""
+
+
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
     """Megatron's attention, with everything between its two linear layers in two kernels."""
 
@@ -83,6 +100,7 @@ class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
             self.num_query_groups_per_partition,
             self.config.kv_channels,
             self.config.layernorm_epsilon,
+            self.config.rotary_interleaved,
         )
         attended = attention(query, key, value, packed_seq_params.row.attention)
         return self.linear_proj(attended.flatten(1)[:, None])

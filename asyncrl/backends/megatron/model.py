@@ -58,7 +58,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             share_embeddings_and_output_weights=shape.is_tied and head == "logprobs",
             vp_stage=chunk,
         )
-        self._frequencies = shape.rope_frequencies.to(device)
+        self._frequencies, self._rope_scale = shape.rope_frequencies.to(device), shape.rope_scale
         self._vocabulary_size = shape.vocabulary_size
         if head == "values" and self.post_process:
             del self.output_layer
@@ -86,7 +86,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # of frozen embeddings: recomputed layers need a gradient at their input
-        rotary = fused.rotary(row.positions, self._frequencies)
+        rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
         after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,

@@ -42,6 +42,7 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         layernorm_epsilon=shape.norm_eps,
         normalization="RMSNorm",
         qk_layernorm=shape.has_qk_norm,
+        rotary_interleaved=shape.is_interleaved,
         add_qkv_bias=shape.has_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,

@@ -68,7 +68,7 @@ def changed_model(folder: Path, architecture: Any, **changes: Any) -> Path:
     return folder
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 MODELS = {
     "sliding window": (
         "qwen2",
@@ -77,7 +77,7 @@ MODELS = {
     ),
     "attention bias": ("qwen3", {"attention_bias": True}, "does not support Qwen3ForCausalLM with attention_bias"),
     "mlp bias": ("llama", {"mlp_bias": True}, "does not support LlamaForCausalLM with mlp_bias"),
-    "rope type": ("llama", {"rope_parameters": YARN}, "does not support LlamaForCausalLM with rope type 'yarn'"),
+    "rope type": ("llama", {"rope_parameters": DYNAMIC}, "does not support LlamaForCausalLM with rope type 'dynamic'"),
 }
 
 

@@ -145,7 +145,7 @@ def test_experts_have_the_names_of_the_folder() -> None:
     assert list(by_names_in_files(biased)) == list(biased)
 
 
-def test_a_mixture_is_not_cut_by_tensor_parallelism(tmp_path: Path) -> None:
-    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="qwen3_moe"))
-    with pytest.raises(ConfigError, match="Qwen3MoeForCausalLM has experts"):
-        weight_cuts.require_divisible(shape, 2)
+def test_a_shared_expert_is_cut_by_tensor_parallelism(tmp_path: Path) -> None:
+    folder = edited(tiny_model(tmp_path, architecture="glm4_moe"), moe_intermediate_size=33)
+    with pytest.raises(ConfigError, match="2 does not divide the model's shared expert's size, 33"):
+        weight_cuts.require_divisible(huggingface.read_shape(folder), 2)

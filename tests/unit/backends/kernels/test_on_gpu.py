@@ -26,7 +26,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
     return {
         "rms_norm": (random(ROWS, HIDDEN), random(HIDDEN), EPS),
         "swiglu": (random(ROWS, 2 * HIDDEN),),
-        "heads": (mixed, *angles, random(HEAD), random(HEAD, seed=1), GROUPS, EPS),
+        "heads": (mixed, *angles, random(HEAD), random(HEAD, seed=1), GROUPS, HEAD, EPS),
+        "scored_swiglu": (random(ROWS, 2 * HIDDEN), random(ROWS)),
     }
 
 
