@@ -4,7 +4,7 @@ Ranks are numbered as Megatron does: neighbours are tensor-parallel, then come c
 pipeline ranks. Experts are dealt over the same ranks once more: expert-tensor-parallel ones are neighbours, then come
 expert-parallel ones and those that hold the same experts.
 
-Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py (equal to Megatron's groups).
+Tests: tests/unit/config/test_layout.py; tests/unit/backends/megatron/test_layouts.py trains in them.
 """
 
 from __future__ import annotations

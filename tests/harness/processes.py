@@ -26,3 +26,14 @@ def _name(words: list[str]) -> str:
         return ""
     verb = words[words.index("asyncrl") + 1]
     return words[words.index("--name") + 1] if verb == "rollout-worker" else verb
+
+
+def grandchildren(pid: int) -> list[int]:
+    """The pids of a learner's other ranks, which a server forks."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):  # it has just ended
+            continue
+    return [child for child, parent in parents.items() if parents.get(parent) == pid]

@@ -175,3 +175,31 @@ def test_the_values_of_a_critic_are_those_of_one_process(case: Case) -> None:
 
 def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> None:
     assert distance(dict(case.got.again), dict(case.got.after[-1])) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [("megatron-pp2", "qwen2"), ("megatron-cp2", "qwen3"), ("megatron-pp2-ep2", "qwen3_moe")],
+)
+def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str) -> None:
+    """Layers and experts have the numbers of the whole model in it; of tied embeddings it has one."""
+    folder = tiny_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2", num_layers=4)
+
+    def step(backend: Any, of: str, number: int) -> None:
+        backend.step(shares(of, documents(number), max_tokens=30), learning_rate=LEARNING_RATE)
+
+    with started(kind, folder, optimizer=GENTLE) as backend:
+        step(backend, kind, 0)
+        backend.save(tmp_path / "many")
+        step(backend, kind, 1)
+        expected = weights(backend)
+    with started("megatron-1", folder, optimizer=GENTLE) as backend:
+        backend.restore(tmp_path / "many")
+        backend.save(tmp_path / "one")
+        step(backend, "megatron-1", 1)
+        assert distance(weights(backend), expected) < 1e-4
+    with started(kind, folder, optimizer=GENTLE) as backend:
+        backend.restore(tmp_path / "one")
+        step(backend, kind, 1)
+        assert distance(weights(backend), expected) == 0.0
