@@ -47,10 +47,18 @@ class Unsupported(ValueError):
 
 
 def decoder_shape(
-    config: Any, *, has_qkv_bias: bool = False, has_qk_norm: bool = False, experts: Experts | None = None
+    config: Any,
+    *,
+    has_qkv_bias: bool = False,
+    has_qk_norm: bool = False,
+    is_partly_rotated: bool = False,
+    experts: Experts | None = None,
 ) -> ModelShape:
-    """The shape of a decoder with grouped-query attention, by the names that most families use in config.json."""
-    frequencies, rope_scale = rope(config)
+    """The shape of a decoder with grouped-query attention, by the names that most families use in config.json.
+
+    is_partly_rotated  its code in transformers reads partial_rotary_factor; that of other families ignores it
+    """
+    frequencies, rope_scale = rope(config, is_partial=is_partly_rotated)
     return ModelShape(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
@@ -108,7 +116,7 @@ def head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rope(config: Any) -> tuple[torch.Tensor, float]:
+def rope(config: Any, *, is_partial: bool = False) -> tuple[torch.Tensor, float]:
     """Frequencies and scale, computed by transformers, so that they match the engine's. Raises Unsupported."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -116,8 +124,10 @@ def rope(config: Any) -> tuple[torch.Tensor, float]:
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise Unsupported(f"rope type {kind!r}; supported: {ROPE_TYPES}")
+    if (part := parameters.get("partial_rotary_factor", 1.0)) != 1.0 and not is_partial:
+        raise Unsupported(f"partial_rotary_factor = {part}")
     if kind == "default":
-        size = int(head_size(config) * parameters.get("partial_rotary_factor", 1.0))
+        size = int(head_size(config) * part)
         return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)), 1.0
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return torch.as_tensor(frequencies), float(scale)

@@ -14,7 +14,7 @@ from asyncrl.backends.families.shape import ModelShape
 
 
 def shape(config: Any) -> ModelShape:
-    made = decoder_shape(config, has_qkv_bias=config.attention_bias)
+    made = decoder_shape(config, has_qkv_bias=config.attention_bias, is_partly_rotated=True)
     return dataclasses.replace(made, is_interleaved=True, has_norms_behind=True)
 
 

@@ -16,6 +16,7 @@ def shape(config: Any) -> ModelShape:
         config,
         has_qkv_bias=config.attention_bias,
         has_qk_norm=config.use_qk_norm,
+        is_partly_rotated=True,
         experts=sigmoid_experts(config),
     )
 

@@ -102,10 +102,15 @@ def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_p
     [
         ("deepseek_v3", {"num_experts_per_tok": 2}, ["topk_group = 2", "best 2 // 2 experts"]),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, ["rms_norm_eps = 1e-05"]),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor = 0.5"],
+        ),
         ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("glm4_moe", {"norm_topk_prob": False}, ["norm_topk_prob = False"]),
     ],
-    ids=["groups", "eps", "window", "scores"],
+    ids=["groups", "eps", "part", "window", "scores"],
 )
 def test_what_would_be_silently_wrong_is_refused(
     tmp_path: Path, architecture: str, changes: dict[str, Any], words: list[str]
