@@ -258,6 +258,11 @@ def test_small_steps_add_up_in_bfloat16(kind: str, folder: Path) -> None:
     assert float((after[name] - before[name]).abs().max()) > 2**-8
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [*PARAMETERS, *(pytest.param(kind, marks=RANKS) for kind in ("megatron-cp2", "megatron-pp2"))],
+    indirect=True,
+)
 def test_a_step_tells_what_it_thought_of_the_tokens_of_recorded_documents(kind: str, folder: Path) -> None:
     """Before its update, of the tokens that it trains; and of no others, whichever rank trains them."""
     batch = documents()
