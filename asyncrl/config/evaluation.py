@@ -77,6 +77,19 @@ class EvaluationDataset:
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(
+            not self.max_new_tokens or self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens must be <= max_new_tokens ({self.max_new_tokens}), got {self.min_new_tokens}",
+        )
+        require(
+            0 < self.repetition_penalty <= 2, f"repetition_penalty must be in (0, 2], got {self.repetition_penalty:g}"
+        )
+        for key in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, key) <= 2, f"{key} must be in [-2, 2], got {getattr(self, key):g}")
+        require(
+            all(0 <= token < 2**31 for token in self.stop_token_ids),
+            f"stop_token_ids must be token ids, >= 0, got {list(self.stop_token_ids)}",
+        )
         require(all(self.stop), "stop holds an empty text, which every answer contains")
         for k in self.k:
             require(k >= 1, f"k = {k}: pass@k counts from k = 1")
@@ -149,6 +162,10 @@ class EvaluationSection:
             self.place != "dedicated" or self.workers > 0,
             f'evaluation: place = "dedicated" with workers = {self.workers} leaves no engine to evaluate on; use 1 or '
             "more",
+        )
+        require(
+            not best or self.every_steps > 0 or self.at_start or self.at_end,
+            "checkpoint: best is of no evaluation: every_steps, at_start and at_end are all off; set one of them",
         )
         require(
             not best or self.place != "folder",

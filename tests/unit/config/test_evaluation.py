@@ -49,6 +49,14 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
         ({"datasets": [AIME | {"reward": {"kinds": "math"}}]}, "datasets: aime: reward: unknown key 'kinds'"),
         ({"datasets": ["aime"]}, "must be a table"),
         ({"datasets": [AIME | {"temperature": 0.0}]}, "temperature = 0 gives the same answer every time"),
+        ({"datasets": [AIME | {"repetition_penalty": 0}]}, "aime: repetition_penalty must be in (0, 2], got 0"),
+        ({"datasets": [AIME | {"presence_penalty": -3}]}, "aime: presence_penalty must be in [-2, 2], got -3"),
+        ({"datasets": [AIME | {"frequency_penalty": 3}]}, "aime: frequency_penalty must be in [-2, 2], got 3"),
+        ({"datasets": [AIME | {"stop_token_ids": [-5]}]}, "aime: stop_token_ids must be token ids, >= 0, got [-5]"),
+        (
+            {"datasets": [AIME | {"min_new_tokens": 20, "max_new_tokens": 8}]},
+            "aime: min_new_tokens must be <= max_new_tokens (8), got 20",
+        ),
         ({"datasets": [AIME | {"system_prompt": "Be brief."}]}, "set chat_template = true"),
         ({"share": 0.0}, "share = 0 leaves no engine to evaluate on"),
         ({"share": 1.5}, "share = 1.5 leaves no engine"),
@@ -72,6 +80,11 @@ def test_the_best_model_is_one_of_a_known_data_set(best: str, problem: str) -> N
         run_of({}, checkpoint={"best": best})
     with pytest.raises(ConfigError, match='place = "folder"'):
         run_of({"place": "folder"}, checkpoint={"best": "aime/mean@8"})
+
+
+def test_the_best_of_no_evaluation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="best is of no evaluation: every_steps, at_start and at_end are all off"):
+        run_of({"at_start": False, "at_end": False}, checkpoint={"best": "aime/mean@8"})
 
 
 def due(section: EvaluationSection, *versions: int) -> list[int]:
