@@ -73,7 +73,7 @@ def table(made: Account, directory: Path) -> str:
         (
             "evaluation_answers",
             made.evaluation_answers,
-            f"of the newest; {made.evaluation_mixed:,} mixed, in no result",
+            f"of the newest, each to one prompt; {made.evaluation_mixed:,} mixed, in no result",
         ),
         ("evaluation_problems", made.evaluation_problems, ""),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shlex
 
 from asyncrl.cli import arguments
@@ -43,9 +44,23 @@ def run(options: argparse.Namespace) -> int:
             handles_signals=True,
         )
     )
+    if outcome.exit_code == 0 and (line := _best_model(run_config)):
+        print(line, flush=True)
     if line := _last_line(run_config, options, outcome):
         print(line, flush=True)
     return outcome.exit_code
+
+
+def _best_model(run_config: RunConfig) -> str:
+    """Where the best model is, and how good; empty without ``checkpoint.best``, and where nothing says so."""
+    metric, folder = run_config.checkpoint.best, run_config.run_directory / "best"
+    try:
+        found = json.loads((folder / "evaluation.json").read_text())
+        step, value = int(found["step"]), float(found["value"])
+        is_its_metric = found["metric"] == metric
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return f"best model in {folder}: {metric} {value:.3f} at step {step}" if metric and is_its_metric else ""
 
 
 def _last_line(run_config: RunConfig, options: argparse.Namespace, outcome: Outcome) -> str:

@@ -114,7 +114,8 @@ class Account:
     bus_not_asked         why nobody asked the run's bus, so that its prompts and its log are not in the account; empty
                           when it was asked
     evaluations           results of evaluations, and how many of them are incomplete, by metrics.jsonl
-    evaluation_answers    of the newest evaluation on the bus, and those that mix versions, which count in no result
+    evaluation_answers    records of the newest evaluation on the bus, each with the answers to one prompt, and those
+                          that mix versions, which count in no result
     evaluation_problems   results that are not what their answers say, and evaluation groups among those of training
     """
 

@@ -372,6 +372,43 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ('{"step": 12, "metric": "held/mean@1", "value": 0.59499}', "held/mean@1 0.595 at step 12\n"),
+        ('{"step": 12, "metric": "other/mean@1", "value": 0.59499}', ""),
+        ('{"step": 12, "met', ""),
+        ("[]", ""),
+    ],
+)
+def test_a_run_that_is_done_says_where_its_best_model_is_and_how_good(
+    found: str,
+    line: str,
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "tiny"
+
+    async def launch(*_: Any, **__: Any) -> Outcome:
+        (folder / "best").mkdir(parents=True)
+        (folder / "best" / "evaluation.json").write_text(found)
+        return Outcome(exit_code=0, reason="")
+
+    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
+    monkeypatch.setattr("asyncrl.cli.run.check", lambda run: None)
+    held = tmp_path / "held.jsonl"
+    overrides = [
+        f"run.directory={folder.parent}",
+        f'evaluation.datasets=[{{name = "held", path = "{held}"}}]',
+        "checkpoint.best=held/mean@1",
+    ]
+    command = ["run", run_file, *(word for item in overrides for word in ("--set", item))]
+    expected = f"best model in {folder / 'best'}: {line}" if line else ""
+    assert asyncrl(*command, capsys=capsys) == (0, expected, "")
+
+
 @pytest.mark.parametrize(("code", "bus"), [(0, "nats"), (130, "nats"), (2, "nats"), (0, "memory"), (130, "memory")])
 def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
     code: int,
