@@ -91,3 +91,15 @@ async def test_the_reward_rises_over_a_real_bus(base: RunConfig, connect: Any, n
     assert sum(row["reward/mean"] for row in rows[-3:]) / 3 > 0.6
     assert max(row["staleness/max"] for row in rows) <= run.max_staleness
     assert max(row["mismatch/fresh_mean"] for row in rows if "mismatch/fresh_mean" in row) < 1e-3
+
+
+@pytest.mark.parametrize("backend", ["reference", "megatron"])
+async def test_engines_of_a_mixture_sample_from_the_weights_that_are_trained(tmp_path: Path, backend: str) -> None:
+    """Of four steps each: what the engine said of its samples is what the trainer says, to rounding."""
+    demo_task.write(tmp_path, architecture="qwen3_moe")
+    run = demo_run(tmp_path)
+    synchronous = changed(changed(run, "run", mode="sync", name="mixture"), "learner", backend=backend)
+    rows = await train(synchronous, memory_bus())
+    assert len(rows) == 4
+    assert max(row["mismatch/max"] for row in rows) < 1e-4
+    assert not is_same(weights(synchronous, 3), weights(synchronous, 4))
