@@ -21,6 +21,9 @@ class BackendAdapter(Adapter):
 
     section: ClassVar[str] = "learner"
 
+    replays_experts: ClassVar[bool] = False
+    """Whether the policy's tokens go to the experts that a micro-batch names (MicroBatch.experts)."""
+
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """The backend, not started. ``auxiliary``: the models that the algorithm needs beside the policy, by name."""

@@ -121,7 +121,7 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
     }
 
 
-_TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32, "|b1": torch.bool}
+_TORCH = {"<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16, "<f4": torch.float32, "|b1": torch.bool}
 
 
 def rectangles(boundaries: NDArray[np.int32]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:

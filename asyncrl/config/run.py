@@ -106,6 +106,10 @@ class RolloutSection:
     timeout_seconds: float = 0.0
     """Limit of a rollout function for one sample, without the time that it waits for the engine. A group with a sample
     that takes longer fails; 0 is no limit."""
+    routing_replay: Literal["auto", "on", "off"] = "auto"
+    """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
+    the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
+    the backend replays them, algorithm.correction is not "none", and a group fits into a message."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker loads new weights. in_flight (default of async): at once, between two tokens. drain: after its
     running samples. on_demand (default of sync and one_step_off): when a prompt asks for them. Empty: the default of

@@ -33,6 +33,8 @@ REFUSED_ARCHITECTURES = {
 }
 """Known ones that are not trained, and why."""
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json; transformers 5 writes the second for Qwen3-MoE, which was published with the first."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
@@ -40,13 +42,28 @@ _MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertCounts:
+    """Of a model with mixtures of experts. num_layers: of the model, those without experts included."""
+
+    num_experts: int
+    experts_per_token: int
+    num_layers: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the numbers of a token's experts (messages/routing.py)."""
+        return self.num_layers * self.experts_per_token * (1 if self.num_experts < 256 else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """What ``check_model`` saw."""
+    """What ``check_model`` saw. experts: None in a model without any"""
 
     path: Path
     architecture: str
     vocab_size: int
     context_tokens: int
+    experts: ExpertCounts | None = None
 
 
 def check_model(path: Path) -> ModelFolder:
@@ -70,7 +87,16 @@ def check_model(path: Path) -> ModelFolder:
         architecture=architecture,
         vocab_size=vocab_size,
         context_tokens=int(config.get("max_position_embeddings") or 2**31),
+        experts=_experts(config),
     )
+
+
+def _experts(config: dict[str, Any]) -> ExpertCounts | None:
+    num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), None)
+    per_token, num_layers = config.get("num_experts_per_tok"), config.get("num_hidden_layers")
+    if not (num_experts and per_token and num_layers):
+        return None
+    return ExpertCounts(num_experts=int(num_experts), experts_per_token=int(per_token), num_layers=int(num_layers))
 
 
 def check_model_at(key: str, path: Path) -> ModelFolder:

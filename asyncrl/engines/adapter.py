@@ -20,14 +20,21 @@ class EngineAdapter(Adapter):
     section: ClassVar[str] = "engine"
 
     @classmethod
+    def tells_experts(cls, run: RunConfig) -> bool:
+        """Whether its generations can say which experts each token went to (Generation.experts). If so ``build`` makes
+        one that does when ``run.rollout.routing_replay`` is "on", and its constructor takes ``tells_experts``."""
+        return False
+
+    @classmethod
     def build(cls, run: RunConfig, *, name: str) -> Engine:
-        """The engine of rollout worker ``name``, not started."""
+        """The engine of rollout worker ``name``, not started. ``run.rollout.routing_replay`` is "on" or "off"."""
         return cast(Any, cls)(  # type: ignore[no-any-return]
             Path(run.model.path),
             device=resolve_device(run.engine.device, section="engine"),
             dtype=run.model.dtype,
             version=FIRST_VERSION,
             options=cls.options(run),
+            **({"tells_experts": True} if run.rollout.routing_replay == "on" else {}),
         )
 
     @classmethod

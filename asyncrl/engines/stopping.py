@@ -134,8 +134,7 @@ def ended(generation: Generation, sampling: SamplingParams, stop: StopStrings | 
         length = len(generation.tokens)
     if length is None or generation.finish_reason not in ("stop", "length"):
         return generation
-    cut = generation.first(length)
-    return Generation(tokens=cut.tokens, logprobs=cut.logprobs, version_spans=cut.version_spans, finish_reason="stop")
+    return replace(generation.first(length), finish_reason="stop")
 
 
 class StopReader:

@@ -27,7 +27,7 @@ from asyncrl.messages.upgrade import SCHEMA
 M = TypeVar("M")
 
 _ARRAY = 1  # msgpack extension code
-_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1"}
+_DTYPES = {"<i4", "<i8", "<f4", "<f8", "|b1", "|u1", "<u2"}
 
 
 def encode(message: object) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, check_experts
 from asyncrl.messages.validation import array, counts, replace, require
 
 FINISH_REASONS: Final = ("stop", "length", "abort")
@@ -181,6 +182,8 @@ class Trajectory:
     behavior_logprobs  f32[T]; log-probability under the distribution that was sampled from; 0 where the mask is False
     version_spans      sorted by start, the first at 0
     reward             NaN until rewarded
+    experts            [P + T, layers, experts per token] (messages/routing.py): of the prompt's tokens too; empty where
+                       the engine does not say
     """
 
     tokens: NDArray[np.int32]
@@ -190,6 +193,7 @@ class Trajectory:
     reward: float = math.nan
     reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str = "stop"
+    experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def __post_init__(self) -> None:
         array(self, "tokens", np.int32)
@@ -210,6 +214,7 @@ class Trajectory:
             f"version_spans must start at 0 and rise below {length}, got {starts}",
         )
         require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
+        check_experts(self.experts, num_tokens=length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +268,7 @@ class CallSegment:
     behavior_logprobs  f32[T]
     version_spans      as of a trajectory, counted from ``start``
     finish_reason      empty unless these are the call's last tokens
+    experts            of these tokens and some before them, see messages/routing.py
     """
 
     index: int
@@ -273,6 +279,7 @@ class CallSegment:
     behavior_logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str = ""
+    experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def __post_init__(self) -> None:
         array(self, "tokens", np.int32)
@@ -285,6 +292,7 @@ class CallSegment:
             response_mask=np.ones(len(self.tokens), np.bool_),
             behavior_logprobs=self.behavior_logprobs,
             version_spans=self.version_spans,
+            experts=self.experts,
         )
 
 

@@ -6,13 +6,14 @@ towards max_new_tokens and keeps its logprobs and the versions that sampled it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams, VersionSpan, replace
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +21,14 @@ class Generation:
     """What an engine sampled after a prompt.  tokens i32[T], logprobs f32[T] under the sampling distribution.
 
     ``finish_reason`` is empty while the generation is in progress.
+    experts  of the last tokens of prompt and answer (messages/routing.py); empty where the engine does not say
     """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     version_spans: tuple[VersionSpan, ...]
     finish_reason: str
+    experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def first(self, count: int) -> Generation:
         """Its first ``count`` tokens, unfinished."""
@@ -34,6 +37,7 @@ class Generation:
             logprobs=self.logprobs[:count],
             version_spans=tuple(span for span in self.version_spans if span.start < count),
             finish_reason="",
+            experts=self.experts[: max(0, len(self.experts) - max(0, len(self.tokens) - count))],
         )
 
     def after(self, count: int) -> Generation:
@@ -48,6 +52,7 @@ class Generation:
                 replace(span, start=start) for start, span in spans.items() if start < len(self.tokens) - count
             ),
             finish_reason=self.finish_reason,
+            experts=last(self.experts, len(self.tokens) - count + 1),  # the one before was routed after it was sampled
         )
 
     def then(self, rest: Generation) -> Generation:
@@ -63,6 +68,7 @@ class Generation:
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
             version_spans=tuple(spans),
             finish_reason=rest.finish_reason,
+            experts=joined(self.experts, rest.experts, len(rest.tokens)),
         )
 
     def left_of(

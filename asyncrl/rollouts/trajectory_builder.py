@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, VersionSpan, replace
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last, unrouted_rows
 from asyncrl.protocols.generation import Generation
 
 
@@ -36,6 +37,7 @@ class TrajectoryBuilder:
         self._mask = np.zeros(0, np.bool_)
         self._spans: list[VersionSpan] = []
         self._finish_reason = ""
+        self._experts: ExpertArray = NO_EXPERTS
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -53,6 +55,7 @@ class TrajectoryBuilder:
             start = self.num_tokens + span.start if self._spans else 0
             if not self._spans or _version(span) != _version(self._spans[-1]):
                 self._spans.append(replace(span, start=start))
+        self._experts = self._routed(answer)
         self._append(answer.tokens, answer.logprobs, is_sampled=True)
         self._finish_reason = answer.finish_reason
         return answer
@@ -67,6 +70,8 @@ class TrajectoryBuilder:
                 f"an observation must be a list of token ids, whole numbers >= 0, got {found[:8].tolist()}"
             )
         tokens = found.astype(np.int32)
+        if len(self._experts):
+            self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
 
     def trajectory(
@@ -90,7 +95,15 @@ class TrajectoryBuilder:
             reward=reward,
             reward_parts=dict(reward_parts or {}),
             finish_reason=finish_reason or self._finish_reason,
+            experts=self._experts,
         )
+
+    def _routed(self, answer: Generation) -> ExpertArray:
+        """Experts of all turns with this one, which ``generate`` may have been asked for with another context."""
+        rows = len(self._tokens) + len(answer.tokens)
+        told = last(answer.experts, len(answer.tokens) if len(answer.experts) != rows else rows)
+        found = joined(self._experts, told, len(answer.tokens))
+        return np.concatenate([unrouted_rows(rows - len(found), like=found), found]) if len(found) else found
 
     def _append(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], *, is_sampled: bool) -> None:
         """Makes new arrays: callers may hold the old ones."""

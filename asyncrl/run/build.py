@@ -33,7 +33,7 @@ from asyncrl.actors.learner.weight_sender import WeightSender
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.config.record import as_table
-from asyncrl.data.model_folder import check_model
+from asyncrl.data.model_folder import ModelFolder, check_model
 from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
@@ -277,11 +277,19 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             are_answers_whole=all(life["staleness"]["stragglers"] != "partial" for life in lives),
             are_sampled=_are_sampled(run),
             asked_before=_asked_before(lives),
+            **_of_experts(model),
         ),
         rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
         num_dp_shards=run.learner.data_parallel,
         max_tokens=run.learner.micro_batch_tokens,
     )
+
+
+def _of_experts(model: ModelFolder) -> dict[str, Any]:
+    """What answers may say of them, those of an earlier life too, whatever this one replays."""
+    if (experts := model.experts) is None:
+        return {}
+    return {"num_experts": experts.num_experts, "experts_shape": (experts.num_layers, experts.experts_per_token)}
 
 
 _ANY: Final = 2**31

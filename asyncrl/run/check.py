@@ -64,6 +64,8 @@ def _check_settings(run: RunConfig) -> None:
                 "and GPUs itself; remove the key (launcher.options says how)"
             )
     _check_engine_and_channel(run)
+    if (replay := registry.routing_replay(run)).is_on:
+        _check_log(run, run.largest_message_bytes + replay.num_bytes)
     algorithm = registry.algorithm(run)
     _check_given(run, algorithm)
     _check_reward(run, algorithm)
@@ -207,6 +209,11 @@ def _check_bus(run: RunConfig) -> None:
             f"{largest:,} bytes, over bus.max_message_bytes ({limit:,}); raise it (and max_payload of a server of your "
             "own) or lower rollout.group_size or rollout.max_new_tokens"
         )
+    _check_log(run, largest)
+
+
+def _check_log(run: RunConfig, largest: int) -> None:
+    """largest: bytes of a group"""
     between = run.run.steps if run.checkpoint.keep_log else 2 * run.checkpoint.every_steps or run.run.steps
     groups = run.window + min(between, run.run.steps) * run.learner.groups_per_batch
     if groups * largest > run.bus.max_log_bytes:

@@ -9,11 +9,12 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.config import RunConfig, plugins
 from asyncrl.config.addresses import without_secrets
+from asyncrl.data.model_folder import check_model
 from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from asyncrl.policies.evaluation.questions import EvaluationSet
     from asyncrl.protocols import StepResult
     from asyncrl.protocols.launcher import Launcher
+    from asyncrl.run.routing_replay import RoutingReplay
     from asyncrl.weights.adapter import ChannelAdapter
 
 A = TypeVar("A", bound=Adapter)
@@ -256,7 +258,16 @@ def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepRe
 
 
 def engine(run: RunConfig, *, name: str) -> Engine:
-    return engine_class(run).build(run, name=name)
+    replay: Literal["on", "off"] = "on" if routing_replay(run).is_on else "off"
+    resolved = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, routing_replay=replay))
+    return engine_class(run).build(resolved, name=name)
+
+
+def routing_replay(run: RunConfig) -> RoutingReplay:
+    """Raises ConfigError where the run file asks for what cannot be."""
+    from asyncrl.run.routing_replay import decide
+
+    return decide(run, check_model(Path(run.model.path)).experts, engine=engine_class, backend=backend_class)
 
 
 def launcher(run: RunConfig) -> Launcher:
@@ -274,15 +285,20 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner", signatur
     """
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role, signatures=signatures)
-    if bus.max_message_bytes < run.largest_message_bytes:
+    if bus.max_message_bytes < run.bus.max_message_bytes and bus.max_message_bytes < largest_message_bytes(run):
         limit = bus.max_message_bytes
         await bus.close()
         raise ConfigError(
             f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a trajectory group "
-            f"may have {run.largest_message_bytes:,}; raise max_payload there or lower rollout.group_size or "
+            f"may have {largest_message_bytes(run):,}; raise max_payload there or lower rollout.group_size or "
             "max_new_tokens"
         )
     return bus
+
+
+def largest_message_bytes(run: RunConfig) -> int:
+    """Upper bound of one trajectory group, with its experts where they are replayed."""
+    return run.largest_message_bytes + routing_replay(run).num_bytes
 
 
 async def own_bus(run: RunConfig) -> Bus:

@@ -11,6 +11,7 @@ from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
 from asyncrl.run import gpus, learner_models, registry
 from asyncrl.run.check import check
+from asyncrl.run.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from asyncrl.policies import parts
@@ -37,6 +38,7 @@ class Summary:
                                  will be dropped
     evaluation   prompts of each data set of [evaluation]
     gpus         which GPUs each process gets, for a person
+    routing_replay  whether the learner sends tokens to the experts that the engine sent them to
     """
 
     settings: RunConfig
@@ -53,6 +55,7 @@ class Summary:
     most_prompt_tokens: int
     evaluation: Mapping[str, int]
     gpus: str
+    routing_replay: RoutingReplay
 
     @property
     def max_staleness(self) -> int:
@@ -77,7 +80,7 @@ class Summary:
 
     @property
     def largest_message_bytes(self) -> int:
-        return self.settings.largest_message_bytes
+        return self.settings.largest_message_bytes + self.routing_replay.num_bytes
 
     def __str__(self) -> str:
         return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
@@ -106,6 +109,7 @@ def summarize(run: RunConfig) -> Summary:
         most_prompt_tokens=rows.most_tokens,
         evaluation={one.name: len(one.questions) for one in sets},
         gpus=placed,
+        routing_replay=registry.routing_replay(run),
     )
 
 
@@ -144,6 +148,7 @@ def _consequences(summary: Summary) -> list[str]:
         f"{summary.most_prompt_tokens:,} tokens (dropped)",
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
         f"samples per step  {summary.samples_per_step}",
+        f"routing replay    {summary.routing_replay}",
         f"largest message   {summary.largest_message_bytes:,} bytes of {run_config.bus.max_message_bytes:,}",
         f"GPUs              {summary.gpus}",
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",

@@ -130,6 +130,7 @@ class GroupProgress:
                 behavior_logprobs=new.logprobs,
                 version_spans=new.version_spans,
                 finish_reason=new.finish_reason,
+                experts=new.experts,
             )
 
     async def forget(self, bus: Bus) -> None:
@@ -154,6 +155,7 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
                 logprobs=new.behavior_logprobs,
                 version_spans=new.version_spans,
                 finish_reason=new.finish_reason,
+                experts=new.experts,
             )
             before = calls.get(key)
             if new.start > 0:

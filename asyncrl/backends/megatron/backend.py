@@ -63,6 +63,7 @@ class MegatronBackend(BackendAdapter):
     """
 
     options_type = Options
+    replays_experts = True
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:

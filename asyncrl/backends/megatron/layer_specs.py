@@ -18,6 +18,7 @@ from asyncrl.backends.megatron.layers import (
 )
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.mixture import mixture
+from asyncrl.backends.megatron.routing import SparseLayer
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -54,8 +55,9 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
     sparse = TransformerLayerSubmodules(
         **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnParallelLinear, GatedLinear))
     )
-    kinds = [sparse if shape.has_experts(layer) else dense for layer in range(shape.num_layers)]
-    specs = [ModuleSpec(module=TransformerLayer, submodules=kind) for kind in kinds]
+    with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
+    without = ModuleSpec(module=TransformerLayer, submodules=dense)
+    specs = [with_experts if shape.has_experts(layer) else without for layer in range(shape.num_layers)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 

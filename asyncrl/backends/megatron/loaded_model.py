@@ -36,6 +36,7 @@ class LoadedModel:
     def __init__(self, name: str, job: Job, device: torch.device, agreement: Agreement) -> None:
         self._model = job.models[name]
         self._where = models.where(name)
+        self._is_policy = name == models.POLICY
         self._temperature = job.temperature
         self._agreement = agreement
         self._layout = job.layout
@@ -133,6 +134,7 @@ class LoadedModel:
             context_rank=self._layout.context_rank(self._rank),
             device=self._device,
             dtype=self._dtype,
+            is_routed=self._is_policy,  # the engine ran no other model
         )
 
     def _outputs(self, row: RowPart, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,7 @@ from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.recompute import forgetting
+from asyncrl.backends.megatron.routing import Chosen
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.transformer import TransformerConfig
@@ -24,6 +25,10 @@ with quiet(), cpu_shim.without_compilation():
 
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's choice of experts, from logits in float32. (Megatron 0.16's own logits need Transformer Engine.)"""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.router_replay = Chosen()
 
     def gating(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float())

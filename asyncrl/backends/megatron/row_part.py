@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.backends.megatron.packed_attention import Piece, Pieces, uses_varlen
 from asyncrl.backends.micro_batches import PackedRow, Rectangles, to_device
+from asyncrl.messages.routing import ExpertArray, unrouted
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols.adapter import Layout
 
@@ -32,6 +33,7 @@ class RowPart:
     targets            i64[m]: these tokens
     places             i64[m]: which of ``row.rows`` they are, other ranks having the others; None: all of them
     kept               i64[n]: where in the filled row the part's tokens are; None: everywhere
+    experts            i16[layers, n, k] that the engine chose, -1 where the router is to; None: everywhere
     length             N
     row                the row as it came: the objective's inputs
     micro_batch        the same on the host
@@ -44,6 +46,7 @@ class RowPart:
     targets: torch.Tensor
     places: torch.Tensor | None
     kept: torch.Tensor | None
+    experts: torch.Tensor | None
     length: int
     row: PackedRow
     micro_batch: MicroBatch
@@ -58,11 +61,17 @@ class RowPart:
         context_rank: int,
         device: torch.device,
         dtype: torch.dtype,
+        is_routed: bool = False,
     ) -> RowPart:
-        """rows  i64[M]: tokens that need a logprob"""
+        """
+        rows       i64[M]: tokens that need a logprob
+        is_routed  by the engine, where the micro-batch says how
+        """
+        chosen = _by_layers(micro_batch.experts) if is_routed and len(micro_batch.experts) else None
         if layout.row_multiple == 1:
             in_rectangles = not uses_varlen(device, dtype)
-            return _whole(micro_batch, PackedRow.of(micro_batch, rows, device=device, in_rectangles=in_rectangles))
+            row = PackedRow.of(micro_batch, rows, device=device, in_rectangles=in_rectangles)
+            return _whole(micro_batch, row, None if chosen is None else torch.from_numpy(chosen).to(device))
         length = -(-micro_batch.num_tokens // layout.row_multiple) * layout.row_multiple
         tokens = np.pad(micro_batch.tokens.astype(np.int64), (0, length - micro_batch.num_tokens))
         boundaries = np.unique(np.append(micro_batch.boundaries, length)).astype(np.int32)
@@ -79,6 +88,9 @@ class RowPart:
             "places": places,
             "kept": kept,
         }
+        if chosen is not None:
+            filled = np.pad(chosen, ((0, 0), (0, length - micro_batch.num_tokens), (0, 0)), constant_values=-1)
+            arrays["experts"] = filled[:, kept]
         cuts = [_Cut.of(boundaries, *span) for span in spans(context_rank, length=length, ranks=layout.context)]
         for i, cut in enumerate(cuts):
             arrays |= {f"queries {i}": cut.query_boundaries, f"keys {i}": cut.key_boundaries}
@@ -96,13 +108,20 @@ class RowPart:
             targets=moved["targets"],
             places=moved["places"] if is_cut else None,
             kept=moved["kept"] if is_cut else None,
+            experts=moved.get("experts"),
             length=length,
             row=PackedRow.of(micro_batch, rows, device=device, in_rectangles=False),
             micro_batch=micro_batch,
         )
 
 
-def _whole(micro_batch: MicroBatch, row: PackedRow) -> RowPart:
+def _by_layers(experts: ExpertArray) -> NDArray[np.int16]:
+    """[n, layers, k] -> [layers, n, k], -1 where nobody chose"""
+    by_layers = experts.astype(np.int16).transpose(1, 0, 2)
+    return np.where(experts.transpose(1, 0, 2) == unrouted(experts), np.int16(-1), by_layers)
+
+
+def _whole(micro_batch: MicroBatch, row: PackedRow, experts: torch.Tensor | None) -> RowPart:
     """All of a row."""
     how: Rectangles | Pieces | None = row.layout
     if how is None:
@@ -127,6 +146,7 @@ def _whole(micro_batch: MicroBatch, row: PackedRow) -> RowPart:
         targets=row.tokens.index_select(0, row.rows),
         places=None,
         kept=None,
+        experts=experts,
         length=len(row.tokens),
         row=row,
         micro_batch=micro_batch,

@@ -17,6 +17,7 @@ import transformers
 from numpy.typing import NDArray
 
 from asyncrl.engines.inprocess.distribution import reshaped
+from asyncrl.engines.inprocess.experts import ExpertRecorder
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
 from asyncrl.engines.validation import Shapes
@@ -32,6 +33,7 @@ class RunningSequence:
     """A sequence being generated.
 
     uniforms  one number in [0, 1) per token, drawn ahead so that it does not depend on the rest of the batch
+    experts   of the prompt [P, layers, k], then of each token but the last [1, layers, k]; empty: nobody asked
     stop      looks for its stop strings, one of which may have begun in a prefix of the answer
     """
 
@@ -43,6 +45,7 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     finish_reason: str = ""
+    experts: list[NDArray[Any]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -57,8 +60,13 @@ class RunningSequence:
 class Decoder:
     """A model, its KV cache, and the sequences in its rows (row r belongs to ``answers[r]``)."""
 
-    def __init__(self, model_path: Path, *, device: str, dtype: str, version: Version) -> None:
-        """Loads the model. Raises ConfigError if it is not supported."""
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: Version, tells_experts: bool = False
+    ) -> None:
+        """Loads the model. Raises ConfigError if it is not supported.
+
+        tells_experts: which each token of an answer to be trained went to
+        """
         transformers.AttentionInterface.register(ATTENTION, attention)
         self.device = torch.device(device)
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
@@ -70,6 +78,7 @@ class Decoder:
         self.version = version
         self.answers: list[RunningSequence] = []
         self._cache = KVCache()
+        self._experts = ExpertRecorder(self._model) if tells_experts else None
         self._rows_changed = True
         self._lengths = self._temperatures = torch.empty(0)
 
@@ -118,6 +127,11 @@ class Decoder:
         self.answers.extend(answers)
         for answer in answers:
             answer.spans.mark(0, self.version)
+        if self._experts is not None:
+            of_prompts = self._experts.taken(len(prompts))
+            for answer, row in zip(answers, chosen, strict=True):
+                if answer.sampling.is_trained:
+                    answer.experts.append(of_prompts[row, : len(answer.prompt)])
         self._rows_changed = True
         rows = torch.tensor(chosen, device=self.device)
         self._sample(answers, logits[rows, where[rows]], self._column([a.sampling.temperature or 1.0 for a in answers]))
@@ -136,6 +150,10 @@ class Decoder:
         visible = torch.arange(longest + 1, device=self.device) <= positions
         logits = self._forward(ids, positions, visible[:, None, None], keep=1)
         self._lengths = self._lengths + 1
+        if self._experts is not None:
+            for answer, experts in zip(self.answers, self._experts.taken(len(self.answers)), strict=True):
+                if answer.sampling.is_trained:
+                    answer.experts.append(experts)
         self._sample(self.answers, logits[:, 0], self._temperatures)
 
     @torch.inference_mode()

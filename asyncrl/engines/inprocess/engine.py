@@ -40,7 +40,9 @@ from asyncrl.engines.validation import (
 from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, Source
+from asyncrl.protocols.adapter import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,16 @@ class _Request:
             logprobs=np.array(answer.logprobs[begin:end], dtype=np.float32),
             version_spans=answer.spans.spans(end, begin=begin),
             finish_reason=answer.finish_reason,
+            experts=_experts(answer, begin, end),
         )
+
+
+def _experts(answer: RunningSequence, begin: int, end: int) -> ExpertArray:
+    """Of tokens begin - 1 to end, with begin = 0 of the prompt too; nobody routed the last one yet."""
+    if begin >= end or not answer.experts:
+        return NO_EXPERTS
+    routed = answer.experts[begin:end]
+    return np.concatenate([*routed, unrouted_rows(1, like=routed[0])])
 
 
 @dataclass(slots=True, eq=False)
@@ -111,12 +122,26 @@ class InProcessEngine(EngineAdapter):
     num_ranks = 1
     collectives = None
 
-    def __init__(self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options) -> None:
+    @classmethod
+    def tells_experts(cls, run: RunConfig) -> bool:
+        return True
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        version: Version,
+        options: Options,
+        tells_experts: bool = False,
+    ) -> None:
         self._model_path = model_path
         self._device = device
         self._dtype = dtype
         self._first_version = version
         self._options = options
+        self._tells_experts = tells_experts
         self._decoder: Decoder | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -234,7 +259,13 @@ class InProcessEngine(EngineAdapter):
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _read_model(self) -> Decoder:
-        return Decoder(self._model_path, device=self._device, dtype=self._dtype, version=self._first_version)
+        return Decoder(
+            self._model_path,
+            device=self._device,
+            dtype=self._dtype,
+            version=self._first_version,
+            tells_experts=self._tells_experts,
+        )
 
     def _decode(self) -> None:
         """Main function of the decode thread. However it ends, all waiting requests are settled."""

@@ -179,6 +179,7 @@ def _document(
         advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
         loss_weights=behind_prompt(loss_weights),  # type: ignore[arg-type]
         staleness=behind_prompt(np.where(mask, staleness, np.int32(0))),  # type: ignore[arg-type]
+        experts=trajectory.experts,
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
@@ -25,6 +27,7 @@ class Document:
     advantages         f32[T]   0 outside the mask
     loss_weights       f32[T]   the aggregation: the batch's loss is the sum of loss x weight over all its tokens
     staleness          i32[T]   learner's version - version that sampled the token; 0 outside the mask
+    experts            [T, layers, experts per token] that the engine chose (messages/routing.py); empty: not known
     """
 
     tokens: NDArray[np.int32]
@@ -33,6 +36,7 @@ class Document:
     advantages: NDArray[np.float32]
     loss_weights: NDArray[np.float32]
     staleness: NDArray[np.int32]
+    experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -47,6 +51,7 @@ class MicroBatch:
     scores      f32[N] each, by name: numbers of other models about each token ("ref_logprobs", "teacher_logprobs",
                 "old_values", "returns"). Aligned as everything here: what belongs to choosing token n is at n, so the
                 old value of the state in which it was chosen is the critic's at token n - 1.
+    experts     empty where no document has any
     recorded    which of ``documents`` somebody will read: the step tells of their tokens (StepResult.tokens)
     """
 
@@ -60,6 +65,7 @@ class MicroBatch:
     documents: NDArray[np.int64]
     scores: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     recorded: tuple[int, ...] = ()
+    experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
 
     @property
     def num_tokens(self) -> int:
@@ -205,7 +211,18 @@ def _concatenate(documents: Sequence[Document], indices: Sequence[int]) -> Micro
     return MicroBatch(
         boundaries=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         documents=np.array(indices, np.int64),
+        experts=_experts(documents),
         **per_token,
+    )
+
+
+def _experts(documents: Sequence[Document]) -> ExpertArray:
+    """[N, layers, experts per token]; documents without any are unrouted."""
+    known = next((document.experts for document in documents if len(document.experts)), None)
+    if known is None:
+        return NO_EXPERTS
+    return np.concatenate(
+        [d.experts if len(d.experts) else unrouted_rows(len(d), like=known) for d in documents], dtype=known.dtype
     )
 
 

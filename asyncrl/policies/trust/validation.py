@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.routing import ExpertArray, dtype_for, unrouted
 from asyncrl.messages.validation import name_problem
 from asyncrl.policies.staleness.staleness import Forks, effective_version
 
@@ -81,6 +82,7 @@ class GroupValidation:
     largest_reward     magnitude of a reward and of its parts (reward.largest)
     are_answers_whole  whether every answer that was asked for must be there; False where stragglers are cut off
     are_sampled        False where answers come from the data: no version sampled them, and their logprobs mean nothing
+    num_experts, experts_shape  of the model: experts of a layer, and (layers, experts per token); 0: answers name none
     """
 
     vocabulary_size: int = 2**31
@@ -88,6 +90,8 @@ class GroupValidation:
     largest_reward: float = math.inf
     are_answers_whole: bool = False
     are_sampled: bool = True
+    num_experts: int = 0
+    experts_shape: tuple[int, int] = (0, 0)
     asked_before: Asked | None = None
     """Of groups whose prompt an earlier life of the learner published: what any of them may have asked for."""
 
@@ -212,6 +216,30 @@ def _logprobs(vetted: Vetted) -> Iterator[str]:
             )
 
 
+def _experts(vetted: Vetted) -> Iterator[str]:
+    (layers, per_token), most = vetted.possible.experts_shape, vetted.possible.num_experts
+    for trajectory in vetted.group.trajectories:
+        experts = trajectory.experts
+        if not len(experts):
+            continue
+        expected = (len(vetted.group.prompt_tokens) + len(trajectory.tokens), layers, per_token)
+        if not most:
+            yield "an answer names experts, and the model has none"
+        elif experts.dtype != dtype_for(most) or experts.shape != expected:
+            yield f"experts of an answer are {experts.shape} of {experts.dtype}, and must be {expected}"
+        elif int(experts[experts != unrouted(experts)].max(initial=0)) >= most:
+            yield f"an answer names an expert that is none of the {most}"
+        elif not _are_distinct(experts):
+            yield "an answer names an expert twice for one token and layer"
+
+
+def _are_distinct(experts: ExpertArray) -> bool:
+    """Whether each row of k names k experts, or none."""
+    in_order = np.sort(experts, axis=-1)
+    is_same = in_order[..., 1:] == in_order[..., :-1]
+    return not bool((is_same & (in_order[..., :1] != unrouted(experts))).any())
+
+
 def _rewards(vetted: Vetted) -> Iterator[str]:
     largest = vetted.possible.largest_reward
     for trajectory in vetted.group.trajectories:
@@ -267,6 +295,7 @@ CHECKS: Final = (
     Check(what="answers no longer than asked, and within the model's context", problems=_lengths),
     Check(what="something to train in every answer", problems=_masks),
     Check(what="tokens of the model's vocabulary", problems=_tokens),
+    Check(what="experts of the model, each once, for every token", problems=_experts),
     Check(what="rewards and their parts: finite, within reward.largest, few, with names", problems=_rewards),
     Check(what="versions that there have been", problems=_versions),
     Check(what="logprobs that an engine can have sampled with", problems=_logprobs),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
 from asyncrl.policies.trust.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
@@ -185,3 +187,30 @@ def test_no_answer_that_a_sampler_drew_is_ever_unlikely(scale: float) -> None:
     assert sampled.min() >= LEAST_LOGPROB
     assert (sampled.sum(1) >= -(500 * np.log(100) + UNLIKELY)).all()
     assert (sampled >= -(np.log(100) + UNLIKELY)).all()  # an answer of one token
+
+
+EXPERTS = np.array([[[0, 1]], [[2, 3]], [[255, 255]], [[1, 0]], [[255, 255]]], np.uint8)
+"""One layer, two experts a token: of the prompt's two and the answer's three."""
+
+
+def about_experts(experts: NDArray[Any], *, num_experts: int = 4) -> str:
+    vetting = GroupValidation(vocabulary_size=100, context_tokens=8, num_experts=num_experts, experts_shape=(1, 2))
+    return vetting.problem(of(experts=experts), incarnation=1, policy_version=6, forks={1: 4})
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        (EXPERTS[1:], r"\(4, 1, 2\) of uint8, and must be \(5, 1, 2\)"),
+        (EXPERTS.astype(np.uint16), "of uint16"),
+        (np.where(EXPERTS == 3, np.uint8(4), EXPERTS), "none of the 4"),
+        (np.where(EXPERTS == 3, np.uint8(2), EXPERTS), "an expert twice"),
+    ],
+)
+def test_experts_that_no_token_can_have_gone_to_are_named(experts: NDArray[Any], words: str) -> None:
+    assert about_experts(EXPERTS) == about_experts(EXPERTS[:0]) == ""
+    assert re.search(words, about_experts(experts))
+
+
+def test_a_model_without_experts_has_none() -> None:
+    assert "the model has none" in about_experts(EXPERTS, num_experts=0)

@@ -1,0 +1,81 @@
+"""Whether the learner replays the engine's experts (rollout.routing_replay), and what that takes on the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.config import RunConfig
+from asyncrl.data.model_folder import ExpertCounts
+from asyncrl.engines.adapter import EngineAdapter
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingReplay:
+    """reason: why not; empty: it is on.  num_bytes: of a group's experts, at most, in a message; 0 when it is off"""
+
+    reason: str
+    num_bytes: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        return not self.reason
+
+    def __str__(self) -> str:
+        return f"on, up to {self.num_bytes:,} bytes a group" if self.is_on else f"off: {self.reason}"
+
+
+def decide(
+    run: RunConfig,
+    experts: ExpertCounts | None,
+    *,
+    engine: Callable[[RunConfig], type[EngineAdapter]],
+    backend: Callable[[RunConfig], type[BackendAdapter]],
+) -> RoutingReplay:
+    """Raises ConfigError where the run file asks for what cannot be.
+
+    experts          of the model at model.path
+    engine, backend  the run's adapters; not asked for where the model has no experts
+    """
+    wanted = run.rollout.routing_replay
+    if wanted == "off":
+        return RoutingReplay(reason='rollout.routing_replay = "off"')
+    if wanted == "auto" and run.algorithm.correction == "none":
+        return RoutingReplay(reason='algorithm.correction = "none" asks for no agreement with the engine')
+    size = _num_bytes(run, experts) if experts is not None else 0
+    reason = _impossible(run, experts, engine=engine, backend=backend, size=size)
+    if reason and wanted == "on":
+        raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}')
+    return RoutingReplay(reason=reason, num_bytes=0 if reason else size)
+
+
+def _impossible(
+    run: RunConfig,
+    experts: ExpertCounts | None,
+    *,
+    engine: Callable[[RunConfig], type[EngineAdapter]],
+    backend: Callable[[RunConfig], type[BackendAdapter]],
+    size: int,
+) -> str:
+    if experts is None:
+        return f"the model at {run.model.path} has no experts"
+    if run.rollout.function == "given":
+        return 'rollout.function = "given" samples nothing'
+    if not engine(run).tells_experts(run):
+        return f'engine.kind = "{run.engine.kind}" does not tell of its experts here'
+    if not backend(run).replays_experts:
+        return f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
+    if (needed := run.largest_message_bytes + size) > run.bus.max_message_bytes:
+        return (
+            f"a group with its experts may take {needed:,} bytes ({size:,} of them the experts), over "
+            f"bus.max_message_bytes ({run.bus.max_message_bytes:,}); raise it, or lower rollout.group_size or "
+            "rollout.max_new_tokens"
+        )
+    return ""
+
+
+def _num_bytes(run: RunConfig, experts: ExpertCounts) -> int:
+    tokens = run.data.max_prompt_tokens + run.rollout.max_new_tokens
+    return run.rollout.group_size * tokens * experts.bytes_per_token

@@ -1,0 +1,176 @@
+"""Routing replay: the learner's tokens go to the experts that the engine sent them to.
+
+The engine is ours, in this process; its experts come with what it samples, as they do over the bus.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.engines.inprocess.engine import InProcessEngine, Options
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.routing import NO_EXPERTS
+from asyncrl.policies.batching.packing import Document, MicroBatch, pack
+from asyncrl.protocols import Generation
+from tests.harness.backends import (
+    RANKS,
+    SETTINGS,
+    document,
+    learned,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+from tests.harness.backends import documents as random_documents
+
+PROMPTS = [np.arange(4 + n, 4 + n + 6 + 3 * n, dtype=np.int32) % 40 + 4 for n in range(8)]
+KINDS = ("cp2", "pp2", "vpp2", "pp2-cp2", "cp2-ep2", "tp2-ep2")
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
+SAMPLING = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), architecture="qwen3_moe", num_layers=4)
+
+
+def answers(folder: Path, dtype: str) -> list[Generation]:
+    async def sample() -> list[Generation]:
+        engine = InProcessEngine(
+            folder, device="cpu", dtype=dtype, version=(0, 0), options=Options(threads=1), tells_experts=True
+        )
+        await engine.start()
+        try:
+            return list(await asyncio.gather(*(engine.generate(p, SAMPLING, seed=n) for n, p in enumerate(PROMPTS))))
+        finally:
+            await engine.close()
+
+    return asyncio.run(sample())
+
+
+def documents(generations: list[Generation]) -> list[Document]:
+    made = []
+    for prompt, answer in zip(PROMPTS, generations, strict=True):
+        tokens = np.concatenate([prompt, answer.tokens])
+        mask = np.arange(len(tokens)) >= len(prompt)
+        logprobs = np.concatenate([np.zeros(len(prompt), np.float32), answer.logprobs])
+        made.append(
+            dataclasses.replace(
+                document(len(tokens), seed=len(prompt)),
+                tokens=tokens,
+                response_mask=mask,
+                behavior_logprobs=logprobs,
+                staleness=np.zeros(len(tokens), np.int32),
+                experts=answer.experts,
+            )
+        )
+    return made
+
+
+def row(generations: list[Generation]) -> MicroBatch:
+    (packed,) = pack(documents(generations), max_tokens=10_000)
+    return packed
+
+
+def mismatch(scores: NDArray[np.float32], packed: MicroBatch) -> NDArray[np.float64]:
+    """Trainer's logprob - engine's of each sampled token."""
+    return (scores.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
+
+
+def k3(difference: NDArray[np.float64]) -> float:
+    """Of KL(engine || trainer), http://joschu.net/blog/kl-approx.html"""
+    return float((np.exp(difference) - 1 - difference).mean())
+
+
+def without(packed: MicroBatch) -> MicroBatch:
+    return dataclasses.replace(packed, experts=NO_EXPERTS)
+
+
+def test_an_engine_tells_the_experts_of_every_token_but_the_last(folder: Path) -> None:
+    for prompt, answer in zip(PROMPTS, answers(folder, "float32"), strict=True):
+        assert answer.experts.shape == (len(prompt) + 40, 4, 2)
+        assert answer.experts.dtype == np.uint8
+        assert (answer.experts[:-1] < 8).all()
+        assert (answer.experts[-1] == 255).all()
+
+
+def test_in_bfloat16_replay_brings_the_trainer_near_the_engine(folder: Path) -> None:
+    packed = row(answers(folder, "bfloat16"))
+    with started("megatron-1", folder, dtype="bfloat16") as backend:
+        own = mismatch(scored(backend, "megatron-1", without(packed)), packed)
+        replayed = mismatch(scored(backend, "megatron-1", packed), packed)
+    assert k3(own) > 3 * k3(replayed)
+    assert np.abs(own).max() > 3 * np.abs(replayed).max()
+
+
+def test_in_float32_replay_changes_no_bit_of_the_scores(folder: Path) -> None:
+    packed = row(answers(folder, "float32"))
+    with started("megatron-1", folder) as backend:
+        own, replayed = (scored(backend, "megatron-1", one) for one in (without(packed), packed))
+    np.testing.assert_array_equal(own, replayed)
+    assert np.abs(mismatch(own, packed)).max() < 1e-5
+
+
+def far_from_its_own(number: int) -> list[Document]:
+    """Documents whose experts no router would choose, but for the second, which names none."""
+    random = np.random.default_rng(number)
+    made = []
+    for one in random_documents(number):
+        experts = random.permuted(np.tile(np.arange(8, dtype=np.uint8), (len(one), 4, 1)), axis=-1)[..., :2]
+        experts[-1] = 255
+        made.append(dataclasses.replace(one, experts=experts))
+    made[1] = dataclasses.replace(made[1], experts=NO_EXPERTS)
+    return made
+
+
+def trained(kind: str, folder: Path, *, with_experts: bool = True, **options: Any) -> Any:
+    """Scores of a row, metrics of a step, and the weights after it."""
+    batch = far_from_its_own(0)
+    if not with_experts:
+        batch = [dataclasses.replace(one, experts=NO_EXPERTS) for one in batch]
+    (packed,) = pack(batch, max_tokens=1000)
+    with started(kind, folder, optimizer=GENTLE, **({"options": options} if options else {})) as backend:
+        scores = scored(backend, kind, packed)
+        metrics = learned(backend.step(shares(kind, batch, max_tokens=30), learning_rate=0.05).metrics)
+        return scores, metrics, weights(backend)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(folder: Path) -> Any:
+    return trained("megatron-1", folder)
+
+
+def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
+    """Else the tests below would prove nothing."""
+    scores, metrics, _ = trained("megatron-1", folder, with_experts=False)
+    assert np.abs(scores - on_one_rank[0]).max() > 0.1
+    assert abs(metrics["loss"] / on_one_rank[1]["loss"] - 1) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("megatron-1", {"recompute": "full"}, id="full"),
+        pytest.param("megatron-1", {"recompute": "selective"}, id="selective"),
+        pytest.param("megatron-pp2", {"recompute": "full"}, id="pp2-full", marks=RANKS),
+        *(pytest.param(f"megatron-{kind}", {}, id=kind, marks=RANKS) for kind in KINDS),
+    ],
+)
+def test_every_layout_and_recomputation_replays_the_same(
+    folder: Path, on_one_rank: Any, kind: str, options: dict[str, Any]
+) -> None:
+    scores, metrics, after = trained(kind, folder, **options)
+    np.testing.assert_allclose(scores, on_one_rank[0], atol=1e-5)
+    assert metrics == pytest.approx(on_one_rank[1], rel=1e-3, abs=1e-6)
+    for name, weight in on_one_rank[2].items():
+        torch.testing.assert_close(after[name], weight, atol=2e-5, rtol=1e-4)

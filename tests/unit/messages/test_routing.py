@@ -1,0 +1,101 @@
+"""Experts of a text keep their tokens, however the text was put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.messages.codec import decode, encode
+from asyncrl.messages.routing import NO_EXPERTS, dtype_for, joined
+from asyncrl.protocols.generation import NOTHING, Generation
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+
+NONE = 255
+PROMPT = np.array([9, 8], np.int32)
+
+
+def experts(*numbers: int) -> NDArray[Any]:
+    """One layer, one expert a token."""
+    return np.array(numbers, np.uint8).reshape(-1, 1, 1)
+
+
+def answer(tokens: int, *numbers: int, finish_reason: str = "stop") -> Generation:
+    return Generation(
+        tokens=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -1.0, np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+        finish_reason=finish_reason,
+        experts=experts(*numbers),
+    )
+
+
+def numbers(found: NDArray[Any]) -> list[int]:
+    return found[:, 0, 0].tolist()
+
+
+def test_the_type_has_room_for_the_number_that_names_no_expert() -> None:
+    assert [dtype_for(count) for count in (8, 255, 256, 384)] == [np.uint8, np.uint8, np.uint16, np.uint16]
+
+
+def test_a_token_keeps_the_experts_with_which_the_next_one_was_sampled() -> None:
+    """Prompt of 2, then 2 tokens, then 2 more by an engine that computed all before them again, with other experts."""
+    before, rest = experts(1, 2, 3, NONE), experts(5, 5, 5, 6, 7, NONE)
+    assert numbers(joined(before, rest, 2)) == [1, 2, 3, 6, 7, NONE]
+
+
+def test_an_engine_that_does_not_tell_leaves_its_tokens_to_the_router() -> None:
+    assert numbers(joined(experts(1, 2, NONE), NO_EXPERTS, 2)) == [1, 2, NONE, NONE, NONE]
+    assert numbers(joined(NO_EXPERTS, experts(1, NONE), 1)) == [1, NONE]
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_an_answer_in_two_pieces_is_the_answer(cut: int) -> None:
+    whole = answer(4, 1, 2, 3, 4, 5, NONE)
+    again = whole.first(cut).then(whole.after(cut))
+    assert (numbers(again.experts), again.tokens.tolist()) == ([1, 2, 3, 4, 5, NONE], [0, 1, 2, 3])
+    assert numbers(NOTHING.then(whole).experts) == numbers(whole.experts)
+
+
+def test_an_answer_of_several_turns_leaves_observations_to_the_router() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.answered(answer(2, 1, 2, 3, NONE))
+    turns.observed([7])
+    turns.answered(answer(1, 6, 6, 6, 4, 5, NONE))
+    assert numbers(turns.trajectory().experts) == [1, 2, 3, 4, 5, NONE]
+
+
+def test_an_answer_to_another_context_brings_the_experts_of_its_own_tokens() -> None:
+    turns = TrajectoryBuilder(PROMPT)
+    turns.observed([7])
+    turns.answered(answer(2, 1, 2, NONE))
+    assert numbers(turns.trajectory().experts) == [NONE, NONE, NONE, 2, NONE]
+
+
+def trajectory(found: NDArray[Any]) -> Trajectory:
+    return Trajectory(
+        tokens=np.array([3, 4], np.int32),
+        response_mask=np.ones(2, np.bool_),
+        behavior_logprobs=np.full(2, -1.0, np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+        experts=found,
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_experts_come_back_from_the_bus(dtype: Any) -> None:
+    found = np.arange(16, dtype=dtype).reshape(4, 2, 2)
+    group = TrajectoryGroup(group_id=0, prompt_tokens=PROMPT, trajectories=(trajectory(found),))
+    (again,) = decode(encode(group), TrajectoryGroup).trajectories
+    assert again.experts.dtype == dtype
+    np.testing.assert_array_equal(again.experts, found)
+
+
+@pytest.mark.parametrize("wrong", [experts(1), experts(1, 2, 3)[:, 0], experts(1, 2, 3).astype(np.int32)])
+def test_experts_of_another_shape_or_type_are_no_message(wrong: NDArray[Any]) -> None:
+    with pytest.raises(MessageError, match="experts"):
+        trajectory(wrong)
