@@ -17,6 +17,9 @@ from pathlib import Path
 PARENT = "ASYNCRL_PARENT_PID"
 """Environment variable of a child that should end with its parent: the parent's process id."""
 
+LEARNER_SECRET = "ASYNCRL_LEARNER_SECRET"
+"""Environment variable: a word that the processes of one learner share, where each is started by itself."""
+
 PYTHON_PATH = "PYTHONPATH"
 
 _PR_SET_PDEATHSIG = 1
@@ -50,6 +53,11 @@ def end_with_parent() -> bool:
         if os.getppid() != int(parent):  # it died before we asked
             os.kill(os.getpid(), signal.SIGKILL)
     return bool(parent)
+
+
+def learner_secret() -> str:
+    """Empty where nobody set it."""
+    return os.environ.get(LEARNER_SECRET, "")
 
 
 def signal_on_parent_death(number: int) -> None:

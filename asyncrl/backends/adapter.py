@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -36,6 +36,10 @@ class BackendAdapter(Adapter):
             raise ConfigError(
                 f'learner.ranks: backend = "{run.learner.backend}" runs in one process; use "megatron" or ranks = 1'
             )
+        if run.learner.machines > 1:
+            raise ConfigError(
+                f'learner.machines: backend = "{run.learner.backend}" runs in one process; use "megatron" or remove it'
+            )
         if run.learner.megatron:
             raise ConfigError(f'learner.megatron: is for backend = "megatron", and this is "{run.learner.backend}"')
         frozen.check(run, are_fused=False)
@@ -48,6 +52,21 @@ class BackendAdapter(Adapter):
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
         return run.learner.ranks if run.learner.device != "cpu" else 0
+
+    @classmethod
+    def rank_here(cls, run: RunConfig) -> int:
+        """Which rank of the learner this process was started as: 0, the learner, where nobody says another."""
+        return 0
+
+    @classmethod
+    def environments(cls, run: RunConfig, *, port: int) -> Sequence[Mapping[str, str]]:
+        """What each rank finds in its environment when `asyncrl run` starts each as a process of its own, and the first
+        listens at ``port``."""
+        return ({},)
+
+    def serve(self) -> None:
+        """Be another rank than the learner, until that says goodbye. Raises ConfigError when it refuses us."""
+        raise NotImplementedError
 
     @classmethod
     def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:

@@ -1,4 +1,7 @@
-"""`asyncrl learner RUN.toml`: the learner's process, from the check of the run file to its exit code."""
+"""`asyncrl learner RUN.toml`: the learner's process, from the check of the run file to its exit code.
+
+Under torchrun it is all ranks of the learner, on any number of machines: the first is the learner, the others join it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.os_process import end_with_parent, exit_within
 from asyncrl.run import resume_checks, resume_settings, same_version, signing_keys, single_learner
 from asyncrl.run.check import check_learner
-from asyncrl.run.registry import channel_class, connect
+from asyncrl.run.registry import backend_class, channel_class, connect, serve_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     run_config = arguments.load(options)
     is_launched = end_with_parent()
+    if rank := backend_class(run_config).rank_here(run_config):
+        return _serve(run_config, rank=rank)
     run_config = arguments.with_bus_address(run_config)
     for name, value in channel_class(run_config).learner_environment(run_config).items():
         os.environ.setdefault(name, value)
@@ -43,6 +48,13 @@ def run_learner(run_config: RunConfig, *, resume: bool, token: str, is_launched:
         resume_settings.refuse_others(run_config, level=logging.INFO if is_launched else logging.WARNING)
     with single_learner.in_folder(run_config.run_directory):
         return in_event_loop(_learn(run_config, resume=resume, token=token, is_launched=is_launched))
+
+
+def _serve(run_config: RunConfig, *, rank: int) -> int:
+    logs.log_to(run_config.run_directory / "logs" / f"learner-rank-{rank}.log")
+    check_learner(run_config)
+    serve_rank(run_config)
+    return 0
 
 
 async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:

@@ -22,6 +22,9 @@ class LearnerSection:
     ranks: int = 1
     """Processes of the learner. tensor_parallel x context_parallel x pipeline_parallel of them hold one copy of the
     model; copies train different data."""
+    machines: int = 1
+    """With `asyncrl run`: start every rank as a process of its own, in so many groups of as many ranks, as torchrun
+    does on so many machines. On several real machines start `asyncrl learner` with torchrun instead."""
     tensor_parallel: int = 1
     """Ranks that share every layer, each with a part of its matrices."""
     sequence_parallel: Literal["auto", "on", "off"] = "auto"
@@ -94,8 +97,11 @@ class LearnerSection:
     def __post_init__(self) -> None:
         positive(self, "groups_per_batch", "micro_batch_tokens")
         positive(self, "learning_rate", "max_grad_norm", "eps", "rescore_every")
-        positive(self, "steps_per_batch")
+        positive(self, "steps_per_batch", "machines")
         _ = self.layout  # it checks itself
+        require(
+            self.ranks % self.machines == 0, f"ranks must be a multiple of machines ({self.machines}), got {self.ranks}"
+        )
         require(
             all(step >= 1 for step in self.profile_steps),
             f"profile_steps must be numbers of steps, from 1, got {list(self.profile_steps)}",

@@ -32,6 +32,11 @@ def check(run: RunConfig) -> None:
     launcher = registry.launcher_class(run)
     launcher.check_machine(run)
     if launcher.places:  # on other machines: each process looks at its own
+        if run.learner.machines > 1:
+            raise ConfigError(
+                f'learner.machines: launcher.kind = "{run.launcher.kind}" keeps a learner on one machine; remove it, '
+                "or start `asyncrl learner` with torchrun"
+            )
         return
     registry.backend_class(run).check_machine(run)
     if run.rollout.workers:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.actors.health_monitor import Launched
 from asyncrl.errors import AsyncRLError, NoRoom
+from asyncrl.policies.health.faults import LEARNER_RANK
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 
 BACK_OFF_SECONDS = 1.0
@@ -106,8 +107,8 @@ class ChildProcess:
         return self.spec.name
 
     def launched(self) -> list[Launched]:
-        """What the health monitor should know of it; empty once it is not kept running any more."""
-        if not self.is_kept_running:
+        """What the health monitor should know of it; empty once it is not kept running any more, or is no actor."""
+        if not self.is_kept_running or self.spec.role == LEARNER_RANK:
             return []
         pid, host = (self.process.pid, self.process.node) if self.process is not None else (0, "")
         seconds = time.monotonic() - self.since

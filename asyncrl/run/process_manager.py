@@ -1,7 +1,8 @@
 """Starts, watches, restarts and ends the processes of one run, over any launcher.
 
 A learner that dies is restarted with --resume, a rollout worker as it was. Each has a limited number of restarts, and a
-process that cannot come back ends the run with its exit code. Exit codes 2 (configuration, unless it has worked before)
+process that cannot come back ends the run with its exit code. Other ranks of a learner end with it and it with any of
+them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before)
 and 3 (only failed groups) are never retried; 5 (a disk takes nothing) is retried until it does, at no cost. A process
 that dies because the bus is away loses no restart.
 The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of ours that does not recover is
@@ -32,7 +33,7 @@ from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
 from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken, NoRoom
 from asyncrl.messages.fleet import FleetSize, FleetStatus
-from asyncrl.policies.health.faults import LEARNER, WORKER, Finding, printable
+from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
 from asyncrl.protocols.launcher import Launcher
 from asyncrl.run.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
 from asyncrl.run.server_restarts import keep_up
@@ -57,6 +58,7 @@ BUS_SECONDS = 90.0
 """A process that dies within this time after the bus was away, or stored nothing, died of that: no restart is used."""
 BUS_PAUSE_SECONDS = 10.0
 DISK_PAUSE_SECONDS = 10.0
+RANK_PAUSE_SECONDS = 1.0
 
 NewWorker = Callable[[str, frozenset[int]], ChildProcess]
 """Makes a rollout worker of this name that uses none of these GPUs. Raises NoRoom."""
@@ -219,7 +221,12 @@ class ProcessManager:
         if child.is_leaving:
             self.say(f"{child.name} has left" if code == 0 else f"{ended.reason} while it left; others have its work")
             return None
-        if code == 0 or was_over or self._over.is_set():
+        if was_over or self._over.is_set():
+            return None
+        if child.spec.role == LEARNER_RANK and code not in NEVER_AGAIN:
+            self.say(f"{ended.reason}; it joins the next learner")
+            return RANK_PAUSE_SECONDS
+        if code == 0:
             return None
         if ended.has_no_room and (child.starts or child.is_added):
             return self._without_room(child, ended)

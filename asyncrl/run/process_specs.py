@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
+import socket
 from collections.abc import Mapping, Sequence
 
 from asyncrl.config import RunConfig
 from asyncrl.launchers.placement import Gpus, Placement, free, numbers
-from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, WORKER
+from asyncrl.os_process import LEARNER_SECRET
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
 from asyncrl.protocols.launcher import Launcher, ProcessSpec
-from asyncrl.run import required_paths
+from asyncrl.run import registry, required_paths
 from asyncrl.run.child_process import ChildProcess, RestartPolicy
 from asyncrl.run.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
 
@@ -30,7 +33,8 @@ class ProcessSpecs:
         self._environment = dict(environment)
 
     def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
-        """The learner, then ``workers`` rollout workers, or as many as the run file says, and those that evaluate.
+        """The learner, its other ranks if they are processes of their own, then ``workers`` rollout workers, or as many
+        as the run file says, and those that evaluate.
 
         Prints which process gets which GPUs, if there are any. Raises ConfigError when there are too few.
         """
@@ -48,7 +52,7 @@ class ProcessSpecs:
             if its:
                 print(f"{name:10s}GPU {numbers(its)}", flush=True)
         return [
-            self._learner(gpus.learner, resume=resume),
+            *self._learner(gpus.learner, resume=resume),
             *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
             *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
         ]
@@ -59,14 +63,35 @@ class ProcessSpecs:
         given = self._run.rollout.gpus
         return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
 
-    def _learner(self, gpus: Gpus, *, resume: bool) -> ChildProcess:
+    def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
+        if self._run.learner.machines == 1:
+            return [self._rank(LEARNER, gpus, {}, num_gpus=gpus_of_learner(self._run), resume=resume)]
+        with socket.create_server(("", 0)) as listener:
+            port = listener.getsockname()[1]
+        secret = {LEARNER_SECRET: secrets.token_hex(32)}
+        environments = registry.backend_class(self._run).environments(self._run, port=port)
+        return [
+            self._rank(
+                f"{LEARNER}-{rank}" if rank else LEARNER,
+                gpus[rank : rank + 1],
+                {**environment, **secret},
+                num_gpus=min(1, gpus_of_learner(self._run)),
+                resume=resume,
+            )
+            for rank, environment in enumerate(environments)
+        ]
+
+    def _rank(
+        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool
+    ) -> ChildProcess:
+        """The learner, or another rank of it."""
         spec = ProcessSpec(
-            name=LEARNER,
-            role=LEARNER,
+            name=name,
+            role=LEARNER if name == LEARNER else LEARNER_RANK,
             arguments=("learner", *self._common),
-            num_gpus=gpus_of_learner(self._run),
+            num_gpus=num_gpus,
             gpus=gpus,
-            environment=self._environment,
+            environment={**self._environment, **environment},
             paths=required_paths.learner_paths(self._run),
             shared=required_paths.learner_folders(self._run),
         )

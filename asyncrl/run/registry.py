@@ -248,6 +248,15 @@ def backend(run: RunConfig) -> Backend:
     return backend_class(run).build(run, algorithm=resolved, auxiliary=auxiliary)
 
 
+def serve_rank(run: RunConfig) -> None:
+    """Be another rank than the learner until that ends. Raises ConfigError when it refuses us."""
+    from asyncrl.backends.adapter import BackendAdapter
+
+    made = backend(run)
+    assert isinstance(made, BackendAdapter)
+    made.serve()
+
+
 def profiler(run: RunConfig) -> Callable[[int, Callable[[], StepResult]], StepResult] | None:
     """Around each step of the learner; None when no step is profiled."""
     if not run.learner.profile_steps:

@@ -27,6 +27,7 @@ results to stdout and everything else to stderr.
 
 | environment variable | meaning |
 |---|---|
+| `ASYNCRL_LEARNER_SECRET` | shared by all ranks of a learner that torchrun starts ([machines](../guides/machines.md)) |
 | `ASYNCRL_BUS_TOKEN` | token of the bus; takes precedence over `bus.token` |
 | `ASYNCRL_BUS_URL` | address of the bus that `asyncrl run` started; set for its processes |
 | `ASYNCRL_VENV` | where `bin/install` makes its environment (default: `.venv`) |

@@ -5,6 +5,7 @@ Cheap to import: Megatron is imported in ``start``. A rank's work is in rank.py,
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ from numpy.typing import NDArray
 from asyncrl.backends import flops, frozen, huggingface, models
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.backends.megatron.followers import Followers
+from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.refusals import require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
+from asyncrl.os_process import learner_secret
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.protocols import StepResult
@@ -71,7 +74,23 @@ class MegatronBackend(BackendAdapter):
             **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
             layout=run.learner.layout,
             transformer=run.learner.megatron,
+            seat=cls._seat_here(run),
+            common=_common(run),
         )
+
+    @classmethod
+    def _seat_here(cls, run: RunConfig) -> torchrun.Seat | None:
+        return torchrun.seat(ranks=run.learner.ranks, secret=learner_secret())
+
+    @classmethod
+    def rank_here(cls, run: RunConfig) -> int:
+        found = cls._seat_here(run)
+        return 0 if found is None else found.rank
+
+    @classmethod
+    def environments(cls, run: RunConfig, *, port: int) -> Sequence[Mapping[str, str]]:
+        learner = run.learner
+        return torchrun.environments(ranks=learner.ranks, machines=learner.machines, port=port)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -119,8 +138,14 @@ class MegatronBackend(BackendAdapter):
         layout: Layout | None = None,
         transformer: Mapping[str, Any] | None = None,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
+        seat: torchrun.Seat | None = None,
+        common: Mapping[str, object] | None = None,
     ) -> None:
-        """``transformer``: fields of Megatron's TransformerConfig besides ours."""
+        """
+        transformer  fields of Megatron's TransformerConfig besides ours
+        seat         of this process, where the other ranks are started by somebody else and join
+        common       settings that they must have as we do, by name
+        """
         layout = layout or Layout()
         policy = AuxiliaryModel(path=model_path, objective=algorithm, optimizer=optimizer)
         self._job = Job(
@@ -137,6 +162,8 @@ class MegatronBackend(BackendAdapter):
         )
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout
+        self._seat = seat
+        self._common = joined_ranks.common(seat.secret, common or {}) if seat else {}
         self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
@@ -159,14 +186,24 @@ class MegatronBackend(BackendAdapter):
             )
             for rank in range(self._layout.ranks)
         ]
-        if self._layout.ranks > 1:
-            self._followers = Followers(self._job, places[1:])
+        if self._seat is not None:
+            places[0] = dataclasses.replace(places[0], local_rank=self._seat.local_rank)
+            self._followers = joined_ranks.gather(
+                self._seat, self._common, port=store.port, timeout_seconds=self._timeout_seconds
+            )
+        elif self._layout.ranks > 1:
+            self._followers = ChildRanks(self._job, places[1:])
         from asyncrl.backends.megatron.rank import MegatronRank  # takes seconds, in parallel with the fork server
 
         if self._followers:
             self._followers.wait_until_ready()
         with self._explaining("start"):
             self._own = MegatronRank(self._job, places[0], store=store)
+
+    def serve(self) -> None:
+        if self._seat is None or self._seat.rank == 0:
+            raise BackendError("this process is the learner, and no other rank of it")
+        joined_ranks.serve(self._job, self._seat, self._common, timeout_seconds=self._timeout_seconds)
 
     def step(
         self, dp_shards: Sequence[Sequence[MicroBatch]], *, learning_rate: float, model: str = POLICY
@@ -299,3 +336,15 @@ def _of_one_length(dp_shards: Sequence[Sequence[MicroBatch]]) -> list[list[Micro
     """Shares with empty micro-batches behind them: copies that share experts exchange tokens in every layer."""
     count = max(map(len, dp_shards))
     return [[*share, *(empty() for _ in range(count - len(share)))] for share in dp_shards]
+
+
+def _common(run: RunConfig) -> dict[str, object]:
+    """Settings that all ranks must have alike; folders may differ between machines."""
+    names = [field.name for field in dataclasses.fields(run.learner) if field.name != "gpus"]
+    own = {f"learner.{name}": getattr(run.learner, name) for name in names}
+    shared = {
+        "algorithm": run.algorithm,
+        "model.dtype": run.model.dtype,
+        "rollout.temperature": run.rollout.temperature,
+    }
+    return {**own, **shared, "run.name": run.run.name, "run.seed": run.run.seed}

@@ -1,11 +1,12 @@
-"""Processes of a Megatron learner: rank 0 leads, the others follow over pipes.
+"""Processes of a Megatron learner: rank 0 leads, the others follow.
 
-A command is a message, encoded by our codec, on each follower's pipe; all ranks then meet in Megatron's collectives.
-Scores come back over the pipes, from the ranks that have them. A follower exits when its pipe closes or its
-parent dies. The leader detects a dead follower while waiting for it to become ready, or when a collective fails. On a
-CPU, followers are forked from a server that has imported Megatron once.
-Several nodes: a launcher would call ``follow`` on each, with the leader's address in ``Place`` and any object that has
-``recv_bytes`` and ``send_bytes`` (such as multiprocessing.connection.Client).
+A command is a message, encoded by our codec, on each follower's channel; all ranks then meet in Megatron's collectives.
+Scores come back over the channels, from the ranks that have them. A follower exits when its channel closes.
+
+The leader starts its followers itself (ChildRanks): their channels are pipes, they exit when their parent dies, and on
+a CPU they are forked from a server that has imported Megatron once. The leader detects a dead one while waiting for it
+to become ready, or when a collective fails. Or each rank was started as a process of its own, on any machine, and joins
+the leader over TCP: joined_ranks.py.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.messages import codec
 from asyncrl.os_process import signal_on_parent_death
 
+GOODBYE: Final = b""
+"""What a leader that ends says last to those that would not know why their channel closed."""
 _GOODBYE_SECONDS = 5.0
 
 
@@ -37,11 +40,80 @@ class Rank(Protocol):
     def close(self) -> None: ...
 
 
+class Channel(Protocol):
+    """A pipe's end, or tcp_link.TcpLink."""
+
+    def send_bytes(self, data: bytes, /) -> None:
+        """Raises OSError."""
+
+    def recv_bytes(self) -> bytes:
+        """Raises EOFError or OSError."""
+        ...
+
+    def poll(self, timeout: float, /) -> bool: ...
+
+
 class Followers:
     """Ranks 1 and up, as seen by the leader."""
 
+    def __init__(self, links: Sequence[tuple[Place, Channel]]) -> None:
+        self._links = list(links)
+
+    def wait_until_ready(self) -> None:
+        """Wait until every follower has finished its imports and is about to join. Raises BackendError."""
+        for place, channel in self._links:
+            if not channel.poll(place.timeout_seconds):
+                raise BackendError(f"learner rank {place.rank} did not start within {place.timeout_seconds:g} s")
+            self._received(place, channel)
+
+    def send(self, commands: Sequence[Command | None]) -> None:
+        """Send commands[i] to the i-th follower, if there is one. Raises BackendError when one has died."""
+        for (place, channel), command in zip(self._links, commands, strict=True):
+            if command is None:
+                continue
+            try:
+                channel.send_bytes(codec.encode(command))
+            except OSError as error:
+                raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
+
+    def scores(self, ranks: Collection[int]) -> list[Scores]:
+        """What these ranks have to say. Raises BackendError."""
+        return [self._answer(place, channel) for place, channel in self._links if place.rank in ranks]
+
+    def problems(self) -> list[str]:
+        """What went wrong on each follower in a step that failed on all ranks. Raises BackendError."""
+        return [self._answer(place, channel).problem for place, channel in self._links]
+
+    def _answer(self, place: Place, channel: Channel) -> Scores:
+        if not channel.poll(place.timeout_seconds):
+            raise BackendError(f"learner rank {place.rank} gave no scores within {place.timeout_seconds:g} s")
+        return codec.decode(self._received(place, channel), Scores)
+
+    def _received(self, place: Place, channel: Channel) -> bytes:
+        try:
+            return channel.recv_bytes()
+        except (EOFError, OSError):
+            raise BackendError(self.obituary() or f"learner rank {place.rank} closed its channel") from None
+
+    def obituary(self) -> str:
+        """Which followers have ended, and how; empty if none. Waits up to a second for one that is about to."""
+        raise NotImplementedError
+
+    def dismiss(self) -> None:
+        """Close the channels, which makes followers exit."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait for followers to exit; kill those that do not."""
+        raise NotImplementedError
+
+
+class ChildRanks(Followers):
+    """Processes that the leader starts beside itself."""
+
     def __init__(self, job: Job, places: Sequence[Place]) -> None:
-        self._links: list[tuple[Place, Connection, multiprocessing.process.BaseProcess]] = []
+        self._pipes: list[Connection] = []
+        self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
@@ -53,92 +125,62 @@ class Followers:
             )
             process.start()
             theirs.close()
-            self._links.append((place, ours, process))
-
-    def wait_until_ready(self) -> None:
-        """Wait until every follower has finished its imports and is about to join. Raises BackendError."""
-        for place, connection, process in self._links:
-            ready = multiprocessing.connection.wait([connection, process.sentinel], place.timeout_seconds)
-            if not ready:
-                raise BackendError(f"learner rank {place.rank} did not start within {place.timeout_seconds:g} s")
-            try:
-                connection.recv_bytes()
-            except (EOFError, OSError):
-                raise BackendError(self.obituary() or f"learner rank {place.rank} closed its pipe") from None
-
-    def send(self, commands: Sequence[Command | None]) -> None:
-        """Send commands[i] to the i-th follower, if there is one. Raises BackendError when one has died."""
-        for (place, connection, _), command in zip(self._links, commands, strict=True):
-            if command is None:
-                continue
-            try:
-                connection.send_bytes(codec.encode(command))
-            except OSError as error:
-                raise BackendError(self.obituary() or f"learner rank {place.rank} is gone: {error}") from None
-
-    def scores(self, ranks: Collection[int]) -> list[Scores]:
-        """What these ranks have to say. Raises BackendError."""
-        return [self._answer(place, connection) for place, connection, _ in self._links if place.rank in ranks]
-
-    def problems(self) -> list[str]:
-        """What went wrong on each follower in a step that failed on all ranks. Raises BackendError."""
-        return [self._answer(place, connection).problem for place, connection, _ in self._links]
-
-    def _answer(self, place: Place, connection: Connection) -> Scores:
-        if not connection.poll(place.timeout_seconds):
-            raise BackendError(f"learner rank {place.rank} gave no scores within {place.timeout_seconds:g} s")
-        try:
-            return codec.decode(connection.recv_bytes(), Scores)
-        except (EOFError, OSError):
-            raise BackendError(self.obituary() or f"learner rank {place.rank} closed its pipe") from None
+            self._pipes.append(ours)
+            self._processes.append((place, process))
+        super().__init__(list(zip(places, self._pipes, strict=True)))
 
     def obituary(self) -> str:
-        """Which followers have exited, and how; empty if none. Waits up to a second for one that is about to."""
-        multiprocessing.connection.wait([process.sentinel for _, _, process in self._links], 1.0)
+        multiprocessing.connection.wait([process.sentinel for _, process in self._processes], 1.0)
         ended = [
             f"learner rank {place.rank} (pid {process.pid}) ended with exit code {process.exitcode}"
-            for place, _, process in self._links
+            for place, process in self._processes
             if not process.is_alive()
         ]
         return "; ".join(ended)
 
     def dismiss(self) -> None:
-        """Close the pipes, which makes followers exit."""
-        for _, connection, _ in self._links:
-            connection.close()
+        for pipe in self._pipes:
+            pipe.close()
 
     def close(self) -> None:
-        """Wait for followers to exit; kill those that do not."""
         deadline = time.monotonic() + _GOODBYE_SECONDS
-        for _, _, process in self._links:
+        for _, process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
             process.close()
         self._links.clear()
+        self._processes.clear()
 
 
 def follow(job: Job, place: Place, connection: Connection) -> None:
-    """Main function of a follower: runs commands from its pipe until the leader closes it."""
+    """Main function of a child rank: runs commands from its pipe until the leader closes it."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C and stops us
     from asyncrl.backends.megatron.rank import MegatronRank  # takes five seconds, unless the fork server has it already
 
     connection.send_bytes(b"ready")
     rank: Rank = MegatronRank(job, place)
+    obey(rank, connection)
+    rank.close()
+
+
+def obey(rank: Rank, channel: Channel) -> bool:
+    """Run commands from the channel until it closes; whether the leader said goodbye before."""
     while True:
         try:
-            data = connection.recv_bytes()
+            data = channel.recv_bytes()
         except (EOFError, OSError):
-            break
+            return False
+        if data == GOODBYE:
+            return True
         try:
             result = rank.obey(codec.decode(data, Command))
         except StepFailed as error:
             result = Scores(problem=str(error))
         if isinstance(result, Scores):
-            connection.send_bytes(codec.encode(result))
-    rank.close()
+            channel.send_bytes(codec.encode(result))
 
 
 def _die_with_parent() -> None:

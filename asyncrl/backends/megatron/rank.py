@@ -115,7 +115,8 @@ class MegatronRank:
 def _device(kind: str, place: Place) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", place.rank % torch.cuda.device_count())
+    number = place.rank if place.local_rank < 0 else place.local_rank
+    device = torch.device("cuda", number % torch.cuda.device_count())  # a launcher may show each only its own
     torch.cuda.set_device(device)
     return device
 

@@ -17,10 +17,14 @@ from asyncrl.protocols.adapter import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank of ``ranks``; host and port are the leader's torch.distributed.TCPStore."""
+    """One rank of ``ranks``; host and port are the leader's torch.distributed.TCPStore.
+
+    local_rank  among those of its machine, whose GPU of that number it takes; -1: all are on one machine
+    """
 
     rank: int
     ranks: int
+    local_rank: int = -1
     host: str
     port: int
     timeout_seconds: float

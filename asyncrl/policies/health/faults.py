@@ -25,6 +25,8 @@ MANY_FAILED: Final = 3
 """So many groups failed in a row are no accident of one prompt."""
 
 LEARNER: Final = "learner"
+LEARNER_RANK: Final = "learner-rank"
+"""Another rank of the learner, in a process of its own. It is no actor: the learner speaks for all."""
 WORKER: Final = "rollout-worker"
 EVALUATION_WORKER: Final = "evaluation-worker"
 PROMPT_SOURCE: Final = "prompt-source"

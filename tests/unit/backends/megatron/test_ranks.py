@@ -149,7 +149,7 @@ def test_a_rank_that_fails_without_those_that_hold_the_same_copy_ends_the_backen
 
 
 def follower_pid(backend: Any) -> int:
-    return int(backend._followers._links[0][2].pid)
+    return int(backend._followers._processes[0][1].pid)
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from tests.harness.backends import started
 if __name__ == "__main__":
     with started("megatron-2", Path({str(folder)!r})) as backend:
-        print(backend._followers._links[0][2].pid, flush=True)
+        print(backend._followers._processes[0][1].pid, flush=True)
         sys.stdin.read()
 """
     path = folder.parent / "leader.py"

@@ -1,0 +1,180 @@
+"""Ranks that join over TCP: who is admitted, what those that are not are told, and how the end of one is noticed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from asyncrl.backends.megatron import joined_ranks, torchrun
+from asyncrl.backends.megatron.joined_ranks import JoinedRanks
+from asyncrl.backends.megatron.rank_commands import Command, Place
+from asyncrl.backends.megatron.tcp_link import TcpLink
+from asyncrl.errors import BackendError, ConfigError
+from asyncrl.messages import codec
+from tests.harness.ports import free_ports
+
+COMMON = {"the code of asyncrl": "a", "learner.recompute": "b"}
+
+
+def seat(rank: int, *, port: int, ranks: int = 2, secret: str = "secret") -> torchrun.Seat:
+    return torchrun.Seat(rank=rank, ranks=ranks, local_rank=rank, host="127.0.0.1", port=port, secret=secret)
+
+
+def join(one: torchrun.Seat, common: Mapping[str, str] = COMMON, seconds: float = 60.0) -> tuple[TcpLink, Place]:
+    return joined_ranks._join(one, common, timeout_seconds=seconds)
+
+
+def gather(one: torchrun.Seat, seconds: float = 60.0) -> JoinedRanks:
+    return joined_ranks.gather(one, COMMON, port=7, timeout_seconds=seconds)
+
+
+def test_a_rank_that_joins_gets_commands_and_its_place() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(gather, seat(0, port=port))
+        link, place = join(seat(1, port=port))
+        ranks = learner.result()
+        ranks.send([Command(name="step")])
+        assert codec.decode(link.recv_bytes(), Command).name == "step"
+        assert (place.rank, place.local_rank, place.port) == (1, 1, 7)
+        ranks.dismiss()
+        assert link.recv_bytes() == b""  # goodbye: it ends well
+        link.close()
+
+
+def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_the_right_one_is_not() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(gather, seat(0, port=port))
+        with pytest.raises(ConfigError, match="rank 1 is refused by 127.0.0.1: it has another ASYNCRL_LEARNER_SECRET"):
+            join(seat(1, port=port, secret="guessed"))
+        with pytest.raises(ConfigError, match="differs from the learner's in the code of asyncrl;"):
+            join(seat(1, port=port), COMMON | {"the code of asyncrl": "old"})
+        with pytest.raises(ConfigError, match=r"differs from the learner's in learner\.recompute; start both"):
+            join(seat(1, port=port), COMMON | {"learner.recompute": "other"})
+        link, _ = join(seat(1, port=port))
+        learner.result().dismiss()
+        link.close()
+
+
+def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(gather, seat(0, port=port))
+        with _connected(port) as stranger:
+            stranger.sendall(b"\xff" * 64)  # a message of 2 ** 64 bytes
+            link, _ = join(seat(1, port=port))
+        learner.result().dismiss()
+        link.close()
+
+
+def test_a_second_process_of_one_rank_is_refused_while_the_first_is_there() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor() as threads:
+        learner = threads.submit(gather, seat(0, port=port, ranks=3))
+        first, _ = join(seat(1, port=port, ranks=3))
+        with pytest.raises(ConfigError, match=r"learner rank 1 on .* has joined already"):
+            join(seat(1, port=port, ranks=3))
+        other, _ = join(seat(2, port=port, ranks=3))
+        learner.result().dismiss()
+        first.close()
+        other.close()
+
+
+def test_the_learner_says_which_ranks_have_not_joined() -> None:
+    with pytest.raises(BackendError, match="rank 1, 2 of 3 has not joined within 0.1 s"):
+        gather(seat(0, port=free_ports(1)[0], ranks=3), seconds=0.1)
+
+
+def test_a_rank_whose_learner_does_not_come_says_so() -> None:
+    with pytest.raises(BackendError, match="rank 1: no learner at 127.0.0.1"):
+        join(seat(1, port=free_ports(1)[0]), seconds=0.1)
+
+
+def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever it waits for: nobody has asked it for anything here."""
+    ends: list[int] = []
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        ends.append(code)
+        ended.set()
+
+    ours, theirs = _pair()
+    hello = joined_ranks.Hello(rank=1, host="host-b", pid=5, nonce=b"", common={})
+    place = Place(rank=1, ranks=2, host="", port=0, timeout_seconds=60.0)
+    ranks = JoinedRanks({1: (place, hello, TcpLink(ours))}, end=end)
+    theirs.close()
+    assert ended.wait(60)
+    assert ends == [1]
+    assert capfd.readouterr().err == (
+        "asyncrl learner: learner rank 1 on host-b (pid 5) is gone: its connection has ended\n"
+    )
+    with pytest.raises(BackendError, match=r"rank 1 on host-b \(pid 5\) is gone"):
+        ranks.scores([1])
+    ranks.dismiss()
+
+
+def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
+    """More than any buffer of the kernel holds."""
+    ours, theirs = map(TcpLink, _pair())
+    large = bytes(64 << 20)
+    ours.send_bytes(large)
+    ours.send_bytes(b"next")
+    assert theirs.recv_bytes() == large
+    assert theirs.recv_bytes() == b"next"
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.recv_bytes()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"WORLD_SIZE": "4"}, "learner.ranks: 2, and torchrun has started 4"),
+        ({"RANK": ""}, "needs RANK, from 0 to 1"),
+        ({"RANK": "2"}, "needs RANK, from 0 to 1"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR and MASTER_PORT"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one: must be a whole number"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(environment: dict[str, str], problem: str) -> None:
+    (_, right) = torchrun.environments(ranks=2, machines=2, port=29500)
+    with pytest.raises(ConfigError, match=problem):
+        torchrun.seat(right | environment, ranks=2, secret="s")
+
+
+def test_ranks_without_a_secret_are_refused() -> None:
+    (first, _) = torchrun.environments(ranks=2, machines=1, port=29500)
+    with pytest.raises(ConfigError, match="set ASYNCRL_LEARNER_SECRET"):
+        torchrun.seat(first, ranks=2, secret="")
+
+
+def test_ranks_of_one_machine_count_from_zero_there() -> None:
+    seats = [torchrun.seat(one, ranks=4, secret="s") for one in torchrun.environments(ranks=4, machines=2, port=29500)]
+    assert [(one.rank, one.local_rank) for one in seats if one is not None] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+
+
+def test_a_process_that_was_started_alone_has_no_seat() -> None:
+    assert torchrun.seat({}, ranks=2, secret="") is None
+    assert torchrun.seat({"WORLD_SIZE": "1", "RANK": "0"}, ranks=2, secret="") is None
+
+
+def _connected(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            threading.Event().wait(0.02)  # until it listens
+
+
+def _pair() -> tuple[Any, Any]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], theirs
