@@ -71,11 +71,21 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             return F.grouped_mm(gated, self.down.transpose(1, 2), offs=ends), None
 
 
+class Mixture(MoELayer):  # type: ignore[misc]
+    """Megatron's layer, whose dispatcher keeps no scores of the last pass: they hold the pass's graph, that holds the
+    parameters' hooks, these hold the model, and Python collects no cycle through a graph."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        result = super().forward(*arguments, **options)
+        self.token_dispatcher.probs = None
+        return result
+
+
 def mixture(of_shared_expert: MLPSubmodules) -> ModuleSpec:
     """Specification of a layer's feed-forward part."""
     shared = ModuleSpec(module=SharedExpertMLP, submodules=of_shared_expert)
     experts = ModuleSpec(module=GroupedExperts)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared))
+    return ModuleSpec(module=Mixture, submodules=MoESubmodules(router=Router, experts=experts, shared_experts=shared))
 
 
 def biases(network: torch.nn.Module) -> dict[str, torch.Tensor]:

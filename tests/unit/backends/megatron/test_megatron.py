@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -266,6 +267,22 @@ def test_recomputation_changes_memory_and_not_numbers(folder: Path, monkeypatch:
     assert [results[name][0] for name in results] == [[2, 5, 2], [2, 9, 4], [4, 9, 4]]
     assert distance(results["none"][1], results["selective"][1]) == 0.0
     assert distance(results["none"][1], results["full"][1]) == 0.0
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_a_closed_backend_leaves_nothing_behind(architecture: str, recompute: str, tmp_path: Path) -> None:
+    """A model that stays holds its process groups: fifty threads and seventy sockets."""
+    folder = tiny_model(tmp_path, architecture=architecture)
+    with started("megatron-1", folder, options={"recompute": recompute}) as backend:
+        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        assert living_models() > 0
+    gc.collect()
+    assert living_models() == 0
+
+
+def living_models() -> int:
+    return sum(type(thing) is megatron_model.PackedGPT for thing in gc.get_objects())
 
 
 def test_moments_that_wait_on_the_host_change_no_number(folder: Path, tmp_path: Path) -> None:
