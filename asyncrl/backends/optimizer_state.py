@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 _INDEX = "backend.json"
@@ -107,21 +107,23 @@ class SavedState:
 
 @contextmanager
 def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState]:
-    """The checkpoint in ``folder``. Raises CheckpointError."""
+    """The checkpoint in ``folder``. Raises CheckpointError, and ConfigError if other tensor-parallel ranks wrote it."""
     try:
         index = json.loads((folder / _INDEX).read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {index['format']}; this version reads format {FORMAT}")
         if index["tensor_parallel"] != tensor_parallel:
-            raise CheckpointError(
-                f"{folder}: written with tensor_parallel = {index['tensor_parallel']}, cannot be read with "
-                f"{tensor_parallel}; set learner.tensor_parallel = {index['tensor_parallel']} to resume"
+            raise ConfigError(  # no restart heals it
+                f"learner.tensor_parallel: {folder} was written with {index['tensor_parallel']}, and cannot be read "
+                f"with {tensor_parallel}; resume with learner.tensor_parallel = {index['tensor_parallel']}"
             )
         with ExitStack() as stack:
             files = [
                 stack.enter_context(safe_open(folder / _file(rank), framework="pt")) for rank in range(index["ranks"])
             ]
             yield SavedState(files, folder)
+    except ConfigError:
+        raise
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
 
