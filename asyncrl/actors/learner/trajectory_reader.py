@@ -150,7 +150,7 @@ class TrajectoryReader:
     def metrics(self) -> dict[str, Metric]:
         """What is known of the workers' answers."""
         mismatch = {f"mismatch/{worker}/mean": mean for worker, mean in self._validator.mismatch.items()}
-        return {**mismatch, "rollout/quarantined": float(len(self._validator.quarantined))}
+        return {**mismatch, **self._validator.routing, "rollout/quarantined": float(len(self._validator.quarantined))}
 
     async def quarantine(self, worker: str, reason: str) -> None:
         """Train nothing of this worker any more, and say so to everybody."""

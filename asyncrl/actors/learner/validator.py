@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from asyncrl.errors import HopelessError
 from asyncrl.messages import Quarantine, TrajectoryGroup, replace
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
+from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.messages.topics import ACTORS, QUARANTINE, TRAJECTORIES, group_id_of
 from asyncrl.messages.validation import name_problem
 from asyncrl.policies.batching import packing
 from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.staleness.staleness import Forks
-from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch
+from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch, routing_mismatch
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, Record
 
@@ -75,6 +76,8 @@ class Validator:
         """Which life of a quarantined worker the verdict is on; "" when it had ended."""
         self.mismatch: dict[str, float] = {}
         """worker -> mean difference at the last look, nats per token."""
+        self.routing: dict[str, float] = {}
+        """What replaying the engine's experts made of the differences at the last look (routing_mismatch)."""
 
     async def start(self) -> None:
         """A new incarnation judges anew."""
@@ -146,6 +149,22 @@ class Validator:
 
     def judge(self, chosen: Sequence[Chosen], documents: Sequence[Document], backend: Backend) -> dict[str, str]:
         """Workers to be quarantined, and why. Blocking: a forward pass over the chosen documents."""
+        logprobs = self._scores(chosen, documents, backend)
+        if any(len(documents[one.document].experts) for one in chosen):
+            of_own = [replace(document, experts=NO_EXPERTS) for document in documents]
+            self.routing = routing_mismatch(documents, logprobs, self._scores(chosen, of_own, backend))
+        found, guilty = self._rescoring.judge(chosen, documents, logprobs)
+        self.mismatch = {worker: of.mean for worker, of in found.items()}
+        return {
+            worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
+            f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
+            for worker in guilty
+        }
+
+    def _scores(
+        self, chosen: Sequence[Chosen], documents: Sequence[Document], backend: Backend
+    ) -> dict[int, NDArray[np.float32]]:
+        """The trainer's logprobs f32[T] of the chosen documents."""
         indices = [one.document for one in chosen]
         shards = pack_for_ranks([documents[i] for i in indices], ranks=self._num_dp_shards, max_tokens=self._max_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
@@ -154,13 +173,7 @@ class Validator:
                 for index, place in zip(micro_batch.documents, packing.documents(micro_batch), strict=True):
                     if index >= 0:
                         logprobs[indices[index]] = array[place]
-        found, guilty = self._rescoring.judge(chosen, documents, logprobs)
-        self.mismatch = {worker: of.mean for worker, of in found.items()}
-        return {
-            worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
-            f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
-            for worker in guilty
-        }
+        return logprobs
 
     async def quarantine(self, worker: str, reason: str, *, incarnation: int) -> None:
         """Tell the worker. Raises HopelessError when no worker is left."""

@@ -116,6 +116,26 @@ class LogprobMismatch:
         )
 
 
+def routing_mismatch(
+    documents: Sequence[Document], replayed: Mapping[int, NDArray[np.float32]], own: Mapping[int, NDArray[np.float32]]
+) -> dict[str, float]:
+    """Metrics of how far the trainer is from the engine with the engine's experts and with its own.
+
+    replayed, own  the trainer's logprobs f32[T] by document
+    """
+    made = {}
+    for name, logprobs in (("replayed", replayed), ("own", own)):
+        differences = np.concatenate(
+            [
+                (of.astype(np.float64) - documents[i].behavior_logprobs)[documents[i].response_mask]
+                for i, of in logprobs.items()
+            ]
+        )
+        made[f"mismatch/routing_{name}"] = float(np.abs(differences).mean())
+        made[f"mismatch/routing_{name}_k3"] = float((np.exp(np.minimum(differences, 50.0)) - 1 - differences).mean())
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredAnswer:
     """One that was scored: ``mean`` |trainer - behavior| of its ``tokens``."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from asyncrl.policies.batching.packing import Document
-from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch, routing_mismatch
 
 
 def document(*, age: int = 0, behavior: float = -1.0, tokens: int = 4) -> Document:
@@ -113,3 +115,21 @@ def test_a_trainer_that_says_nan_agrees_with_nobody() -> None:
 
 def test_an_answer_without_sampled_tokens_says_nothing() -> None:
     assert LogprobMismatch(bound=0.5, every=1).choose([document(tokens=0)], ["w"], step=0) == []
+
+
+def test_what_routing_replay_is_good_for_is_the_mismatch_with_and_without_it() -> None:
+    one = dataclasses.replace(
+        document(),
+        response_mask=np.array([False, True, True, False]),
+        behavior_logprobs=np.array([0, -1, -2, 0], np.float32),
+    )
+    replayed, own = np.array([0, -1, -2, -9], np.float32), np.array([0, -1.5, -1, -9], np.float32)
+    made = routing_mismatch([one], {0: replayed}, {0: own})
+    assert made == pytest.approx(
+        {
+            "mismatch/routing_replayed": 0.0,
+            "mismatch/routing_replayed_k3": 0.0,
+            "mismatch/routing_own": 0.75,
+            "mismatch/routing_own_k3": (np.exp(-0.5) - 0.5 + np.e - 2) / 2,
+        }
+    )
