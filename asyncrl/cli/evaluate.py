@@ -88,7 +88,20 @@ def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunC
             if name not in known:
                 raise ConfigError(f"--only {name}: {options.datasets} has no such data set; it has {', '.join(known)}")
         table["evaluation"]["datasets"] = [one for one in datasets if one.get("name") in options.only]
+    _require_rewards(table, where=options.datasets)
     return from_table(table, where=str(options.datasets))
+
+
+def _require_rewards(table: Mapping[str, Any], *, where: Path) -> None:
+    """A run records none, since options of one may be secrets, and another's would give wrong numbers in silence."""
+    if "reward" in table:
+        return
+    for one in table["evaluation"]["datasets"]:
+        if isinstance(one, dict) and "reward" not in one:
+            raise ConfigError(
+                f"{where}: data set {one.get('name')!r} names no reward, and there is no [reward]; "
+                "add one, or say --set reward.kind=math"
+            )
 
 
 def _of_run(recorded: RecordedRun) -> dict[str, Any]:

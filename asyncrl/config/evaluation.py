@@ -154,6 +154,11 @@ class EvaluationSection:
             require(not self.every_steps, "evaluation: every_steps without [[evaluation.datasets]]; name one")
             return
         require(
+            self.place == "folder" or self.every_steps > 0 or self.at_start or self.at_end,
+            "evaluation: every_steps, at_start and at_end are all off, so nothing is evaluated; set one of them, or "
+            'place = "folder"',
+        )
+        require(
             self.place != "shared" or 0 < self.share <= 1,
             f"evaluation: share = {self.share:g} leaves no engine to evaluate on; use more than 0 and at most 1, or "
             'place = "dedicated" or "folder"',
@@ -162,10 +167,6 @@ class EvaluationSection:
             self.place != "dedicated" or self.workers > 0,
             f'evaluation: place = "dedicated" with workers = {self.workers} leaves no engine to evaluate on; use 1 or '
             "more",
-        )
-        require(
-            not best or self.every_steps > 0 or self.at_start or self.at_end,
-            "checkpoint: best is of no evaluation: every_steps, at_start and at_end are all off; set one of them",
         )
         require(
             not best or self.place != "folder",

@@ -351,7 +351,8 @@ def own_address(directory: Path) -> tuple[str, str]:
     except (ValueError, KeyError, TypeError):
         problem = f"{path}: is damaged; `asyncrl run` writes it anew"
     raise NoSuchRun(
-        f"{problem}; start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT"
+        f"{problem}; start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
+        "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"
     )
 
 

@@ -11,10 +11,10 @@ from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
 from asyncrl.run import gpus, learner_models, registry
 from asyncrl.run.check import check
-from asyncrl.run.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from asyncrl.policies import parts
+    from asyncrl.run.routing_replay import RoutingReplay  # imports torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ async def train(
     supervised  runs the actors it is given until the first one is done
     """
     started = time.monotonic()
+    about = await asyncio.to_thread(checksums, run)
     learner, helpers = await build_learner(run, bus=bus, resume=resume)
     if resume:
         print(f"resumed at step {learner.step}, policy version {learner.policy_version}", flush=True)
@@ -41,7 +42,6 @@ async def train(
     await bus.put(SETTINGS, RunSettings(sections=sections, withheld=withheld))
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
-    about = await asyncio.to_thread(checksums, run)
     await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)
     was_drained = learner.draining.is_set() and not learner.done
     if not was_drained and learner.step == 0:

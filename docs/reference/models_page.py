@@ -19,7 +19,7 @@ transformers in logprobs, gradients, one optimizer step and exported weights
 (`tests/contracts/test_backend_families.py`); which published sizes were trained is in
 [results](../results/performance.md). `learner.backend = "reference"` trains these, too, on one device.
 
-Of all families only {common}; and rotary positions of the types {rope}. What else is
+All families are mapped with {common}, and with rotary positions of the types {rope}. What else is
 mapped of a family, and with which values of its keys, is below; a model with others is refused in one line.
 
 """

@@ -53,6 +53,8 @@ LAYOUTS = {
 KINDS = ("reference", *contract_adapters.extra("backend"), "megatron-1", "megatron-2", "megatron-tp2")
 RANKS = (pytest.mark.slow, pytest.mark.xdist_group("ranks"))
 """Marks of a test whose backend is several processes: what forks them imports for ten seconds, once for all of them."""
+LAYOUT_RANKS = (pytest.mark.slow, pytest.mark.xdist_group("layouts"))
+"""The same, of a second half that another process of pytest takes."""
 VOCABULARY = 50
 LEARNING_RATE = 2e-3
 

@@ -119,3 +119,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_what_is_no_model_is_refused(datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(tmp_path, "--datasets", datasets) == 2
     assert "is neither a run's folder nor a model's" in capsys.readouterr().err
+
+
+def test_a_file_without_a_reward_is_refused_since_the_default_may_not_be_the_runs(
+    demo: Path, datasets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, _, after = datasets.read_text().partition("[reward]")
+    datasets.write_text(before + after.partition("\n\n")[2])
+    assert evaluate(demo / "model", "--datasets", datasets) == 2
+    assert "data set 'counts' names no reward, and there is no [reward]" in capsys.readouterr().err

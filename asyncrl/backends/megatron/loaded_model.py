@@ -5,6 +5,7 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.passes import Passes
-from asyncrl.backends.megatron.process_groups import expert_group, pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import expert_group, gathered, pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.weight_map import Mapping, weight_map
@@ -74,11 +75,12 @@ class LoadedModel:
 
     def _held_by_stages(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """Of each stage its parameters' names, and their shapes and types on a rank."""
-        own = {name: (tuple(parameter.shape), parameter.dtype) for name, parameter in self._parameters.items()}
-        held = [own] * self._pipeline.size()
-        if len(held) > 1:
-            dist.all_gather_object(held, own, group=self._pipeline)
-        return held
+        own = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in self._parameters.items()}
+        held = gathered(json.dumps(own).encode(), self._pipeline, self._device)
+        return [
+            {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in json.loads(stage).items()}
+            for stage in held
+        ]
 
     @torch.no_grad()
     def _load_weights(self) -> None:

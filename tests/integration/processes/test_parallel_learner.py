@@ -13,7 +13,7 @@ import pytest
 from tests.harness.processes import grandchildren, processes_below
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MEGATRON = ("learner.backend=megatron", "learner.ranks=2", "checkpoint.every_steps=1")
 LAYOUTS = ("learner.pipeline_parallel=2", "learner.context_parallel=2")

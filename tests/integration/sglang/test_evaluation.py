@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.engines.sglang.engine import SGLangEngine
@@ -14,6 +15,7 @@ from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
+from asyncrl.protocols.generation import Generation
 from asyncrl.tensors.snapshot import Snapshot
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
@@ -25,17 +27,23 @@ STEPS = 4
 
 
 class SharedServer:
-    """The session's server as a worker's engine: neither started nor closed by it."""
+    """The session's server as a worker's engine: neither started nor closed by it. Keeps what it sampled."""
 
     def __init__(self, engine: SGLangEngine) -> None:
         self._engine = engine
         self.intake = None
+        self.sampled: list[tuple[NDArray[np.int32], Generation]] = []
 
     async def start(self) -> None:
         pass
 
     async def close(self) -> None:
         pass
+
+    async def generate(self, prompt_tokens: NDArray[np.int32], *arguments: Any, **options: Any) -> Generation:
+        answer = await self._engine.generate(prompt_tokens, *arguments, **options)
+        self.sampled.append((prompt_tokens, answer))
+        return answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -91,14 +99,22 @@ async def test_every_answer_is_of_the_evaluated_weights(
     assert loop.backend.steps == STEPS
     async with bus.read(EVALUATION_ANSWERS) as records:
         for _ in range(6):
-            group = (await anext(records)).message.group  # of the last evaluation
-            for answer in group.trajectories:
-                (span,) = answer.version_spans
+            said = (await anext(records)).message  # of the last evaluation
+            for counted in said.answers:
+                (span,) = counted.version_spans
                 assert span.policy_version == STEPS
-                model = channel.of(span.policy_version)
-                expected = model.logprobs(group.prompt_tokens, answer.tokens)
-                assert np.abs(answer.behavior_logprobs - expected).max() < TOLERANCE
-                text = model.text(answer.tokens)
-                assert letter not in text[: -len(letter)]
-                is_ended = text.endswith(letter) or answer.tokens[-1] == model.end_token
-                assert (answer.finish_reason == "length") == (len(answer.tokens) == 24 and not is_ended)
+    asked = {tuple(PROMPT[: 2 + index]) for index in range(3)}
+    of_evaluation = [one for one in server.sampled if tuple(one[0]) in asked and is_of(one[1], STEPS)]
+    assert len(of_evaluation) >= 12
+    model = channel.of(STEPS)
+    for prompt, answer in of_evaluation:
+        expected = model.logprobs(prompt, answer.tokens)
+        assert np.abs(answer.logprobs - expected).max() < TOLERANCE
+        text = model.text(answer.tokens)
+        assert letter not in text[: -len(letter)]
+        is_ended = text.endswith(letter) or answer.tokens[-1] == model.end_token
+        assert (answer.finish_reason == "length") == (len(answer.tokens) == 24 and not is_ended)
+
+
+def is_of(answer: Generation, policy_version: int) -> bool:
+    return {span.policy_version for span in answer.version_spans} == {policy_version}

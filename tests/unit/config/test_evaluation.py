@@ -82,9 +82,10 @@ def test_the_best_model_is_one_of_a_known_data_set(best: str, problem: str) -> N
         run_of({"place": "folder"}, checkpoint={"best": "aime/mean@8"})
 
 
-def test_the_best_of_no_evaluation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="best is of no evaluation: every_steps, at_start and at_end are all off"):
-        run_of({"at_start": False, "at_end": False}, checkpoint={"best": "aime/mean@8"})
+def test_data_sets_that_are_never_evaluated_are_refused() -> None:
+    with pytest.raises(ConfigError, match="every_steps, at_start and at_end are all off, so nothing is evaluated"):
+        run_of({"at_start": False, "at_end": False})
+    run_of({"at_start": False, "at_end": False, "place": "folder"})
 
 
 def due(section: EvaluationSection, *versions: int) -> list[int]:

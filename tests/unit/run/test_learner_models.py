@@ -154,11 +154,10 @@ def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(fo
     (critic,) = learner_models.models(made, registry.algorithm(made), optimizer=optimizer).values()
     assert (critic.path, critic.head, critic.optimizer) == (folder / "policy", "values", optimizer)
     assert critic.objective == Critic(kind="huber", clip=0.5, huber_delta=10.0)
-    assert learner_models.training_options(made) == {"critic_learning_rate": 1e-4, "critic_warmup_steps": 3}
-    assert learner_models.training_options(run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3")) == {
-        "critic_learning_rate": 1e-3,
-        "critic_warmup_steps": 0,
-    }
+    of_critic = {"critic_learning_rate": 1e-4, "critic_warmup_steps": 3}
+    assert of_critic.items() <= learner_models.training_options(made).items()
+    faster = learner_models.training_options(run(folder, "algorithm.name=ppo", "critic.learning_rate=1e-3"))
+    assert (faster["critic_learning_rate"], faster["critic_warmup_steps"]) == (1e-3, 0)
 
 
 def test_a_frozen_model_has_neither_objective_nor_optimizer(folder: Path) -> None:

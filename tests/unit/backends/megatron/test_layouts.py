@@ -120,7 +120,7 @@ CASES = [
     *(pytest.param(case, id=name(*case)) for case in QUICK),
     *(pytest.param(case, id=name(*case), marks=pytest.mark.slow) for case in SLOW),
 ]
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.xdist_group("layouts")
 
 
 @pytest.fixture(scope="module")

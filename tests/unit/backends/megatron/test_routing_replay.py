@@ -21,7 +21,7 @@ from asyncrl.messages.routing import NO_EXPERTS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack
 from asyncrl.protocols import Generation
 from tests.harness.backends import (
-    RANKS,
+    LAYOUT_RANKS,
     SETTINGS,
     document,
     learned,
@@ -162,8 +162,8 @@ def test_replay_changes_what_is_trained(folder: Path, on_one_rank: Any) -> None:
     [
         pytest.param("megatron-1", {"recompute": "full"}, id="full"),
         pytest.param("megatron-1", {"recompute": "selective"}, id="selective"),
-        pytest.param("megatron-pp2", {"recompute": "full"}, id="pp2-full", marks=RANKS),
-        *(pytest.param(f"megatron-{kind}", {}, id=kind, marks=RANKS) for kind in KINDS),
+        pytest.param("megatron-pp2", {"recompute": "full"}, id="pp2-full", marks=LAYOUT_RANKS),
+        *(pytest.param(f"megatron-{kind}", {}, id=kind, marks=LAYOUT_RANKS) for kind in KINDS),
     ],
 )
 def test_every_layout_and_recomputation_replays_the_same(
