@@ -167,6 +167,7 @@ async def test_a_line_of_the_history_is_on_disk_before_anybody_hears_what_it_say
         await until(lambda: hasattr(loop, "learner"))
         refuse(loop.learner._progress._history)
         await until(lambda: full.refused >= 3)
+        await until(lambda: loop.recorder.rows[-1]["step"] >= 2)  # it is reported beside the next step
         assert loop.table.step == 3 and loop.recorder.rows[-1]["step"] == 2
         assert (tmp_path / "history.jsonl").read_bytes().count(b'"trained"') == 2
         await until(lambda: room(loop))  # it says so behind the refusal, in another thread
