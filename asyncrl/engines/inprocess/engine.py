@@ -21,24 +21,16 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.engines.inprocess.decoder import Decoder, RunningSequence
+from asyncrl.engines.inprocess.incoming_weights import read_weights, taken
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import (
-    WEIGHTS_FILE,
-    check_layout,
-    check_prompt,
-    check_sampling,
-    check_stop_tokens,
-    check_weights,
-)
+from asyncrl.engines.validation import check_prompt, check_sampling, check_stop_tokens
 from asyncrl.engines.version_spans import Version
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineDied, EngineError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, unrouted_rows
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, Source
@@ -204,12 +196,12 @@ class InProcessEngine(EngineAdapter):
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         decoder = self._alive()
-        return await self._switch(weights.order, lambda: _read_weights(weights, decoder))
+        return await self._switch(weights.order, lambda: read_weights(weights, decoder))
 
     async def take(self, version: Version, source: Source, payload: bytes) -> LoadReport:
         """See Intake. What ``source`` raises leaves the old weights."""
         decoder = self._alive()
-        return await self._switch(version, lambda: _taken(source, payload, decoder))
+        return await self._switch(version, lambda: taken(source, payload, decoder))
 
     async def _switch(self, version: Version, read: Callable[[], Mapping[str, torch.Tensor]]) -> LoadReport:
         asked = time.monotonic()
@@ -377,28 +369,3 @@ def _success(future: asyncio.Future[T], result: T) -> Callable[[], None]:
 
 def _failure(future: asyncio.Future[T], error: Exception) -> Callable[[], None]:
     return lambda: None if future.done() else future.set_exception(error)
-
-
-def _read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """The tensors of a version, checked against the model and fully in memory. Raises WeightsError."""
-    folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
-    try:
-        # Read, not mapped: truncating a mapped file would kill the process.
-        tensors: dict[str, torch.Tensor] = safetensors.torch.load((folder / WEIGHTS_FILE).read_bytes())
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise WeightsError(f"{folder}: {error}") from error
-    return tensors
-
-
-def _taken(source: Source, payload: bytes, decoder: Decoder) -> dict[str, torch.Tensor]:
-    """What ``source`` yields, checked against the model. Raises WeightsError."""
-    where = f"weights from {source.__module__}"
-    try:
-        tensors = dict(source(payload, decoder.device))
-    except WeightsError:
-        raise
-    except Exception as error:  # a channel's own code, and whatever its transport raises
-        raise WeightsError(f"{where}: {type(error).__name__}: {error}") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_layout(shapes, expected=decoder.shapes, optional=decoder.optional_names, where=where)
-    return tensors

@@ -104,6 +104,7 @@ async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
     await worker.bus.tried.wait()
     worker.current = replace(CURRENT, number=2)
     await publishing
+    assert await worker.bus.last_sequence(EVALUATION_ANSWERS) == 0
 
 
 async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:

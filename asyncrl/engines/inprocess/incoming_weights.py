@@ -1,0 +1,38 @@
+"""Tensors of a version for the in-process engine, from its folder or from a channel, checked before they are loaded."""
+
+from __future__ import annotations
+
+import safetensors
+import safetensors.torch
+import torch
+
+from asyncrl.engines.inprocess.decoder import Decoder
+from asyncrl.engines.validation import WEIGHTS_FILE, check_layout, check_weights
+from asyncrl.errors import WeightsError
+from asyncrl.messages import WeightVersion
+from asyncrl.protocols import Source
+
+
+def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """The tensors of a version, checked against the model and fully in memory. Raises WeightsError."""
+    folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
+    try:
+        # Read, not mapped: truncating a mapped file would kill the process.
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load((folder / WEIGHTS_FILE).read_bytes())
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{folder}: {error}") from error
+    return tensors
+
+
+def taken(source: Source, payload: bytes, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """What ``source`` yields, checked against the model. Raises WeightsError."""
+    where = f"weights from {source.__module__}"
+    try:
+        tensors = dict(source(payload, decoder.device))
+    except WeightsError:
+        raise
+    except Exception as error:  # a channel's own code, and whatever its transport raises
+        raise WeightsError(f"{where}: {type(error).__name__}: {error}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    check_layout(shapes, expected=decoder.shapes, optional=decoder.optional_names, where=where)
+    return tensors
