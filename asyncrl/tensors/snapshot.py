@@ -1,8 +1,8 @@
 """The weights at one instant, as flat buckets of bytes: what a backend exports and every weight channel carries.
 
-Wide types first, then by name, without gaps: the buckets laid end to end are the body of a safetensors file, and each
-is one collective for an engine that takes weights over the network (SGLang's "flattened_bucket"), cut further where
-that is too much for it.
+Wide types first, then in the order they came, without gaps: the buckets laid end to end are the body of a safetensors
+file, and each is one collective for an engine that takes weights over the network (SGLang's "flattened_bucket"), cut
+further where that is too much for it.
 Test: tests/unit/tensors/test_snapshot.py.
 """
 
@@ -79,23 +79,29 @@ class Snapshot:
     ) -> Snapshot:
         """Copy ``tensors``, floating ones turned to ``dtype`` but those in ``kept``, on their device.
 
-        Work still queued there is waited for. A tensor larger than ``bucket_bytes`` gets a bucket of its own. Raises
+        They are taken one by one: beside the copy, those of one bucket are held until it is full, and one more. Work
+        still queued there is waited for. A tensor larger than ``bucket_bytes`` gets a bucket of its own. Raises
         ValueError when two have one name.
         """
-        given = dict[str, torch.Tensor]()
+        names = set[str]()
+        waiting: dict[torch.dtype, list[tuple[TensorEntry, torch.Tensor]]] = {}
+        buckets = []
         for name, tensor in tensors:
-            if name in given:
+            if name in names:
                 raise ValueError(f"two tensors are named {name!r}")
-            given[name] = tensor
-        entries = [
-            TensorEntry(name=name, dtype=_dtype(tensor, None if name in kept else dtype), shape=tuple(tensor.shape))
-            for name, tensor in given.items()
-        ]
-        entries.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
-        buckets = tuple(_copy(group, given) for group in grouped(entries, bucket_bytes))
+            names.add(name)
+            kind = _dtype(tensor, None if name in kept else dtype)
+            entry = TensorEntry(name=name, dtype=kind, shape=tuple(tensor.shape))
+            group = waiting.setdefault(kind, [])
+            if group and sum(one.num_bytes for one, _ in group) + entry.num_bytes > bucket_bytes:
+                buckets.append(_copy(group))
+                group.clear()
+            group.append((entry, tensor))
+        buckets += [_copy(group) for group in waiting.values()]
+        buckets.sort(key=lambda bucket: -bucket.entries[0].dtype.itemsize)
         if any(bucket.data.is_cuda for bucket in buckets):
             torch.cuda.current_stream().synchronize()  # other threads read it on streams of their own
-        return cls(buckets=buckets)
+        return cls(buckets=tuple(buckets))
 
     @property
     def num_bytes(self) -> int:
@@ -134,9 +140,8 @@ def grouped(entries: Sequence[TensorEntry], bucket_bytes: int) -> Iterator[list[
         yield group
 
 
-def _copy(entries: Sequence[TensorEntry], tensors: dict[str, torch.Tensor]) -> Bucket:
-    device = tensors[entries[0].name].device
-    bucket = Bucket.empty(entries, device)
-    for name, view in bucket.tensors():
-        view.copy_(tensors[name])
+def _copy(group: Sequence[tuple[TensorEntry, torch.Tensor]]) -> Bucket:
+    bucket = Bucket.empty([entry for entry, _ in group], group[0][1].device)
+    for (_, view), (_, tensor) in zip(bucket.tensors(), group, strict=True):
+        view.copy_(tensor)
     return bucket

@@ -6,7 +6,7 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,18 +149,20 @@ class LoadedModel:
         """The objective's inputs, from ``_outputs``."""
         return row.row.value_inputs(*outputs) if self._model.head == "values" else row.row.loss_inputs(*outputs)
 
-    @torch.no_grad()
     def export(self) -> Snapshot | None:
-        """See Backend. The first rank gathers the model, one parameter after the other; other exporters return None."""
-        weights: list[tuple[str, torch.Tensor]] = []
-        maps = weight_map(self._shape, head=self._model.head)
-        for entry in maps:
+        """See Backend. The first rank gathers the model; other exporters return None."""
+        snapshot = Snapshot.of(self.exported())
+        return snapshot if snapshot.buckets else None
+
+    @torch.no_grad()
+    def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor in the folder's type) of what this rank exports, one parameter after the other."""
+        for entry in weight_map(self._shape, head=self._model.head):
             shards = self._sent_to_the_first_stage(entry)
             if shards:
+                dtype = torch.float32 if entry.is_bias_of_choice else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
-                weights += zip(entry.huggingface, tensors, strict=True)
-        kept = {entry.huggingface[0] for entry in maps if entry.is_bias_of_choice}
-        return Snapshot.of(weights, dtype=self._shape.dtype, kept=kept) if weights else None
+                yield from ((name, one.to(dtype)) for name, one in zip(entry.huggingface, tensors, strict=True))
 
     def _sent_to_the_first_stage(self, entry: Mapping) -> list[torch.Tensor]:
         """All shards of a parameter on the first rank; empty on the others."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -30,11 +33,11 @@ def test_a_snapshot_gives_back_every_bit() -> None:
         )
 
 
-def test_wide_types_come_first_and_then_names_in_order() -> None:
+def test_wide_types_come_first_and_then_those_that_came_first() -> None:
     given = [*tensors("b", "a", dtype=torch.bfloat16), *tensors("d", "c")]
     snapshot = Snapshot.of(given)
-    assert [name for name, _ in snapshot.tensors()] == ["c", "d", "a", "b"]
-    assert [entry.name for entry in snapshot.entries] == ["c", "d", "a", "b"]
+    assert [name for name, _ in snapshot.tensors()] == ["d", "c", "b", "a"]
+    assert [entry.name for entry in snapshot.entries] == ["d", "c", "b", "a"]
 
 
 def test_buckets_laid_end_to_end_are_the_tensors_without_gaps() -> None:
@@ -49,10 +52,27 @@ def test_a_bucket_holds_no_more_than_its_bound_unless_one_tensor_is_larger() -> 
     snapshot = Snapshot.of([*tensors("a", "b", "c", "x"), large], bucket_bytes=130)
     assert [[entry.name for entry in bucket.entries] for bucket in snapshot.buckets] == [
         ["a", "b"],
-        ["c"],
+        ["c", "x"],
         ["large"],
-        ["x"],
     ]
+
+
+def test_no_more_than_a_bucket_of_tensors_is_held_beside_the_copy() -> None:
+    """A bucket holds two of 60 bytes each: the third comes while two are held."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for number in range(20):
+            tensor = torch.full((15,), float(number))
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(one() is not None for one in alive))
+            yield str(number), tensor
+
+    snapshot = Snapshot.of(made(), bucket_bytes=130)
+    assert [float(tensor[0]) for _, tensor in snapshot.tensors()] == list(range(20))
+    assert most == 3
 
 
 def test_a_snapshot_cut_into_smaller_buckets_has_the_same_bytes_and_copies_none() -> None:
