@@ -1,8 +1,8 @@
 """FLOPs of a training step and peak FLOP/s of devices, for model FLOP/s utilisation (MFU).
 
 Counted as in arXiv:2204.02311, appendix B: forward and backward passes of every matrix product, 6 x parameters x tokens
-(the output layer counts, the embedding look-up does not), plus attention's two products over half of the scores, since
-the causal mask hides the other half. Recomputed activations do not count.
+(the output layer counts, the embedding look-up does not), plus attention's two products over the scores that the causal
+mask or a window does not hide. Recomputed activations do not count.
 Test: test_flops_of_a_step_are_counted_by_hand.
 """
 
@@ -57,13 +57,17 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
 
 def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
     """FLOPs of one optimizer step on documents of these ``lengths`` in tokens."""
+    num_local = len(shape.local.layers) if shape.local else 0
     tokens, scores = 0, 0
     for length in lengths:
         tokens += length
-        scores += length * length
+        scores += (shape.num_layers - num_local) * length * length
+        if shape.local:
+            window = min(shape.local.window, length)
+            scores += num_local * window * (2 * length - window)
     of_values = shape.latent.value_size if shape.latent else shape.head_size
     width = shape.num_heads * (shape.head_size + of_values)
-    return 6.0 * matrix_parameters(shape) * tokens + 3.0 * shape.num_layers * width * scores
+    return 6.0 * matrix_parameters(shape) * tokens + 3.0 * width * scores
 
 
 def peak_flops(device_name: str) -> float | None:

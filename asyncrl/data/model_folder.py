@@ -16,6 +16,7 @@ SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Glm4ForCausalLM",
+    "Gemma3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -25,7 +26,7 @@ SUPPORTED_ARCHITECTURES = (
 REFUSED_ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "its router's scores are grouped in another way than DeepSeek-V3's",
     "Gemma2ForCausalLM": "its scores and logits have soft caps, every second layer a window",
-    "Gemma3ForCausalLM": "its layers have windows, norms behind them, and two kinds of rotary positions",
+    "Gemma3ForConditionalGeneration": "it reads images, too; save its text part as a Gemma3ForCausalLM",
     "GptOssForCausalLM": "its attention has sinks and windows, its experts have biases and a clamped gate",
     "MixtralForCausalLM": "its experts have other names",
     "Qwen2MoeForCausalLM": "its shared expert has a gate",

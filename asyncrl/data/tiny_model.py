@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.core_model_loading import revert_weight_conversion
 
-Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe", "glm4_moe", "deepseek_v3"]
+Architecture = Literal["qwen3", "qwen2", "llama", "mistral", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"]
 
 DIGITS = "0123456789"
 CHARACTERS = DIGITS + "abcdefghijklmnopqrstuvwxyz +-*=>?.,\n"
@@ -30,6 +30,7 @@ _CONFIGS: Final[dict[Architecture, str]] = {
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "glm4": "Glm4Config",
+    "gemma3": "Gemma3TextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "glm4_moe": "Glm4MoeConfig",
     "deepseek_v3": "DeepseekV3Config",
@@ -66,7 +67,7 @@ def make_tiny_model(
     tokenizer = make_tokenizer(characters, max_positions=max_positions)
     config_type = getattr(transformers, _CONFIGS[architecture])
     entries: dict[str, Any] = dict(
-        architectures=[config_type.__name__.removesuffix("Config") + "ForCausalLM"],
+        architectures=[config_type.__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -110,6 +111,8 @@ def _of_family(architecture: Architecture, hidden_size: int, num_heads: int) -> 
     shared = {**experts, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}
     if architecture == "mistral":
         return {"sliding_window": None}
+    if architecture == "gemma3":  # every second layer sees 8 tokens
+        return {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": hidden_size}
     if architecture == "glm4":
         return {"attention_bias": True}
     if architecture == "glm4_moe":

@@ -37,7 +37,7 @@ from tests.harness.backends import (
 )
 
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", *MIXTURES)
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", *MIXTURES)
 KINDS = ("reference", "megatron-1")
 
 

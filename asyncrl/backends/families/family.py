@@ -53,12 +53,14 @@ def decoder_shape(
     has_qk_norm: bool = False,
     is_partly_rotated: bool = False,
     experts: Experts | None = None,
+    rotary: tuple[torch.Tensor, float] | None = None,
 ) -> ModelShape:
     """The shape of a decoder with grouped-query attention, by the names that most families use in config.json.
 
     is_partly_rotated  its code in transformers reads partial_rotary_factor; that of other families ignores it
+    rotary             frequencies and scale, where config.json says them in another way
     """
-    frequencies, rope_scale = rope(config, is_partial=is_partly_rotated)
+    frequencies, rope_scale = rotary or rope(config, is_partial=is_partly_rotated)
     return ModelShape(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
@@ -128,6 +130,11 @@ def rope(config: Any, *, is_partial: bool = False) -> tuple[torch.Tensor, float]
         raise Unsupported(f"partial_rotary_factor = {part}")
     if kind == "default":
         size = int(head_size(config) * part)
-        return torch.as_tensor(1.0 / parameters["rope_theta"] ** (torch.arange(0, size, 2).float() / size)), 1.0
+        return plain_rope(parameters["rope_theta"], size), 1.0
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return torch.as_tensor(frequencies), float(scale)
+
+
+def plain_rope(theta: float, size: int) -> torch.Tensor:
+    """f32[size / 2]: radians per position of rotary embeddings without scaling (arXiv:2104.09864)."""
+    return torch.as_tensor(1.0 / theta ** (torch.arange(0, size, 2).float() / size))

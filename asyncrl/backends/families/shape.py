@@ -55,8 +55,21 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAttention:
+    """Attention of some ``layers`` reaches back only so far (arXiv:2004.05150).
+
+    window            tokens that a query sees, itself and those before it
+    rope_frequencies  of these layers, as ModelShape's
+    """
+
+    layers: frozenset[int]
+    window: int
+    rope_frequencies: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """config.json of a decoder with rotary positions and SwiGLU."""
+    """config.json of a decoder with rotary positions and a gated feed-forward part."""
 
     architecture: str
     num_layers: int
@@ -80,9 +93,22 @@ class ModelShape:
     """Pairs that are rotated are (2 i, 2 i + 1), not (i, i + size / 2)."""
     has_norms_behind: bool = False
     """Attention and feed-forward part have a norm behind them, too."""
+    has_zero_centered_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gate."""
+    embedding_scale: float = 1.0
+    """Embeddings are multiplied by it."""
+    query_scale: float = 1.0
+    """Scores are multiplied by this / sqrt(head_size); latent attention has its own."""
+    local: LocalAttention | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward part of ``layer`` is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def window(self, layer: int) -> int:
+        """Tokens that a query of ``layer`` sees at most; 0: all before it."""
+        return self.local.window if self.local and layer in self.local.layers else 0

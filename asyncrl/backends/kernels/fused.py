@@ -67,14 +67,15 @@ def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
 
 
 @fused
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., H] x [H] -> [..., H]"""
-    return _normed(x, weight, eps)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor:
+    """[..., H] x [H] -> [..., H]. A zero-centred weight is multiplied by as 1 + weight, in float32."""
+    return _normed(x, weight, eps, is_zero_centered)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool) -> torch.Tensor:
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (1.0 + weight.float())).to(x.dtype) if is_zero_centered else weight * normed.to(x.dtype)
 
 
 @fused
@@ -82,6 +83,13 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """Gate and up, concatenated [..., 2 F] -> silu(gate) x up [..., F]"""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@fused
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """Gate and up, concatenated [..., 2 F] -> gelu(gate) x up [..., F], with tanh's approximation (arXiv:1606.08415)"""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 @fused
@@ -108,6 +116,8 @@ def heads(
     size: int,
     eps: float,
     is_interleaved: bool = False,
+    is_zero_centered: bool = False,
+    query_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention's inputs from one projection: split, normalised if there are weights [d], rotated.
 
@@ -117,9 +127,10 @@ def heads(
     grouped = mixed.view(mixed.shape[0], groups, -1, size)
     query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
     if query_weight is not None and key_weight is not None:
-        query, key = _normed(query, query_weight, eps), _normed(key, key_weight, eps)
+        query = _normed(query, query_weight, eps, is_zero_centered)
+        key = _normed(key, key_weight, eps, is_zero_centered)
     query, key = (_rotated(x, cosines, sines, is_interleaved) for x in (query, key))
-    return query, key, value.contiguous()
+    return query if query_scale == 1.0 else query * query_scale, key, value.contiguous()
 
 
 def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, is_interleaved: bool) -> torch.Tensor:

@@ -48,7 +48,7 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
         spec = ModuleSpec(module=PackedLatentAttention, params={"latent": shape.latent})
         common |= {"input_layernorm": Norm, "self_attention": spec}
     else:
-        common |= {"self_attention": _attention(config, NormBehind if shape.has_norms_behind else RowParallelLinear)}
+        common |= {"self_attention": _attention(config, shape)}
     dense = TransformerLayerSubmodules(
         **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
     )
@@ -61,15 +61,15 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
-def _attention(config: TransformerConfig, last: type) -> ModuleSpec:
+def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     """The norm before it is in its first linear layer."""
     return ModuleSpec(
         module=PackedSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, "shape": shape},
         submodules=SelfAttentionSubmodules(
             linear_qkv=NormedLinear,
             core_attention=IdentityOp,
-            linear_proj=last,
+            linear_proj=NormBehind if shape.has_norms_behind else RowParallelLinear,
             q_layernorm=Norm if config.qk_layernorm else None,
             k_layernorm=Norm if config.qk_layernorm else None,
         ),

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
@@ -30,6 +32,12 @@ class RowParameters(PackedSeqParams):  # type: ignore[misc]
 
     row: RowPart | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    local_rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of layers whose attention is local."""
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    return fused.rms_norm(x, weight, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
 
 
 class Norm(torch.nn.Module):
@@ -40,9 +48,10 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron adds up its gradients
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return fused.rms_norm(x, self.weight, self.eps)
+        return fused.rms_norm(x, self.weight, self.eps, self.is_zero_centered)
 
 
 class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -54,17 +63,18 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        normed = fused.rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
-        with forgetting(self.config, normed, fused.rms_norm, x, self.layer_norm_weight, self.config.layernorm_epsilon):
+        normed = rms_norm(x, self.layer_norm_weight, self.config)
+        with forgetting(self.config, normed, rms_norm, x, self.layer_norm_weight, self.config):
             return super().forward(normed, *arguments, **options)
 
 
 class GatedLinear(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel linear layer preceded by SwiGLU; its input is gate and up, concatenated."""
+    """A row-parallel linear layer preceded by SwiGLU or GEGLU; its input is gate and up, concatenated."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        gated = fused.swiglu(x)
-        with forgetting(self.config, gated, fused.swiglu, x):
+        activation = fused.geglu if self.config.activation_func is F.gelu else fused.swiglu
+        gated = activation(x)
+        with forgetting(self.config, gated, activation, x):
             return super().forward(gated)
 
 
@@ -78,29 +88,37 @@ class NormBehind(RowParallelLinear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> Any:
         output, bias = super().forward(x)
-        return fused.rms_norm(output, self.norm_behind, self.config.layernorm_epsilon), bias
+        return rms_norm(output, self.norm_behind, self.config), bias
 
 
 class GatedLinearNormBehind(NormBehind, GatedLinear):
-    """SwiGLU, a row-parallel linear layer, a norm."""
+    """SwiGLU or GEGLU, a row-parallel linear layer, a norm."""
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
     """Megatron's attention, with everything between its two linear layers in two kernels."""
 
+    def __init__(self, config: TransformerConfig, *arguments: Any, shape: ModelShape, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self._window = shape.window(self.layer_number - 1)
+        self._query_scale = shape.query_scale
+
     def forward(self, hidden: torch.Tensor, *_: Any, packed_seq_params: RowParameters, **__: Any) -> Any:
+        rotary = packed_seq_params.local_rotary if self._window else packed_seq_params.rotary
         assert packed_seq_params.row is not None
-        assert packed_seq_params.rotary is not None
+        assert rotary is not None
         mixed, _bias = self.linear_qkv(hidden)
         query, key, value = fused.heads(
             mixed.flatten(0, 1),
-            *packed_seq_params.rotary,
+            *rotary,
             self.q_layernorm.weight if self.config.qk_layernorm else None,
             self.k_layernorm.weight if self.config.qk_layernorm else None,
             self.num_query_groups_per_partition,
             self.config.kv_channels,
             self.config.layernorm_epsilon,
             self.config.rotary_interleaved,
+            self.config.layernorm_zero_centered_gamma,
+            self._query_scale,
         )
-        attended = attention(query, key, value, packed_seq_params.row.attention)
+        attended = attention(query, key, value, packed_seq_params.row.attention, window=self._window)
         return self.linear_proj(attended.flatten(1)[:, None])

@@ -59,6 +59,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             vp_stage=chunk,
         )
         self._frequencies, self._rope_scale = shape.rope_frequencies.to(device), shape.rope_scale
+        self._local_frequencies = shape.local.rope_frequencies.to(device) if shape.local else None
+        self._embedding_scale = shape.embedding_scale
         self._vocabulary_size = shape.vocabulary_size
         if head == "values" and self.post_process:
             del self.output_layer
@@ -84,13 +86,16 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=row.tokens[None], position_ids=row.positions[None])
+            if self._embedding_scale != 1.0:
+                hidden = hidden * self._embedding_scale
             if torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden.requires_grad_()  # of frozen embeddings: recomputed layers need a gradient at their input
         rotary = fused.rotary(row.positions, self._frequencies, self._rope_scale)
+        local = None if self._local_frequencies is None else fused.rotary(row.positions, self._local_frequencies)
         after: torch.Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            packed_seq_params=RowParameters(qkv_format="sbhd", row=row, rotary=rotary),
+            packed_seq_params=RowParameters(qkv_format="sbhd", row=row, rotary=rotary, local_rotary=local),
         )
         return after
 

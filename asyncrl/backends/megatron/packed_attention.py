@@ -19,6 +19,7 @@ from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.process_groups import context_parallel_group
 from asyncrl.backends.micro_batches import Rectangles
+from asyncrl.errors import BackendError
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -62,17 +63,20 @@ def uses_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Rectangles | Pieces) -> torch.Tensor:
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Rectangles | Pieces, *, window: int = 0
+) -> torch.Tensor:
     """query [n, heads, d], key and value [n, key-value heads, d] of a rank's part -> [n, heads, d].
 
     Scores are scaled by 1 / sqrt(d).
+    window: tokens that a query sees at most, itself and those before it; 0: all before it
     """
     if isinstance(how, Rectangles):
-        return _rectangular(query, key, value, how)
+        return _rectangular(query, key, value, how, window)
     if how.order is not None:
         key, value = _of_the_row(key, value, how.order)
     attend = _varlen if uses_varlen(query.device, query.dtype) else _by_run
-    attended = [attend(query[p.queries], key[p.keys], value[p.keys], p) for p in how.pieces]
+    attended = [attend(query[p.queries], key[p.keys], value[p.keys], p, window) for p in how.pieces]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
@@ -87,12 +91,11 @@ def _of_the_row(key: torch.Tensor, value: torch.Tensor, order: torch.Tensor) -> 
     )
 
 
-def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
     attended = []
     for queries, keys in piece.runs:
         q, k, v = (x.transpose(0, 1)[None] for x in (query[queries], key[keys], value[keys]))
-        earlier = k.shape[2] - q.shape[2]
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(earlier) if earlier else None
+        mask = _mask(q.shape[2], k.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -100,29 +103,44 @@ def _by_run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: 
     return torch.cat(attended)
 
 
-def _rectangular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rectangles) -> torch.Tensor:
+def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor | None:
+    """bool[queries, keys]: what each of the last queries sees; None: all up to itself, in a square."""
+    earlier = keys - queries
+    is_local = 0 < window < keys
+    if earlier == 0 and not is_local:
+        return None
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(earlier)
+    return mask.triu(earlier - window + 1) if is_local else mask
+
+
+def _rectangular(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Rectangles, window: int
+) -> torch.Tensor:
     attended = []
     for indices in layout.indices:
         q, k, v = (x[indices].transpose(1, 2) for x in (query, key, value))
         is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        mask = _mask(q.shape[2], k.shape[2], window, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped)
         attended.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(attended)[layout.order]
 
 
-def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and not _takes_fewer_key_heads(query.dtype):
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    return _flash(query, key, value, piece)
+    return _flash(query, key, value, piece, window)
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, window: int) -> torch.Tensor:
     """Options differ: torch 2.10 has is_causal, 2.11 window_size, 2.12 enable_gqa."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = _parameters()
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if window and "window_size" not in known:
+        raise BackendError("attention within a window needs torch 2.11 or newer on a GPU")
+    options: dict[str, Any] = {"window_size": (window - 1, 0)} if "window_size" in known else {"is_causal": True}
     if query.shape[1] != key.shape[1] and "enable_gqa" in known:
         options["enable_gqa"] = True
     attended: Any = varlen_attn(
@@ -169,7 +187,7 @@ def _takes_fewer_key_heads(dtype: torch.dtype) -> bool:
         with torch.enable_grad():
             try:
                 keys, values = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-                out = _flash(query, keys, values, whole)
+                out = _flash(query, keys, values, whole, 0)
                 results.append([out, *torch.autograd.grad(out.square().sum(), (query, key, value))])
             except (RuntimeError, ValueError):
                 return False

@@ -8,6 +8,7 @@ import re
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
 from asyncrl.backends.families.shape import Experts, ModelShape
 from asyncrl.backends.megatron import cpu_shim
@@ -41,12 +42,13 @@ def _own_fields(job: Job, shape: ModelShape, dtype: torch.dtype) -> dict[str, An
         kv_channels=shape.head_size,
         layernorm_epsilon=shape.norm_eps,
         normalization="RMSNorm",
+        layernorm_zero_centered_gamma=shape.has_zero_centered_norms,
         qk_layernorm=shape.has_qk_norm,
         rotary_interleaved=shape.is_interleaved,
         add_qkv_bias=shape.has_qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=F.silu if shape.activation == "silu" else F.gelu,
         use_te_activation_func=True,  # means: the layer specification names the activation
         attention_dropout=0.0,
         hidden_dropout=0.0,

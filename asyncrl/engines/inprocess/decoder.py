@@ -78,6 +78,7 @@ class Decoder:
         self.version = version
         self.answers: list[RunningSequence] = []
         self._cache = KVCache()
+        self._window = _window(self._model.config)
         self._experts = ExpertRecorder(self._model) if tells_experts else None
         self._rows_changed = True
         self._lengths = self._temperatures = torch.empty(0)
@@ -179,12 +180,18 @@ class Decoder:
         result: torch.Tensor = self._model(
             input_ids=ids,
             position_ids=positions.to(self.device),
-            attention_mask=mask,
+            attention_mask=mask if self._window is None else self._by_kind(mask, positions, self._window),
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=keep,
         ).logits
         return result
+
+    def _by_kind(self, mask: torch.Tensor, positions: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+        """What queries at ``positions`` [n, tokens] see in each kind of layers; the cache keeps all tokens for both."""
+        columns = torch.arange(mask.shape[-1], device=self.device)
+        within = columns > positions.to(self.device)[:, None, :, None] - window
+        return {"full_attention": mask, "sliding_attention": mask & within}
 
     def _sample(self, answers: Sequence[RunningSequence], logits: torch.Tensor, temperatures: torch.Tensor) -> None:
         """Append to each sequence a token drawn from softmax(logits / temperature) by inverting the cumulative sum."""
@@ -227,14 +234,33 @@ def _read_model(path: Path, *, dtype: str) -> Any:
             )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path={path}: {error}") from error
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")
-    if kinds != {"full_attention"} or windowed:
+    if other := _other_attention(model):
         raise ConfigError(
-            f"model.path={path}: the in-process engine supports full attention only; this {config.model_type} has "
-            f"{', '.join(sorted(kinds - {'full_attention'})) or 'a sliding window'}; use engine.kind = 'sglang'"
+            f"model.path={path}: the in-process engine does not support {other}, which this {config.model_type} has; "
+            "use engine.kind = 'sglang'"
         )
     return model
+
+
+def _other_attention(model: Any) -> str:
+    """What attention of the model has that ``attention`` would silently leave out; empty: nothing."""
+    config = model.config
+    if others := sorted(_kinds(config) - {"full_attention", "sliding_attention"}):
+        return ", ".join(others)
+    if getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"):
+        return "a sliding window in every layer"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "attn_logit_softcapping"
+    return "attention sinks" if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else ""
+
+
+def _kinds(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ["full_attention"])
+
+
+def _window(config: Any) -> int | None:
+    """Tokens that a query sees in layers with a window; None: there are none."""
+    return int(config.sliding_window) if "sliding_attention" in _kinds(config) else None
 
 
 def _end_tokens(model: Any) -> frozenset[int]:

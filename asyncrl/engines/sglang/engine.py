@@ -32,6 +32,7 @@ from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.sampling import sampling_params
 from asyncrl.engines.sglang.server import (
     ServerProcess,
+    check_architecture,
     check_dtype,
     check_installed,
     free_port,
@@ -118,6 +119,7 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
+        check_architecture(Path(run.model.path), device=device)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:

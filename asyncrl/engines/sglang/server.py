@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.engines.sglang.arguments import option_name
 from asyncrl.errors import ConfigError
@@ -61,6 +61,26 @@ def check_dtype(dtype: str, *, device: str, server_arguments: Mapping[str, Any])
     if said.get("device", device) == "cuda" and said.get("dtype", dtype) in ("float32", "float"):
         raise ConfigError(
             'model.dtype: SGLang has no float32 kernels for GPUs; use "bfloat16", engine.device = "cpu" or '
+            'engine.kind = "inprocess"'
+        )
+
+
+_NOT_ON_A_CPU: Final = {
+    "Gemma3ForCausalLM": "samples from another distribution than the model's",
+    "DeepseekV3ForCausalLM": "does not start",
+}
+"""What SGLang 0.5.23's CPU server does with a tiny model of an architecture; on a GPU it has kernels for them."""
+
+
+def check_architecture(model_path: Path, *, device: str) -> None:
+    """Raise ConfigError for a model that the CPU server gets wrong. Says nothing of a folder that cannot be read."""
+    try:
+        architectures = json.loads((model_path / "config.json").read_text()).get("architectures") or [""]
+    except (OSError, ValueError, AttributeError):
+        return
+    if device == "cpu" and (problem := _NOT_ON_A_CPU.get(architectures[0])):
+        raise ConfigError(
+            f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU or "
             'engine.kind = "inprocess"'
         )
 

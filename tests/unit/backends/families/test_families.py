@@ -87,6 +87,14 @@ def test_a_token_s_flops_are_those_of_the_experts_that_it_visits(tmp_path: Path)
     assert flops.matrix_parameters(shape) == 2 * per_layer + 64 * shape.vocabulary_size
 
 
+def test_scores_outside_of_a_window_are_no_flops(tmp_path: Path) -> None:
+    """Of 10 tokens a full layer has 2 x 50 scores a head, one with a window of 8 has 2 x (10 x 8 - 8 x 8 / 2)."""
+    shape = huggingface.read_shape(tiny_model(tmp_path, architecture="gemma3"))
+    products = 6.0 * flops.matrix_parameters(shape) * 10
+    assert [shape.window(layer) for layer in range(2)] == [8, 0]
+    assert flops.training_flops(shape, [10]) == products + 3.0 * (100 + 96) * 2 * shape.num_heads * shape.head_size
+
+
 def test_a_token_s_flops_in_latent_attention_are_those_of_its_six_products(tmp_path: Path) -> None:
     """Queries 64 x 32 and 32 x 4 (16 + 8), keys and values 64 x (32 + 8) and 32 x 4 (16 + 16), output 4 x 16 x 64."""
     shape = huggingface.read_shape(tiny_model(tmp_path, architecture="deepseek_v3"))

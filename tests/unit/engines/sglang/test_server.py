@@ -363,3 +363,11 @@ def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
         ("float32", "cuda", {"device": "cpu"}),
     ):
         sglang_server.check_dtype(dtype, device=device, server_arguments=arguments)
+
+
+def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
+    sglang_server.check_architecture(tmp_path, device="cuda")
+    with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
+        sglang_server.check_architecture(tmp_path, device="cpu")
+    sglang_server.check_architecture(tmp_path / "none", device="cpu")

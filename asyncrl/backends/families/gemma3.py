@@ -1,0 +1,67 @@
+"""Gemma 3 (text): most layers see a window of tokens and have rotary angles of their own; norms before and behind
+attention and feed-forward part, all zero-centred; the gate is a GELU; embeddings are scaled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from asyncrl.backends.families.family import DENSE_ONLY, Family, Unsupported, decoder_shape, head_size, plain_rope
+from asyncrl.backends.families.layer_weights import Row, attention, feed_forward
+from asyncrl.backends.families.shape import LocalAttention, ModelShape
+
+_LOCAL: Final = "sliding_attention"
+_GLOBAL: Final = "full_attention"
+
+
+def shape(config: Any) -> ModelShape:
+    if unknown := sorted(set(config.layer_types) - {_LOCAL, _GLOBAL}):
+        raise Unsupported(f"layer_types = {unknown[0]!r}")
+    local, everywhere = (_rope_of(config, kind) for kind in (_LOCAL, _GLOBAL))
+    layers = frozenset(layer for layer, kind in enumerate(config.layer_types) if kind == _LOCAL)
+    return dataclasses.replace(
+        decoder_shape(config, has_qk_norm=True, rotary=(everywhere, 1.0)),
+        has_norms_behind=True,
+        has_zero_centered_norms=True,
+        activation="gelu_tanh",
+        embedding_scale=float(torch.tensor(config.hidden_size**0.5, dtype=config.dtype or torch.float32)),
+        query_scale=math.sqrt(head_size(config) / config.query_pre_attn_scalar),
+        local=LocalAttention(layers=layers, window=config.sliding_window, rope_frequencies=local) if layers else None,
+    )
+
+
+def _rope_of(config: Any, kind: str) -> torch.Tensor:
+    """Frequencies of one kind of layers; both kinds are default or linear, neither of which has a scale."""
+    parameters = config.rope_parameters[kind]
+    if parameters["rope_type"] not in ("default", "linear"):
+        raise Unsupported(f"rope type {parameters['rope_type']!r}; supported: default, linear")
+    factor: float = parameters.get("factor", 1.0)
+    return plain_rope(parameters["rope_theta"], head_size(config)) / factor
+
+
+def layer(shape: ModelShape, layer: int, experts: range) -> Iterator[Row]:
+    yield from attention(shape)
+    yield ("self_attention.linear_proj.norm_behind", "whole", ("post_attention_layernorm.weight",))
+    yield ("mlp.linear_fc1.layer_norm_weight", "whole", ("pre_feedforward_layernorm.weight",))
+    yield from feed_forward("mlp")
+    yield ("mlp.linear_fc2.norm_behind", "whole", ("post_feedforward_layernorm.weight",))
+
+
+FAMILY = Family(
+    architecture="Gemma3ForCausalLM",
+    models="Gemma 3 270M and 1B, and the text part of larger ones",
+    shape=shape,
+    only={
+        **DENSE_ONLY,
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+    layer=layer,
+)
