@@ -9,7 +9,7 @@ from asyncrl.messages import PromptGroup
 from asyncrl.messages.evaluation import MOST_PROMPTS, Evaluation, EvaluationAnswers
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.evaluation.results import Answered, metrics
-from asyncrl.policies.evaluation.verdict import verdict
+from asyncrl.policies.evaluation.verdict import MOST_REFUSED, Verdicts
 
 
 class EvaluationRound:
@@ -19,6 +19,7 @@ class EvaluationRound:
         self.evaluation = evaluation
         self._sets = tuple(sets)
         self._places = prompts_of(sets)
+        self._verdicts = Verdicts(evaluation)
         self.answered: dict[int, Answered] = {}
         self.failed: dict[int, str] = {}
         """Prompts that nobody can answer, and why."""
@@ -65,12 +66,7 @@ class EvaluationRound:
         """(prompt to ask again, why); None if there is none, with "" if nothing is wrong. Told in the log's order."""
         index = None if answers.group_id is None else self.evaluation.index(answers.group_id)
         its, place = (None, 0) if index is None else self._places[index]
-        found, why = verdict(
-            answers,
-            self.evaluation,
-            is_settled=index is not None and self.is_settled(index),
-            num_samples=0 if its is None else its.measured.num_samples,
-        )
+        found, why = self._verdicts.of(answers, num_samples=0 if its is None else its.measured.num_samples)
         if found == "unable":
             self.unable[answers.worker] = why
         if found in ("unable", "passed") or index is None or its is None:
@@ -80,7 +76,11 @@ class EvaluationRound:
             return None, ""
         if found != "good":
             self.num_mixed += found == "mixed"
-            return index, f"of {answers.worker}: {why}"
+            why = f"of {answers.worker}: {why}"
+            if not self._verdicts.is_settled(self.evaluation.group_id(index)):
+                return index, why
+            self.failed[index] = f"given up after {MOST_REFUSED} answers that count in nothing, the last {why}"
+            return None, ""
         self.workers.add(answers.worker)
         self.num_tokens += sum(one.length for one in answers.answers)
         self.answered[index] = Answered(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Evaluation, EvaluationAnswers
-from asyncrl.policies.evaluation.verdict import Verdict, verdict
+from asyncrl.policies.evaluation.verdict import Verdict, Verdicts
 
 _CLOSE: Final = 1e-9
 _MEAN: Final = re.compile(r"evaluation/(?P<dataset>.+)/mean@(?P<count>[0-9]+)")
@@ -74,14 +74,11 @@ def _judged(
     answers: Iterable[EvaluationAnswers], newest: Evaluation, counts: Mapping[str, int]
 ) -> Iterator[tuple[EvaluationAnswers, Verdict]]:
     """Those to prompts of the newest evaluation, each with what the learner makes of it."""
-    settled: set[int] = set()
+    verdicts = Verdicts(newest)
     for one in answers:
         if one.number != newest.number or one.group_id is None or newest.index(one.group_id) is None:
             continue
-        is_settled = one.group_id in settled
-        found, _ = verdict(one, newest, is_settled=is_settled, num_samples=counts.get(one.dataset, 0))
-        if found in ("good", "failed"):
-            settled.add(one.group_id)
+        found, _ = verdicts.of(one, num_samples=counts.get(one.dataset, 0))
         yield one, found
 
 

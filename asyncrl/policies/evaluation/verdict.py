@@ -1,15 +1,20 @@
 """Which answers of an evaluation count: one rule for the learner that reports and the audit that checks. Pure.
 
-Told of each record in the order of the log. The first one that is an error or good settles its prompt; mixed and
-malformed ones settle nothing.
+The first record that is an error or good settles its prompt. Mixed and malformed ones settle nothing, until there are
+MOST_REFUSED of them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections import Counter
+from typing import Final, Literal
 
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
+
+MOST_REFUSED: Final = 16
+"""Mixed and malformed answers to one prompt. An engine may mix versions now and then; one that gave so many will not do
+otherwise when it is asked once more."""
 
 Verdict = Literal["good", "failed", "mixed", "malformed", "unable", "passed"]
 """
@@ -22,20 +27,37 @@ passed     of another evaluation, or of a prompt that is settled
 """
 
 
-def verdict(
-    answers: EvaluationAnswers, evaluation: Evaluation, *, is_settled: bool, num_samples: int
-) -> tuple[Verdict, str]:
-    """What becomes of ``answers``, and why; "" where nothing is wrong.
+class Verdicts:
+    """On the answers of one evaluation. To be told of each record in the order of the log."""
 
-    is_settled   an earlier record settled their prompt
-    num_samples  that were asked for; 0: their data set is not known
-    """
-    if answers.number != evaluation.number:
-        return "passed", ""
-    if answers.group_id is None:
-        return "unable", answers.error
-    if is_settled or evaluation.index(answers.group_id) is None:
-        return "passed", ""
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._settled: set[int] = set()
+        self._refused = Counter[int]()
+
+    def is_settled(self, group_id: int) -> bool:
+        return group_id in self._settled
+
+    def of(self, answers: EvaluationAnswers, *, num_samples: int) -> tuple[Verdict, str]:
+        """What becomes of ``answers``, and why; "" where nothing is wrong.
+
+        num_samples  that were asked for; 0: their data set is not known
+        """
+        group_id = answers.group_id
+        if answers.number != self._evaluation.number:
+            return "passed", ""
+        if group_id is None:
+            return "unable", answers.error
+        if self.is_settled(group_id) or self._evaluation.index(group_id) is None:
+            return "passed", ""
+        found, why = _on_its_own(answers, self._evaluation, num_samples=num_samples)
+        self._refused[group_id] += found in ("mixed", "malformed")
+        if found in ("good", "failed") or self._refused[group_id] >= MOST_REFUSED:
+            self._settled.add(group_id)
+        return found, why
+
+
+def _on_its_own(answers: EvaluationAnswers, evaluation: Evaluation, *, num_samples: int) -> tuple[Verdict, str]:
     if answers.error:
         return "failed", answers.error
     if not all(evaluation.has_sampled(one.version_spans) for one in answers.answers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncrl.messages import Heartbeat, VersionSpan, WeightVersion, replace
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.topics import ACTORS, EVALUATION, EVALUATION_ANSWERS, EVALUATION_PROMPTS
 from asyncrl.policies.evaluation.questions import EvaluationSet, digest
+from asyncrl.policies.evaluation.verdict import MOST_REFUSED
 from asyncrl.policies.health.faults import EVALUATION_WORKER
 from tests.harness.evaluation import section, sums
 from tests.harness.fakes import Channel
@@ -102,10 +104,10 @@ async def answer(bus: MemoryBus, evaluation: Evaluation, *indices: int, version:
             answers=(Answer(reward=1.0, length=4, version_spans=(span,)),) * 2,
             worker="e0",
         )
-        await bus.publish(EVALUATION_ANSWERS, made, key=f"{index}-{version}")
+        await bus.publish(EVALUATION_ANSWERS, made, key=f"{index}-{uuid.uuid4().hex}")
 
 
-async def answer_what_is_asked(bus: MemoryBus) -> None:
+async def answer_what_is_asked(bus: MemoryBus, *, version: int | None = None) -> None:
     """A worker, until it is cancelled."""
     async with bus.consume(EVALUATION_PROMPTS) as deliveries:
         async for delivery in deliveries:
@@ -113,7 +115,7 @@ async def answer_what_is_asked(bus: MemoryBus) -> None:
             assert delivery.message is not None
             index = evaluation.index(delivery.message.group_id)
             assert index is not None
-            await answer(bus, evaluation, index)
+            await answer(bus, evaluation, index, version=version)
             await delivery.ack()
 
 
@@ -139,6 +141,22 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
     assert await bus.last_sequence(EVALUATION_PROMPTS) == 2
     row = life.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
+
+
+async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_with_the_reason(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answer_collector, "FULL_SECONDS", 0.01)
+    await bus.put(EVALUATION, LAST)
+    life = Life(bus)
+    await life.evaluator.start()
+    worker = asyncio.create_task(answer_what_is_asked(bus, version=19))
+    await life.until_idle()
+    worker.cancel()
+    row = life.results[0, 20]
+    assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 5.0)
+    assert row["evaluation/mixed"] == 5 * MOST_REFUSED
+    assert "given up after 16 answers that count in nothing, the last of e0: not all of version 20" in caplog.text
 
 
 async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_prompt(

@@ -12,6 +12,7 @@ from asyncrl.actors.learner.evaluation_round import EvaluationRound
 from asyncrl.messages import VersionSpan, WeightVersion
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.policies.audit.evaluations import EvaluationAccount, account_of_evaluations
+from asyncrl.policies.evaluation.verdict import MOST_REFUSED
 from tests.harness.evaluation import sums
 
 NEWEST = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2, is_over=True)
@@ -68,6 +69,10 @@ def test_a_complete_result_without_all_answers_is_named() -> None:
         pytest.param([answers(0, math.nan, 1.0), answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="no number"),
         pytest.param([answers(0, 1.0, 0.0), answers(1, 1.0, 1.0), failed(1)], id="an error after good answers"),
         pytest.param([UNABLE, answers(0, 1.0, 0.0), answers(1, 1.0, 1.0)], id="a worker that cannot answer"),
+        pytest.param(
+            [answers(0, 9.0, 9.0, version=21)] * MOST_REFUSED + [answers(0, 1.0, 1.0), answers(1, 1.0, 1.0)],
+            id="good answers after a prompt was given up",
+        ),
         pytest.param([failed(0), answers(0, 9.0, 9.0), answers(1, 1.0, 1.0)], id="good answers after an error"),
     ],
 )
