@@ -17,7 +17,7 @@ from typing import Any, Final
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record, slime_evaluation
 from asyncrl.config.run_file import from_table, override
-from asyncrl.errors import ConfigError, NoHistory
+from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
 from asyncrl.run.run_folder import RecordedRun
 
 _OF_RUN: Final = ("model", "rollout", "run")
@@ -51,12 +51,16 @@ def run(options: argparse.Namespace) -> int:
         )
     results = Results(options.where)
     asked = questions(run_config, models[-1]) if is_run else ""
-    rows, is_complete = [], True
+    rows, is_complete, is_interrupted = [], True, False
     for model in models:
         if is_run and not options.again and results.has(model, questions=asked):
             print(f"{model.folder}: evaluated already (--again does it once more)", file=sys.stderr)
             continue
         metrics = evaluate(run_config, model)
+        if metrics is None:
+            print(f"asyncrl evaluate: interrupted; nothing is noted of {model.folder}", file=sys.stderr)
+            is_interrupted = True
+            break
         is_complete &= bool(metrics["evaluation/complete"])
         if is_run:
             results.add(model, run_config, metrics, questions=asked)
@@ -65,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             print("\n".join(_lines(model.folder, metrics)), flush=True)
     if options.json:
         print(json.dumps(rows))
-    return 0 if is_complete else 1
+    return INTERRUPTED if is_interrupted else 0 if is_complete else 1
 
 
 def _settings(options: argparse.Namespace, recorded: RecordedRun | None) -> RunConfig:

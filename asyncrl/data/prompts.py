@@ -90,7 +90,9 @@ class PromptDataset:
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("data.chat_template is true but the model's tokenizer has no chat template; set it false")
+            raise ConfigError(
+                f"{limits.keys}chat_template is true but the model's tokenizer has no chat template; set it false"
+            )
         if data.response_key and tokenizer.eos_token_id is None:
             raise ConfigError(
                 "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "

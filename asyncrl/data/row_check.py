@@ -25,6 +25,7 @@ class RowLimits:
     rewards        the names that data.reward_key may hold -> whether that reward compares with a label
     sampling       what [rollout] says of SAMPLING and ignore_eos, which a row may override
     vocabulary     of the model: stop_token_ids are below it
+    keys           what an error puts before a key: "data.", or nothing where it names the data set itself
     """
 
     prompt_tokens: int = 2**31
@@ -33,6 +34,7 @@ class RowLimits:
     rewards: Mapping[str, bool] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
     vocabulary: int = 2**31
+    keys: str = "data."
 
 
 class RowCheck:
@@ -54,13 +56,13 @@ class RowCheck:
             )
         )
         if prompt_key not in row:
-            raise _missing(row, prompt_key, name, where)
+            raise self._missing(row, prompt_key, name, where)
         if not self._seen_first:
             default = config.DataSection()
             for name in ("label_key", "metadata_key"):
                 key = getattr(data, name)
                 if key != getattr(default, name) and key not in row:  # written in the run file, so meant
-                    raise _missing(row, key, name, where)
+                    raise self._missing(row, key, name, where)
             self._seen_first = True
         self._check_prompt(row[prompt_key], where, key=prompt_key)
         if data.response_key:
@@ -104,13 +106,14 @@ class RowCheck:
             raise ConfigError(f"{where}: {key!r} is NaN; write the label, or leave the row out")
         if label is None and reward:
             raise ConfigError(
-                f"{where}: no label (data.label_key = {key!r}), and reward.kind = {reward!r} compares with one"
+                f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
+                "with one"
             )
 
     def _check_response(self, row: dict[str, Any], where: str) -> None:
         key = self._data.response_key
         if key not in row:
-            raise _missing(row, key, "response_key", where)
+            raise self._missing(row, key, "response_key", where)
         if not isinstance(row[key], str):
             raise ConfigError(f"{where}: {key!r} must be text, the answer to imitate, got {short(row[key])}")
         if not row[key]:
@@ -127,7 +130,7 @@ class RowCheck:
         if not self._data.chat_template:
             raise ConfigError(
                 f"{where}: {key!r} is a list of chat messages, which only a chat template turns into text; "
-                "set data.chat_template = true"
+                f"set {self._limits.keys}chat_template = true"
             )
         if not prompt:
             raise ConfigError(f"{where}: {key!r} is an empty list of messages")
@@ -136,6 +139,12 @@ class RowCheck:
                 raise ConfigError(f"{where}: {problem}, got {short(message)}")
         if self._data.conversation_key and not any(map(chat.is_trained, prompt)):
             raise ConfigError(f"{where}: {key!r} has no message of the assistant that is trained")
+
+    def _missing(self, row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
+        near = difflib.get_close_matches(key, row, 1)
+        hint = f"; did you mean {near[0]!r}" if near else ""
+        there = ", ".join(repr(k) for k in row) or "none"
+        return ConfigError(f"{where}: no column {key!r} ({self._limits.keys}{name}){hint}; there is {there}")
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
@@ -200,13 +209,6 @@ def plain(value: Any, where: str, key: str) -> Any:
     if not isinstance(value, _PLAIN):
         raise ConfigError(f"{where}: {key!r} holds a {type(value).__name__}; write it as text or a number")
     return value
-
-
-def _missing(row: dict[str, Any], key: str, name: str, where: str) -> ConfigError:
-    near = difflib.get_close_matches(key, row, 1)
-    hint = f"; did you mean {near[0]!r}" if near else ""
-    there = ", ".join(repr(k) for k in row) or "none"
-    return ConfigError(f"{where}: no column {key!r} (data.{name}){hint}; there is {there}")
 
 
 def short(value: Any) -> str:

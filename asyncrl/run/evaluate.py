@@ -18,7 +18,6 @@ from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.supervisor import supervise
 from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
 from asyncrl.protocols import Bus
@@ -53,8 +52,8 @@ def saved_models(run: RunConfig) -> list[SavedModel]:
     return [SavedModel(folder=folder, step=version) for _, version, folder in sorted(found)]
 
 
-def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float]:
-    """The metrics of one model. Raises ConfigError, EngineDied and what else the engine raises.
+def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float] | None:
+    """The metrics of one model; None when it was interrupted. Raises ConfigError, and what its engine raises.
 
     run: its [evaluation], [engine], [reward] and [rollout] say what is asked, of whom and how it is judged
     """
@@ -77,7 +76,7 @@ def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=str(model.folder)))
 
 
-async def _evaluate(run: RunConfig) -> dict[str, float]:
+async def _evaluate(run: RunConfig) -> dict[str, float] | None:
     sets = await asyncio.to_thread(registry.open_evaluation_sets, run)
     bus = await registry.own_bus(run)
     results: list[Mapping[str, float]] = []
@@ -101,9 +100,7 @@ async def _evaluate(run: RunConfig) -> dict[str, float]:
         await supervise(_Asking(bus, evaluator), worker, follower)
     finally:
         await bus.close()
-    if not results:
-        raise ConfigError("interrupted before every prompt was answered")
-    return dict(results[0])
+    return dict(results[0]) if results else None
 
 
 class _Asking(Actor):
@@ -117,11 +114,8 @@ class _Asking(Actor):
         async with asyncio.TaskGroup() as group:
             asking = group.create_task(self._evaluator.run())
             await self._evaluator.stored(WeightVersion(incarnation=0, policy_version=0))
-            finishing = group.create_task(self._evaluator.finish())
-            drained = group.create_task(self.draining.wait())
-            await asyncio.wait((finishing, drained), return_when=asyncio.FIRST_COMPLETED)
-            for task in (asking, finishing, drained):
-                task.cancel()
+            await self._evaluator.finish_unless(self.draining)
+            asking.cancel()
 
 
 class Results:

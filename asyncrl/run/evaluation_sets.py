@@ -55,7 +55,7 @@ def open_set(
         epochs=1,
         max_prompt_tokens=_ANY,  # a longer one is refused here, by its own limit
     )
-    limits = RowLimits(prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for)
+    limits = RowLimits(prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="")
     try:
         prompts = PromptDataset.open(
             data, tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt

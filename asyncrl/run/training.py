@@ -43,19 +43,21 @@ async def train(
     gc.freeze()
     endpoint = prometheus(run, bus, learner, *helpers, *beside, step_numbers=lambda: learner.newest_metrics)
     await supervised(learner, *helpers, HeartbeatSender(learner, *helpers, about=about), *beside, *endpoint)
-    was_drained = learner.draining.is_set() and not learner.done
+    was_drained = learner.draining.is_set() and not learner.is_finished
     if not was_drained and learner.step == 0:
         raise HopelessError("the data ended before one batch was full: nothing was trained; see data.path")
-    print(_outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started), flush=True)
+    print(outcome(run, learner, was_drained=was_drained, seconds=time.monotonic() - started), flush=True)
     return INTERRUPTED if was_drained else 0
 
 
-def _outcome(run: RunConfig, learner: Learner, *, was_drained: bool, seconds: float) -> str:
+def outcome(run: RunConfig, learner: Learner, *, was_drained: bool, seconds: float) -> str:
     """The learner's last line."""
     text = (
         f"{'stopped' if was_drained else 'done'}: {learner.step} steps in {seconds:.0f} s, {learner.counts}; policy "
         f"version {learner.policy_version}, checkpoint in {run.run_directory / 'checkpoints'}"
     )
-    if not learner.done and not was_drained:
+    if learner.done and was_drained:
+        text += "; its last evaluation is not over"
+    elif not learner.done and not was_drained:
         text += f"; the data has ended before step {run.run.steps}"
     return text

@@ -12,9 +12,10 @@ import pytest
 
 from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.messages import VersionSpan
-from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS
+from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS, PROGRESS
 from asyncrl.metrics import schema
 from asyncrl.rewards.guard import GuardedReward
+from asyncrl.run.training import outcome
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 
@@ -213,6 +214,29 @@ async def test_a_resumed_learner_takes_up_the_evaluation_that_its_death_interrup
     assert sorted(results(evaluated)) == [0]
     assert results(evaluated)[0]["evaluation/complete"] == 1.0
     assert results(evaluated)[0]["evaluation/sums/mean@2"] == 0.0
+
+
+async def test_a_run_that_is_drained_in_its_last_evaluation_is_not_finished_until_it_is_resumed(
+    evaluated: Loop, bus_factory: Any
+) -> None:
+    engine = Engine()
+    engine.gate.clear()
+    evaluated.steps = 1
+    evaluated.evaluation = section(place="dedicated", at_start=False)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_worker(worker(await bus_factory(), Engine())))
+        group.create_task(run_worker(evaluating_worker(await bus_factory(), engine, name="e0", is_dedicated=True)))
+        first = group.create_task(evaluated.run_learner())
+        await until(lambda: engine.running > 0)
+        evaluated.learner.drain()
+        learner = await first
+        assert learner.done and not learner.is_finished
+        assert "stopped: 1 steps" in (line := outcome(evaluated.run, learner, was_drained=True, seconds=1.0))
+        assert line.endswith("; its last evaluation is not over")
+        assert not (await evaluated.bus.states(PROGRESS))[""].finished
+        engine.gate.set()
+        assert (await evaluated.run_learner(resume=True)).is_finished
+    assert sorted(results(evaluated)) == [1]
 
 
 @pytest.mark.parametrize("end", [lambda text: {}[text], sys.exit])

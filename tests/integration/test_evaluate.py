@@ -97,6 +97,32 @@ def test_a_model_is_evaluated_again_when_the_questions_or_their_reward_have_chan
     assert len({row["questions"] for row in rows}) == len(rows) == 3
 
 
+INTERRUPTING = """
+import os, signal, time
+def reward(sample):
+    if not os.path.exists(sample.metadata["once"]):
+        open(sample.metadata["once"], "w").close()
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    return 0.0
+"""
+
+
+def test_an_evaluation_that_is_interrupted_says_so_and_notes_nothing(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prompts, datasets = tmp_path / "prompts.jsonl", tmp_path / "datasets.toml"
+    row = {"prompt": "01", "metadata": {"once": str(tmp_path / "once")}}
+    prompts.write_text("".join(json.dumps(row) + "\n" for _ in range(32)))
+    datasets.write_text(FILE + f'[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\n')
+    assert evaluate(demo / "model", "--datasets", datasets, "--set", "reward.kind=interrupting:reward") == 130
+    told = capsys.readouterr()
+    assert told.err.endswith(f"asyncrl evaluate: interrupted; nothing is noted of {demo / 'model'}\n")
+    assert told.out == ""
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [

@@ -145,6 +145,15 @@ class Evaluator:
         with self._waits.waiting("the evaluation of the last version"):
             await self._idle()
 
+    async def finish_unless(self, drained: asyncio.Event) -> bool:
+        """``finish``. False: it was drained first, and a later life takes up what is in progress."""
+        async with asyncio.TaskGroup() as group:
+            finishing = group.create_task(self.finish(), name="evaluation.finish")
+            draining = group.create_task(drained.wait())
+            await asyncio.wait((finishing, draining), return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            return not finishing.cancel()
+
     def _is_evaluated(self, weights: WeightVersion) -> bool:
         """Whether the last evaluation was of these weights, perhaps as an earlier life stored them."""
         last = self._last

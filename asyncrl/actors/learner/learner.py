@@ -97,6 +97,8 @@ class Learner(Actor):
         self._reporting: asyncio.Task[None] | None = None
         self._last_end = time.monotonic()
         self._load_seconds: float | None = None  # until it could train; reported with the first step
+        self.is_finished = False
+        """Whether every step that there is data for is trained, and the last evaluation is over."""
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -355,19 +357,11 @@ class Learner(Actor):
         if self._reporting is not None:
             await self._reporting
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
-        if not self.draining.is_set() or self.done:
-            await self._finish_evaluations(group)
-            await self._progress.progress(is_finished=True)
-
-    async def _finish_evaluations(self, group: asyncio.TaskGroup) -> None:
-        """Until the last one is over, or the run is drained: then a later start takes it up."""
-        if self._evaluator is None:
+        if self.draining.is_set() and not self.done:
             return
-        finishing = group.create_task(self._evaluator.finish(), name=f"{self.name}.last-evaluation")
-        drained = group.create_task(self.draining.wait())
-        await asyncio.wait((finishing, drained), return_when=asyncio.FIRST_COMPLETED)
-        finishing.cancel()
-        drained.cancel()
+        if self._evaluator is None or await self._evaluator.finish_unless(self.draining):
+            await self._progress.progress(is_finished=True)
+            self.is_finished = True
 
     async def _report(
         self, metrics: Mapping[str, Metric], taken: Sequence[BufferedGroup], group: asyncio.TaskGroup

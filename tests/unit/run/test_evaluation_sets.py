@@ -25,7 +25,7 @@ def opened(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, *, context: int = 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_set(
-        EvaluationDataset(name="sums", path=str(path), **keys),
+        EvaluationDataset(**{"name": "sums", "path": str(path)} | keys),
         tokenizer=make_tokenizer("01234567"),
         max_new_tokens=8,
         context_tokens=context,
@@ -66,7 +66,9 @@ def test_a_system_prompt_stands_in_front_of_every_prompt(tmp_path: Path) -> None
         ({"context": 10, "max_prompt_tokens": 30}, "more than the 2 that an answer leaves of the context"),
         ({"rows": ROWS[1:2], "max_prompt_tokens": 3}, "prompt 1 has 4 tokens, more than max_prompt_tokens = 3"),
         ({"max_new_tokens": 64}, "64 new tokens leave no room for a prompt"),
-        ({"label_key": "lable"}, "lable"),
+        ({"label_key": "lable"}, "no column 'lable' (label_key); did you mean 'label'"),
+        ({"rows": [{"prompt": "1"}]}, "rows.jsonl:1: no label (label_key = 'label'), and reward.kind = 'exact'"),
+        ({"rows": [{"prompt": [{"role": "user", "content": "1"}], "label": "2"}]}, "; set chat_template = true"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
@@ -77,6 +79,13 @@ def test_what_cannot_be_asked_is_refused_with_the_data_sets_name(
     assert str(error.value).startswith("evaluation.datasets: sums: ")
     assert problem in str(error.value)
     assert "\n" not in str(error.value)
+    assert "data.label_key" not in str(error.value), "[data] is another table"
+
+
+def test_the_rows_of_a_slice_keep_their_tags(tmp_path: Path) -> None:
+    opened(tmp_path)
+    made = opened(tmp_path, path=f"{tmp_path / 'rows.jsonl'}[1:3]", tag_key="topic")
+    assert [(one.prompt, one.tags) for one in made.questions] == [("1234", ("hard",)), ("7", ())]
 
 
 def test_a_tag_is_text(tmp_path: Path) -> None:
