@@ -107,8 +107,11 @@ class RecordedRun:
 
     @property
     def is_run(self) -> bool:
-        """Whether anything in the folder is a run's."""
-        return any((self.directory / name).exists() for name in (HISTORY_FILE, *_TRACES))
+        """Whether anything in the folder is a run's. Raises ConfigError for one that may not be looked into."""
+        try:
+            return any((self.directory / name).exists() for name in (HISTORY_FILE, *_TRACES))
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.directory}: cannot be read: {error.strerror}") from None
 
     def settings(self, begun: HistoryEntry) -> RunConfig:
         """The run file of one incarnation of the learner, from the line that began it."""

@@ -28,20 +28,31 @@ _SHAPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 def rows_of(directory: Path) -> tuple[list[dict[str, Any]], str]:
     """The rows, in the order of their steps, and the file that they are of. Of a step that a resumed learner trained
-    again, the last row. Raises ConfigError for a folder that holds no run."""
+    again, the last row. Raises ConfigError for a folder that holds no run, or that cannot be read."""
     recorded = RecordedRun(directory)
     if not recorded.is_run:
         raise ConfigError(f"{directory}: holds no run")
     rows: dict[int, dict[str, Any]] = {}
     for name in (OLDER_FILE, TIMELINE_FILE):
-        with contextlib.suppress(OSError):
-            for line in (directory / name).read_bytes().split(b"\n"):
-                if (row := _row(line)) is not None:
-                    rows[row["step"]] = row
+        for line in _bytes(directory / name).split(b"\n"):
+            if (row := _row(line)) is not None:
+                rows[row["step"]] = row
     if rows:
         return [rows[step] for step in sorted(rows)], TIMELINE_FILE
-    metrics = {step: row for (_, step), row in sorted(recorded.metrics().items())}
+    said: list[str] = []
+    metrics = {step: row for (_, step), row in sorted(recorded.metrics(say=said.append).items())}
+    if said and not metrics:
+        raise ConfigError(f"{directory}: {said[0]}")
     return [from_metrics(metrics[step], SECONDS) for step in sorted(metrics)], "metrics.jsonl"
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def newest_rows(directory: Path, *, most_bytes: int) -> list[dict[str, Any]]:
