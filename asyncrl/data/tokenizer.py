@@ -29,12 +29,16 @@ def load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from None
 
 
-def load_decode(path: str) -> Callable[[Sequence[int]], str]:
-    """What makes text of tokens, special ones included. Raises ConfigError where the tokenizer is not here."""
+def load_decode(path: str | Path) -> Callable[[Sequence[int]], str]:
+    """What makes text of tokens: special ones included, spaces as the model wrote them.
+
+    Raises ConfigError where the tokenizer is not here.
+    """
     if not path:
         raise ConfigError("model.path: not known here; say where the tokenizer is with --set model.path=...")
     tokenizer = load_tokenizer(Path(path))
-    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+    exactly = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return lambda tokens: str(tokenizer.decode(list(tokens), **exactly))
 
 
 def is_generic(path: Path) -> bool:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from asyncrl.errors import ConfigError
+from asyncrl.data.tokenizer import load_decode
 from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Generation
 
@@ -150,7 +150,7 @@ class StopReader:
         if not sampling.stop:
             return None
         if self._decode is None:
-            self._decode = await asyncio.get_running_loop().run_in_executor(self._reader, _decode_of, self._model_path)
+            self._decode = await asyncio.get_running_loop().run_in_executor(self._reader, load_decode, self._model_path)
         return StopStrings(sampling.stop, self._decode)
 
     async def ended(self, generation: Generation, sampling: SamplingParams, stop: StopStrings | None) -> Generation:
@@ -162,21 +162,3 @@ class StopReader:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-
-def _decode_of(model_path: Path) -> Decode:
-    """Raises ConfigError."""
-    import transformers
-
-    try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            model_path, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"rollout.stop needs the tokenizer in {model_path}: {error}") from error
-
-    def decode(tokens: Sequence[int]) -> str:
-        text: str = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode

@@ -13,6 +13,8 @@ rejections    counts rejected messages and logs one of each kind
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncrl.protocols.backend import Backend, Rehearsing, StepResult
 from asyncrl.protocols.bus import (
     Asked,
@@ -30,6 +32,9 @@ from asyncrl.protocols.engine import Collectives, Engine, EngineStats, Intake, L
 from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 from asyncrl.protocols.generation import Generation, PartialGeneration
 from asyncrl.protocols.weights import Receiver, Sender, Transfer, WeightChannel
+
+if TYPE_CHECKING:
+    from asyncrl.tensors.snapshot import Snapshot as Snapshot  # what Backend.export gives; it imports torch
 
 __all__ = [
     "Asked",

@@ -18,7 +18,7 @@ from asyncrl.policies.health.faults import FIRST_SECONDS
 from asyncrl.protocols import Bus, WeightChannel
 
 if TYPE_CHECKING:
-    from asyncrl.tensors.snapshot import Snapshot
+    from asyncrl.protocols import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
