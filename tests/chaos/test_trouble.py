@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,9 @@ async def test_workers_report_a_full_log_and_continue_when_it_has_room(
     storm = storm_on(own_server, tmp_path, forks=forks)
     async with storm.up() as seen:
         before = storm.pids()
-        async with full_log(storm):
+        async with full_log(storm) as fill:
             while not await all_wait_for_room(storm):
+                await fill()
                 await asyncio.sleep(0.1)
             steps = seen.step[1]
         await storm.until(lambda: seen.step[1] > steps + 5, "all work again")
@@ -204,14 +205,22 @@ async def test_workers_report_a_full_log_and_continue_when_it_has_room(
 
 
 @contextlib.asynccontextmanager
-async def full_log(storm: Storm) -> AsyncIterator[None]:
-    """The trajectory stream accepts no more messages."""
+async def full_log(storm: Storm) -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    """The trajectory stream accepts no more messages; what is yielded fills it again.
+
+    A process that opens the bus meanwhile, as some do late on a busy machine, gives the stream its own limit back.
+    """
     bus: Any = storm.bus
     name = bus._layout.stream(TRAJECTORIES)
     found = (await bus._connection.api(f"STREAM.INFO.{name}"))["config"]
-    await bus._connection.api(f"STREAM.UPDATE.{name}", found | {"max_bytes": 1})
+
+    def fill() -> Awaitable[object]:
+        update: Awaitable[object] = bus._connection.api(f"STREAM.UPDATE.{name}", found | {"max_bytes": 1})
+        return update
+
+    await fill()
     try:
-        yield
+        yield fill
     finally:
         await bus._connection.api(f"STREAM.UPDATE.{name}", found)
 
