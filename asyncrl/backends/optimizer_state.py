@@ -105,9 +105,8 @@ class SavedState:
         return whole
 
 
-@contextmanager
-def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState]:
-    """The checkpoint in ``folder``. Raises CheckpointError, and ConfigError if other tensor-parallel ranks wrote it."""
+def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:
+    """How many ranks wrote it. Raises CheckpointError, and ConfigError if other tensor-parallel ranks wrote it."""
     try:
         index = json.loads((folder / _INDEX).read_text())
         if index["format"] != FORMAT:
@@ -117,13 +116,21 @@ def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState
                 f"learner.tensor_parallel: {folder} was written with {index['tensor_parallel']}, and cannot be read "
                 f"with {tensor_parallel}; resume with learner.tensor_parallel = {index['tensor_parallel']}"
             )
-        with ExitStack() as stack:
-            files = [
-                stack.enter_context(safe_open(folder / _file(rank), framework="pt")) for rank in range(index["ranks"])
-            ]
-            yield SavedState(files, folder)
+        return int(index["ranks"])
     except ConfigError:
         raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
+
+
+@contextmanager
+def open_state(folder: Path, *, tensor_parallel: int = 1) -> Iterator[SavedState]:
+    """The checkpoint in ``folder``. Raises as ``saved_ranks``."""
+    ranks = saved_ranks(folder, tensor_parallel=tensor_parallel)
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(folder / _file(rank), framework="pt")) for rank in range(ranks)]
+            yield SavedState(files, folder)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: not a backend checkpoint: {error}") from error
 

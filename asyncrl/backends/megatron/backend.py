@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, models
+from asyncrl.backends import flops, frozen, huggingface, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, torchrun
@@ -280,7 +280,10 @@ class MegatronBackend(BackendAdapter):
         self._together([Command(name="save", folder=str(folder))] * self._layout.ranks)
 
     def restore(self, folder: Path) -> None:
-        models.require_saved(folder, (name for name, model in self._job.models.items() if model.is_trained))
+        trained = [name for name, model in self._job.models.items() if model.is_trained]
+        models.require_saved(folder, trained)
+        for name in trained:  # before a follower is told, which would end with a traceback of the user's mistake
+            optimizer_state.saved_ranks(models.saved_in(folder, name), tensor_parallel=self._layout.tensor)
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +81,12 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
 def test_a_checkpoint_of_other_shards_is_refused_with_the_setting_that_reads_it(folder: Path, tmp_path: Path) -> None:
     with started("megatron-tp2", folder) as backend:
         backend.save(tmp_path)
+        shutil.copytree(tmp_path, other := tmp_path / "other")
+        index = json.loads((other / "backend.json").read_text())
+        (other / "backend.json").write_text(json.dumps(index | {"tensor_parallel": 4}))
+        with pytest.raises(ConfigError, match="learner.tensor_parallel = 4"):
+            backend.restore(other)
+        backend.restore(tmp_path)  # no rank was told, and none has ended
     with (
         started("megatron-1", folder) as backend,
         pytest.raises(ConfigError, match="learner.tensor_parallel = 2"),
