@@ -2,10 +2,12 @@
 
     a step fails -> halves of its batch are rehearsed, and halves of those that fail, down to single groups
 
-A group with which a step fails also when it is alone is to blame, if a step without it is possible at all: when every
-group of the batch fails alone, other groups are tried, the newest that was trained among them, and if those fail too
-the cause is no data. When each group passes alone (too little memory for all of them together, a passing fault of the
-device) nobody is to blame. Which halves are tried follows from the batch's order alone. Nothing is trained meanwhile.
+A group with which a step fails also when it is alone is to blame, if a step without it is possible at the same time: a
+machine that is short of memory or descriptors for some seconds fails whatever is tried in them. So a group that failed
+alone is tried once more between two groups that pass: others of its batch, the newest that was trained, or buffered
+ones. If none of them passes the cause is no data. When each group passes alone (too little memory for all of them
+together, a passing fault) nobody is to blame. Which halves are tried follows from the batch's order alone. Nothing is
+trained meanwhile.
 
 Tests: tests/actors/learner/test_sifter.py.
 """
@@ -13,7 +15,7 @@ Tests: tests/actors/learner/test_sifter.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Final
 
 from asyncrl.actors.learner.batcher import Batcher
@@ -26,7 +28,7 @@ Attempt = Callable[[Sequence[BufferedGroup]], Awaitable[str]]
 """Why a step with these groups fails; "" when it does not."""
 
 OTHERS: Final = 4
-"""Groups outside the batch that are tried before a failing batch is said to be no matter of its data."""
+"""Groups outside the batch that are tried, at most, before a failing batch is said to be no matter of its data."""
 
 
 class Sifter:
@@ -46,8 +48,15 @@ class Sifter:
 
         Raises what ends the learner whatever the batch.
         """
-        guilty = await find(batch, self._attempt)
-        if len(guilty) == len(batch) and not await self._can_step(batch):
+        failed = await find(batch, self._attempt)
+        if not failed:
+            return {}
+        if not await self._can_step(batch, failed):
+            return None
+        guilty = {
+            one.group_id: problem for one in batch if one.group_id in failed and (problem := await self._attempt([one]))
+        }
+        if guilty and not await self._can_step(batch, failed):
             return None
         return guilty
 
@@ -69,11 +78,12 @@ class Sifter:
         self._in_progress.train(map(entry_of, groups))
         return await self._trainer.rehearse(prepare, step=self._table.step)
 
-    async def _can_step(self, batch: Sequence[BufferedGroup]) -> bool:
-        """Whether any other group can be trained."""
+    async def _can_step(self, batch: Sequence[BufferedGroup], failed: Container[int]) -> bool:
+        """Whether any group can be trained now, besides those that failed."""
         tried = {one.group_id for one in batch}
+        passed = [(one, None) for one in batch if one.group_id not in failed]
         others = [(one, None) for one in self._table.buffered.values() if one.group_id not in tried]
-        for one, policy_version in [*([self._proof] if self._proof else []), *others[:OTHERS]]:
+        for one, policy_version in [*passed[:1], *([self._proof] if self._proof else []), *others[:OTHERS]]:
             if not await self._attempt([one], policy_version=policy_version):
                 return True
         return False

@@ -198,9 +198,13 @@ def account(
         for group_id in entry.groups:
             fates.setdefault(group_id, []).append(entry.kind)
     bound = (saved.next_group_id if saved else 0) + (bus.prompts + bus.last if bus else 0)  # ids are dense
-    log = [record for record in bus.log if record.group_id < bound] if bus else []
-    logged = {record.group_id for record in log}
     consumed = _consumed(saved, bus)
+    log = (
+        [record for record in bus.log if record.group_id < bound and not _is_foreign(record, saved, consumed)]
+        if bus
+        else []
+    )
+    logged = {record.group_id for record in log}
     unread = {record.group_id for record in log if record.sequence not in consumed}
     queued = frozenset(() if bus is None else bus.queued)
     found = _whereabouts(fates.keys(), saved=saved, queued=queued, logged=logged, unread=unread)
@@ -321,6 +325,11 @@ def _against_checkpoint(history: Sequence[HistoryEntry], *, saved: SavedFacts | 
         return _Done(unrecorded=unsaid, unsaved=unsaved, problems=problems)
     said = [f"group {i}: done by the checkpoint's ledger, but no line says how" for i in sorted(unsaid)]
     return _Done(lost=unsaid, unsaved=unsaved, problems=said + problems)
+
+
+def _is_foreign(record: Logged, saved: SavedFacts | None, consumed: Ledger) -> bool:
+    """Whether the learner had read the record, and not published its group, when the checkpoint was written."""
+    return saved is not None and record.group_id >= saved.next_group_id and record.sequence in consumed
 
 
 def _consumed(saved: SavedFacts | None, bus: BusFacts | None) -> Ledger:

@@ -142,6 +142,24 @@ async def test_a_batch_of_nothing_but_bad_groups_is_failed_when_another_group_ca
     assert loop.table.counts["failed"] == 2
 
 
+@pytest.mark.parametrize("attempts", [3, 5, 7])
+async def test_no_group_is_blamed_for_a_machine_that_has_no_memory_for_some_attempts(
+    attempts: int, tmp_path: Path
+) -> None:
+    """It comes back in the midst of the halving: what was tried before failed, what is tried behind passes."""
+    left = [attempts]
+
+    def fails(prompts: set[int]) -> None:
+        if 6 in prompts or left[0] < attempts:  # from group 2 on
+            left[0] -= 1
+            if left[0] >= 0:
+                raise RuntimeError("not enough memory")
+
+    loop = await train(Picky(fails), tmp_path, groups_per_batch=4)
+    assert loop.backend.steps == 4
+    assert loop.table.counts["failed"] == 0
+
+
 async def test_an_error_that_every_group_shows_is_raised_as_it_is(tmp_path: Path) -> None:
     def fails(prompts: set[int]) -> None:
         raise RuntimeError("no device")
