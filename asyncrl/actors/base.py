@@ -19,7 +19,7 @@ from asyncrl.actors.wait_tracker import OpenWait, WaitTracker
 from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
-from asyncrl.policies.health.faults import PATIENCE_SECONDS
+from asyncrl.policies.health.faults import BEAT_SECONDS, PATIENCE_SECONDS
 from asyncrl.policies.health.fleet import CLOCK
 from asyncrl.protocols import Bus
 
@@ -120,7 +120,9 @@ class HeartbeatSender(Actor):
     that one that hangs while it starts is seen too.
     """
 
-    def __init__(self, *actors: Actor, interval: float = 2.0, about: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, *actors: Actor, interval: float = BEAT_SECONDS, about: Mapping[str, float] | None = None
+    ) -> None:
         """``about``: numbers of the process that stay what they are (run/own_code.py)"""
         super().__init__(f"{actors[0].name}.heart", actors[0].bus)
         self._actors = actors

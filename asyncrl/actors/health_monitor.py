@@ -2,8 +2,8 @@
 
 Every LOOK_SECONDS it reads who beat, stores a beat of its own to see that the bus still stores, and asks
 policies/health/diagnosis.py. Ages are seconds in which it could hear: while the bus is away nobody gets older, and a
-watcher
-that was frozen itself accuses nobody when it wakes.
+watcher that was frozen itself accuses nobody when it wakes. On a busy machine its looks are far apart: then the beats
+of others say how much time has passed for everybody.
 
 Tests: tests/unit/actors/test_health_monitor.py; with real processes, tests/chaos/test_liveness.py.
 """
@@ -26,6 +26,7 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
+    BEAT_SECONDS,
     FIRST_SECONDS,
     LEARNER,
     LEARNERS_ACTORS,
@@ -73,6 +74,7 @@ class PresenceTracker:
         self._wall = wall
         self._seen: dict[str, Seen] = {}
         self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
+        self._unheard: dict[str, float] = {}  # seconds of the watcher's clock since the last new beat
         self._has_listened = False
         self._heard_again = math.inf  # seconds since the bus is back, if it was ever away
         self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
@@ -80,9 +82,19 @@ class PresenceTracker:
         self._worked: set[tuple[str, int]] = set()
         self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last beat
 
-    def hear(self, beats: Mapping[str, Heartbeat], *, seconds: float, launched: Iterable[Launched] = ()) -> None:
-        """Take in one look, ``seconds`` of listening after the one before."""
+    def hear(
+        self,
+        beats: Mapping[str, Heartbeat],
+        *,
+        seconds: float,
+        elapsed: float | None = None,
+        launched: Iterable[Launched] = (),
+    ) -> None:
+        """Take in one look, ``seconds`` of listening after the one before.  elapsed: on the watcher's clock, of which
+        it may have been frozen for some; None: as many"""
+        elapsed = seconds if elapsed is None else elapsed
         self._heard_again += seconds
+        self._unheard = {name: self._unheard.get(name, 0.0) + elapsed for name in self._seen}
         own = {one.name: one for one in launched}
         up = {name: (one.host or self._host, one.pid) for name, one in own.items() if one.pid}
         self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
@@ -95,7 +107,8 @@ class PresenceTracker:
         beats = {name: beat for name, beat in beats.items() if self._left_behind.get(name) != number_of(beat)}
         self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
-        self._seen |= {name: self._heard(beats.get(name), name, seconds) for name in {*self._seen, *beats}}
+        passed = self._passed(beats, seconds=seconds, elapsed=elapsed)
+        self._seen |= {name: self._heard(beats.get(name), name, passed(name)) for name in {*self._seen, *beats}}
         self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
         self._has_listened = True
         for one in own.values():
@@ -126,11 +139,29 @@ class PresenceTracker:
             for name, seen in self._seen.items()
         }
 
+    def _passed(self, beats: Mapping[str, Heartbeat], *, seconds: float, elapsed: float) -> Callable[[str], float]:
+        """Seconds of this look for each name: those of listening, or as many as another process has beat in."""
+        beaten: dict[tuple[str, int], float] = {}
+        for name, beat in beats.items():
+            before, process = self._seen.get(name), (beat.host, beat.pid)
+            if before is not None and (before.beat.host, before.beat.pid) == process and beat.phase != "starting":
+                beaten[process] = max(beaten.get(process, 0.0), BEAT_SECONDS * (beat.beat - before.beat.beat))
+        most = sorted(beaten.items(), key=lambda item: -item[1])[:2]
+
+        def passed(name: str) -> float:
+            seen = self._seen.get(name)
+            own = None if seen is None else (seen.beat.host, seen.beat.pid)
+            others = max((heard for process, heard in most if process != own), default=0.0)
+            return max(seconds, min(elapsed, others))
+
+        return passed
+
     def _is_missed(self, name: str, seen: Seen) -> bool:
         """Whether somebody whose entry is gone did not take it away when it left in order."""
         if not seen.beat.beat:  # never heard: still starting
             return False
-        if name in self._lively and seen.seconds <= SILENT_SECONDS:
+        may_have_expired = self._unheard.get(name, 0.0) >= ACTORS.seconds_to_live
+        if name in self._lively and seen.seconds <= SILENT_SECONDS and not may_have_expired:
             return False
         is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and is a process still
         return is_own or seen.seconds < REMEMBER_SECONDS
@@ -139,6 +170,7 @@ class PresenceTracker:
         before = self._seen.get(name)
         if before is not None and beat is not None and number_of(beat) == number_of(before.beat):
             return replace(before, seconds=before.seconds + seconds)
+        self._unheard[name] = 0.0 if beat is not None else self._unheard.get(name, 0.0)
         if self._has_listened and beat is not None:
             self._lively.add(name)
         if before is not None and beat is None:  # its entry has expired
@@ -243,14 +275,15 @@ class HealthMonitor:
         else:
             now = time.monotonic()
             self._silent = 0.0
-            heard = 0.0 if self._answered is None else min(now - self._answered, 2 * self._pause)
+            elapsed = 0.0 if self._answered is None else now - self._answered
+            heard = min(elapsed, 2 * self._pause)
             self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
             if self.error is not None or self._losses.hides_beats:
                 self._sightings.excuse()
             self._answered = now
             if not self._losses.is_blind:
                 self._listened += heard
-                self._sightings.hear(beats, seconds=heard, launched=self._launched())
+                self._sightings.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
             is_stored = self._losses.is_blind or await self._stores()
             self._refuses = 0.0 if is_stored else self._refuses + self._passed()
         self._looked = time.monotonic()

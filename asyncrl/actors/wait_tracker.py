@@ -67,10 +67,10 @@ class WaitTracker:
 
         ``progress``: rises while it gets on: what counts is the time since it last rose.
         """
-        usual = self.usual_seconds(what, on)
-        if on in PARTS and not PARTS[on].is_learned:
-            usual = 0.0
-        longest = limit(usual, first=first) if on in PARTS else 0.0
+        usual, longest = self.usual_seconds(what, on), 0.0
+        if (part := PARTS.get(on)) is not None:
+            usual = usual if part.patience is None else 0.0
+            longest = limit(usual, first=first) if part.patience is None else part.patience
         since = self._clock()
         wait = OpenWait(what, on, note, usual, longest, since, progress=progress, alive=since)
         self._open.append(wait)

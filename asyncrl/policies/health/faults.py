@@ -18,8 +18,9 @@ FIRST_SECONDS: Final = 25.0
 """The same for work whose first time compiles, allocates or reads a model: an alarm within 30 s."""
 SLOWER: Final = 4.0
 """A wait for a part that lasts this many times its median is a stall, if it is longer than PATIENCE_SECONDS."""
+BEAT_SECONDS: Final = 2.0
+"""Between two beats of an actor."""
 SILENT_SECONDS: Final = 6.0
-"""An actor beats every 2 s."""
 BUS_SECONDS: Final = 5.0
 MANY_FAILED: Final = 3
 """So many groups failed in a row are no accident of one prompt."""
@@ -56,8 +57,8 @@ class Part:
     says: str
     remedy: str
     cure: Cure = "restart"
-    is_learned: bool = True
-    """Earlier waits say how long one may last."""
+    patience: float | None = None
+    """Seconds after which a wait is a stall; None learns them from earlier waits."""
 
 
 PARTS: Final[Mapping[str, Part]] = {
@@ -81,7 +82,7 @@ PARTS: Final[Mapping[str, Part]] = {
         " has been waiting for a disk that takes nothing",
         "make room there, or make it writable: the run goes on by itself, and nothing is lost",
         cure="",  # a restart would find the same disk
-        is_learned=False,
+        patience=1.0,  # no guess: the disk has said so, and again a second later
     ),
     "start": Part(
         "start", " has been starting", "its log says how far it came; it may take ten times run.stall_seconds"

@@ -67,6 +67,30 @@ def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) ->
     assert heard.present() == {}
 
 
+def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_are_far_apart() -> None:
+    """A busy machine: the watcher looks every five seconds, of which it may count two by its own clock. w1 beats."""
+    heard = sightings()
+    for number in (1, 2):
+        beats = {"w0": beat("w0", number), "w0.weights": beat("w0.weights", number), "w1": beat("w1", number, pid=8)}
+        heard.hear(beats, seconds=2, elapsed=5)
+    heard.hear(beats | {"w1": beat("w1", 4, pid=8)}, seconds=2, elapsed=5)
+    assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [4, 4, 0]
+    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=5)
+    assert [heard.present()[name].seconds for name in ("w0", "w0.weights", "w1")] == [9, 9, 0]
+    heard.hear(beats | {"w1": beat("w1", 9, pid=8)}, seconds=2, elapsed=60)  # all were frozen
+    assert [heard.present()[name].seconds for name in ("w0", "w1")] == [11, 2]
+
+
+def test_an_entry_that_expired_between_looks_that_are_far_apart_is_missed() -> None:
+    heard = sightings()
+    for number in (1, 2):
+        heard.hear({"w0": beat("w0", number)}, seconds=1)
+    for _ in range(2):
+        heard.hear({"w0": beat("w0", 2)}, seconds=2, elapsed=7)
+    heard.hear({}, seconds=2, elapsed=7)
+    assert heard.present()["w0"].seconds >= 6
+
+
 def test_an_entry_that_expired_while_the_bus_was_away_is_as_old_as_the_bus_is_back() -> None:
     heard = sightings()
     for number in (1, 2):
