@@ -15,6 +15,7 @@ A group with one trajectory, for the prompt "7+5=" and the answer "12<eos>":
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -122,6 +123,7 @@ class PromptGroup:
     response_tokens     i32[R], an answer to imitate, <eos> included; empty if the data has none
     response_mask       bool[R], which of them are trained; empty: all
     reward              name of the row's own reward; empty: reward.kind
+    ticket               what an answer's key must name (policies/trust/tickets.py); empty: nothing
     policy_version      of the learner at publication: the age of a given answer counts from it
     epoch               pass over the data
     dataset             name of the data set that an evaluation asks of; empty in training
@@ -142,6 +144,7 @@ class PromptGroup:
     dataset: str = ""
     response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reward: str = ""
+    ticket: str = ""
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
@@ -156,6 +159,7 @@ class PromptGroup:
             1 <= self.group_size <= _MAX_GROUP, f"group_size must be >= 1 and <= {_MAX_GROUP}, got {self.group_size}"
         )
         counts(self, "group_id", "epoch", "min_policy_version", "incarnation")
+        require(bool(re.fullmatch("([0-9a-f]{32})?", self.ticket)), f"ticket is no 32 digits, but {self.ticket[:40]!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -184,6 +188,7 @@ class Trajectory:
     reward             NaN until rewarded
     experts            [P + T, layers, experts per token] (messages/routing.py): of the prompt's tokens too; empty where
                        the engine does not say
+    resumed           how many of the tokens under the mask, the first of them, earlier attempts at the group sampled
     """
 
     tokens: NDArray[np.int32]
@@ -194,6 +199,7 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str = "stop"
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
+    resumed: int = 0
 
     def __post_init__(self) -> None:
         array(self, "tokens", np.int32)
@@ -215,6 +221,8 @@ class Trajectory:
         )
         require(self.finish_reason in FINISH_REASONS, f"finish_reason {self.finish_reason!r} is unknown")
         check_experts(self.experts, num_tokens=length)
+        sampled = int(np.count_nonzero(self.response_mask))
+        require(0 <= self.resumed <= sampled, f"resumed is {self.resumed}, of {sampled} sampled tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +309,14 @@ class GroupSegment:
     """What was sampled for an unfinished prompt group since its last segment.
 
     Topic ``segments``, key GROUP/ATTEMPT/SEGMENT: rollout worker -> the worker that takes the prompt over.
+
+    proof  that its writer was lent the group (actors/rollout/group_progress.py); empty where prompts have no ticket
     """
 
     group_id: int
     worker: str
     calls: tuple[CallSegment, ...]
+    proof: str = ""
+
+    def __post_init__(self) -> None:
+        require(len(self.proof) <= 64, "proof is longer than 64 digits")

@@ -155,6 +155,12 @@ def worker_named(name: str) -> Service[Claim, Claim]:
     return dataclasses.replace(WORKERS, key=name)
 
 
+def answer_key(group_id: int, *, ticket: str) -> str:
+    """Of an answer in ``trajectories``. ``ticket``: of the group's prompt; "" where prompts have none."""
+    return f"{group_id}-{ticket}" if ticket else str(group_id)
+
+
 def group_id_of(key: str) -> int | None:
     """The group that a key of ``prompts`` or ``trajectories`` names; None for a key that no group has."""
-    return int(key) if re.fullmatch("0|[1-9][0-9]{0,15}", key) else None
+    found = re.fullmatch("(0|[1-9][0-9]{0,15})(-[0-9a-f]{32})?", key)
+    return int(found[1]) if found else None

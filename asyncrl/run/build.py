@@ -48,9 +48,10 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
-from asyncrl.run import learner_models, registry, resume_checks
+from asyncrl.run import learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
@@ -67,6 +68,7 @@ class LearnerPorts:
     admission                   the run file's, if None
     evaluation_sets             the data sets of [evaluation]; empty evaluates nothing
     most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
+    tickets                      that prompts carry, and answers name
     """
 
     algorithm: Algorithm
@@ -82,6 +84,7 @@ class LearnerPorts:
     evaluation_sets: Sequence[EvaluationSet] = ()
     most_failed: int = 32
     most_filtered: int = 1000
+    tickets: Tickets = field(default_factory=Tickets)
 
 
 async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
@@ -115,6 +118,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         evaluation_sets=sets,
         most_failed=max(32, 2 * run.window),
         most_filtered=max(1000, 20 * run.window),
+        tickets=Tickets(signing_keys.ticket_secret(run)),
     )
     learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
     senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
@@ -142,6 +146,7 @@ def assemble_learner(
         filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered, max_raised=ports.most_failed),
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
+        tickets=ports.tickets,
     )
     evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
     trainer = Trainer(
@@ -192,6 +197,7 @@ def assemble_learner(
         group_size=run.rollout.group_size,
         state=state,
         link=link,
+        tickets=ports.tickets,
         are_sampled=_are_sampled(run),
     )
     return learner, prompts

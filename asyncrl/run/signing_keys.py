@@ -3,6 +3,8 @@
     keys/learner      in the run's folder: the learner's secret, 0600
     keys/learner.pub  its public half, for bus.learner_key of workers on other machines
     keys/heard        what was said last by others (heard_file.py)
+    keys/tickets       the learner's secret that tickets are made of (policies/trust/tickets.py), 0600; a run that was
+                      begun without one, by an older version, has no tickets
     keys/life         of the newest process that signs, workers that the run's launcher starts too; it rises with each
 
 The learner's key is made with the run, whoever starts it, or was given with its credentials (bin/nats-config), and so
@@ -32,7 +34,7 @@ from asyncrl.state.history import HISTORY_FILE
 LEARNER_KEY_VARIABLE: Final = "ASYNCRL_LEARNER_KEY"
 """In the environment of processes that `asyncrl run` starts: the learner's public key."""
 _FOLDER: Final = "keys"
-KEY_FILES: Final = (f"{_FOLDER}/learner", f"{_FOLDER}/learner.pub")
+KEY_FILES: Final = (f"{_FOLDER}/learner", f"{_FOLDER}/learner.pub", f"{_FOLDER}/tickets")
 """In the folder of a run that signs."""
 
 _OURS: Final[dict[tuple[int, Path], Signatures]] = {}
@@ -183,7 +185,22 @@ def _public(folder: Path) -> str:
     return text
 
 
+def ticket_secret(run: RunConfig) -> bytes:
+    """What the tickets of the run's prompts are made of, made with the run; empty for a run that goes on without.
+
+    Raises ConfigError.
+    """
+    path = run.run_directory / _FOLDER / "tickets"
+    try:
+        if not path.exists() and learner_key(run) and not (run.run_directory / HISTORY_FILE).exists():
+            key_files.write(path, SigningKey.generate().text(), mode=0o600)
+        return path.read_bytes().strip() if path.exists() else b""
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot keep the secret of the run's tickets there: {error.strerror}") from None
+
+
 def keyed(launcher: Launcher, run: RunConfig) -> Launcher:
     """The launcher, giving the run's workers keys of their own if the run has keys."""
     folder = run.run_directory / _FOLDER
+    ticket_secret(run)  # before two processes look for it
     return worker_keys.KeyedLauncher(launcher, folder=folder) if learner_key(run) else launcher

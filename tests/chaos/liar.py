@@ -19,7 +19,8 @@ from typing import Any, Final
 from asyncrl import config, os_process
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.errors import AsyncRLError
-from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES
+from asyncrl.messages import replace
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES, answer_key
 from asyncrl.run import registry
 from tests.harness import lies
 
@@ -60,12 +61,22 @@ async def _one(bus: JetStreamBus, deliveries: Any, random: Random) -> int:
     if prompt is None or random.random() < 0.1:
         await delivery.retry()
         return 0
-    await _put(bus, "trajectories", delivery.key, lies.answer_to(prompt, random, max_bytes=_MAX_BYTES))
+    key = answer_key(prompt.group_id, ticket=prompt.ticket)
+    await _put(bus, "trajectories", key, lies.answer_to(prompt, random, max_bytes=_MAX_BYTES))
     await delivery.ack()
     if random.random() < 0.5:
         return 1
     key = lies.key_of_nobody(random, newest=prompt.group_id)
-    topic, key, data = random.choice([("trajectories", key, random.randbytes(50)), lies.said_elsewhere(random)])
+    other = replace(prompt, group_id=max(0, prompt.group_id + random.randint(-20, 20)))
+    unlent = lies.answer_to(other, random, max_bytes=_MAX_BYTES)
+    topic, key, data = random.choice(
+        [
+            ("trajectories", key, random.randbytes(50)),
+            ("trajectories", str(other.group_id), unlent),  # a group that it was not lent
+            ("trajectories", answer_key(other.group_id, ticket=random.randbytes(16).hex()), unlent),
+            lies.said_elsewhere(random),
+        ]
+    )
     await _put(bus, topic, key, data)
     return 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.messages.topics import PROGRESS, TRAJECTORIES
+from asyncrl.messages.topics import PROGRESS, TRAJECTORIES, group_id_of
 from asyncrl.protocols import Bus
 
 
@@ -46,7 +46,7 @@ class Seen:
                 if group is None:
                     continue
                 self.published[group.worker] = self.published.get(group.worker, 0) + 1
-                if record.key != str(group.group_id):
+                if group_id_of(record.key) != group.group_id:
                     continue
                 if group.group_id not in self.groups:
                     if group.trajectories and group.worker in ("w0", "w1", "w2"):

@@ -46,6 +46,7 @@ from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
 from asyncrl.rollouts.builtin import single_turn
 from asyncrl.run.build import LearnerPorts, assemble_learner
@@ -270,6 +271,7 @@ class Loop:
     function: str = "single_turn"
     """Name of the rollout function: one of the user's own may take several turns."""
     validator: Validator | None = None
+    tickets: Tickets = field(default_factory=Tickets)
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
@@ -328,6 +330,7 @@ class Loop:
             evaluation_sets=self.evaluation_sets,
             most_failed=self.max_failed_in_a_row,
             most_filtered=self.max_filtered_in_a_row,
+            tickets=self.tickets,
         )
         self.learner, self.prompts = assemble_learner(
             self.run, ports, bus=self.bus, state=state, restore_from=restore_from

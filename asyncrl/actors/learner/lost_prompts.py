@@ -14,6 +14,7 @@ import logging
 from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.protocols import Bus
 
 log = logging.getLogger("asyncrl.learner")
@@ -24,8 +25,8 @@ MANY_LOOKS = 10
 
 
 class LostPrompts:
-    def __init__(self, bus: Bus, *, table: GroupTable, link: PromptLink) -> None:
-        self._bus, self._table, self._link = bus, table, link
+    def __init__(self, bus: Bus, *, table: GroupTable, link: PromptLink, tickets: Tickets) -> None:
+        self._bus, self._table, self._link, self._tickets = bus, table, link, tickets
         self._suspects: set[int] = set()
         self._logs_changed, self._looks = table.logs_changed, 0
 
@@ -47,9 +48,10 @@ class LostPrompts:
         if self._looks < 0 and await self._bus.depth(PROMPTS) >= len(outstanding):
             self._suspects = set()
             return
-        keys = await self._bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
-        keys |= await self._bus.keys(TRAJECTORIES)
-        missing = {group_id for group_id in outstanding & self._table.outstanding.keys() if str(group_id) not in keys}
+        asked = await self._bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
+        answered = await self._bus.keys(TRAJECTORIES)
+        still = outstanding & self._table.outstanding.keys()
+        missing = {i for i in still if str(i) not in asked and self._tickets.key(i) not in answered}
         lost, self._suspects = missing & self._suspects, missing
         if lost:
             log.warning("the bus lost the prompts of %d groups (%s): published again", len(lost), _some(lost))

@@ -27,6 +27,7 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.policies.staleness.staleness import effective_version
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, digest
 from asyncrl.protocols import Bus
 
@@ -94,11 +95,12 @@ class PromptSource(Actor):
         group_size: int,
         state: LearnerState,
         link: PromptLink,
+        tickets: Tickets | None = None,
         max_tokens: int | None = None,
         are_sampled: bool = True,
     ) -> None:
-        """state: what the learner starts from; max_tokens: of an answer with all its turns, sampling.max_new_tokens if
-        None; are_sampled: engines need weights"""
+        """state: what the learner starts from; tickets: None for prompts without; max_tokens: of an answer with all its
+        turns, sampling.max_new_tokens if None; are_sampled: engines need weights"""
         super().__init__(name, bus)
         self._rows = rows
         self._admission = admission
@@ -106,6 +108,7 @@ class PromptSource(Actor):
         self._group_size = group_size
         self._max_tokens = sampling.max_new_tokens if max_tokens is None else max_tokens
         self._link = link
+        self._tickets = tickets or Tickets()
         self._are_sampled = are_sampled
         self._incarnation, self._policy_version = state.incarnation, state.policy_version
         self._forks = state.forks
@@ -162,9 +165,10 @@ class PromptSource(Actor):
     async def _reconcile(self) -> None:
         """Publish again what the bus lost, and go on after what it has: it may be ahead of our checkpoint."""
         on_bus = await self.bus.keys(PROMPTS)  # this one first: a group moves from prompts to trajectories
-        in_log = await self.bus.keys(TRAJECTORIES)
-        present = self._group_ids(on_bus | in_log)
-        strange = {group_id for key in in_log if (group_id := group_id_of(key)) is not None} - present
+        keys = await self.bus.keys(TRAJECTORIES)
+        in_log = {group_id for key in keys if (group_id := self._tickets.group_answered(key)) is not None}
+        present = self._group_ids(on_bus | {str(group_id) for group_id in in_log})
+        strange = in_log - present
         self._taken |= {group_id for group_id in strange if group_id >= self._next}
         lost = await asyncio.to_thread(
             self._read_again, {group_id: at for group_id, at in self._outstanding.items() if group_id not in present}
@@ -308,6 +312,7 @@ class PromptSource(Actor):
             dataset=row.dataset,
             response_mask=row.response_mask,
             reward=row.reward,
+            ticket=self._tickets.of(numbered.group_id),
         )
         if await self._try_publish(message, again=again):
             return

@@ -104,7 +104,7 @@ class Trainer:
 
         return await self.call(rehearse, what="a step that failed to be tried with fewer groups", on="step")
 
-    async def rescore(self, judge: Callable[[Backend], dict[str, str]]) -> dict[str, str]:
+    async def rescore(self, judge: Callable[[Backend], T]) -> T:
         """What ``judge`` finds when it scores answers with the backend, between two steps."""
         return await self.call(functools.partial(judge, self._backend), what="answers to be scored again")
 

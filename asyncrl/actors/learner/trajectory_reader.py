@@ -17,16 +17,17 @@ from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
-from asyncrl.actors.learner.validator import Checked, Rescore, Validator
+from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
 from asyncrl.errors import FilterError, HopelessError, LogChanged
 from asyncrl.logs import REASON
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import LONGEST_ERROR, failed_group
-from asyncrl.messages.topics import TRAJECTORIES, group_id_of
+from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.batching.packing import Document
 from asyncrl.policies.groups.states import SET_ASIDE, Outcome
 from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.protocols import Bus, LogMark, Record
 from asyncrl.state.in_progress import InProgress
 
@@ -48,8 +49,9 @@ class TrajectoryReader:
         filters: GroupFilters | None,
         max_failed_in_a_row: int,
         in_progress: InProgress | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
-        """in_progress: where it notes what it decodes; None notes it nowhere"""
+        """in_progress: where it notes what it decodes; None notes it nowhere;  tickets: None for none"""
         self._bus = bus
         self._table = table
         self._link = link
@@ -60,7 +62,8 @@ class TrajectoryReader:
         self._in_progress = in_progress or InProgress()
         self._max_failed_in_a_row = max_failed_in_a_row
         self._reconciled = asyncio.Event()
-        self.lost_prompts = LostPrompts(bus, table=table, link=link)
+        self._tickets = tickets or Tickets()
+        self.lost_prompts = LostPrompts(bus, table=table, link=link, tickets=self._tickets)
         self._failed_of: set[str] = set()  # workers, since a group was buffered
         self._explained = ""
         """What a filter raised last; its traceback is in the log."""
@@ -125,24 +128,27 @@ class TrajectoryReader:
         Then the batch is put back, and what is that worker's is dropped. ``rescore``: asks the trainer for its own
         logprobs of the documents it is given.
         """
-        guilty: Mapping[str, str] = {}
-        if chosen := self._validator.choose(documents, groups, step=self._table.step):
-            guilty = await rescore(functools.partial(self._validator.judge, chosen, documents))
-        if not guilty and not any(group.worker in self._validator.quarantined for group in groups):
+        verdict = Verdict(guilty={}, spoiled={})
+        if (doubts := self._validator.doubts(documents, groups, step=self._table.step)) is not None:
+            verdict = await rescore(functools.partial(self._validator.judge, doubts, documents))
+        is_distrusted = any(group.worker in self._validator.quarantined for group in groups)
+        if not verdict.guilty and not verdict.spoiled and not is_distrusted:
             return False
         self._table.put_back()
-        for worker, reason in guilty.items():
+        for worker, reason in verdict.guilty.items():
             await self.quarantine(worker, reason)
         await self.drop_quarantined()
+        group_ids = [group.group_id for group in groups for _ in group.trajectories]
+        await self.reject({group_ids[index]: problem for index, problem in verdict.spoiled.items()}, because="")
         return True
 
-    async def reject(self, problems: Mapping[int, str]) -> None:
+    async def reject(self, problems: Mapping[int, str], *, because: str = "a training step with it fails: ") -> None:
         """Fail buffered groups that no step can be made with. ``problems``: group id -> why."""
         for group_id, problem in problems.items():
             if (one := self._table.buffered.get(group_id)) is None:
                 continue  # its worker was quarantined while we told of another
             worker = one.group.worker
-            error = f"a training step with it fails: {problem}"[:LONGEST_ERROR]
+            error = f"{because}{problem}"[:LONGEST_ERROR]
             log.error("group %d of worker %s is not trained: %s", group_id, worker or "?", error)
             await self._lost(self._table.reject(group_id, error=error))
         self._changed.set()
@@ -193,10 +199,15 @@ class TrajectoryReader:
                 self._changed.set()
 
     def _may_not_decode(self, sequence: int, key: str) -> str:
-        if (sequence, key) in self._in_progress.aside:
+        if self._identity(sequence, key) in self._in_progress.aside:
             return "two lives of the learner in a row ended with it in progress"
-        self._in_progress.decode(sequence, key)
+        self._in_progress.decode(*self._identity(sequence, key))
         return ""
+
+    def _identity(self, sequence: int, key: str) -> tuple[int, str]:
+        """Of a log entry in progress: no ticket is written down."""
+        group_id = self._tickets.group_answered(key)
+        return (sequence, key if group_id is None else str(group_id))
 
     async def _add(self, record: Record[TrajectoryGroup]) -> None:
         if gone := self._table.skip(record.sequence):
@@ -209,13 +220,13 @@ class TrajectoryReader:
         group = checked.group
         # What nobody could make does not say that nothing can be made: it counts against its sender alone.
         is_counted = not (checked.problem and self._validator.is_on)
-        cause = SET_ASIDE if (record.sequence, record.key) in self._in_progress.aside else ""
+        cause = SET_ASIDE if self._identity(record.sequence, record.key) in self._in_progress.aside else ""
         arrival = self._table.arrive(
             record.sequence, group, now=time.monotonic(), is_counted=is_counted, cause=cause, stored=record.stored
         )
         self._changed.set()
         if arrival.became == "rejected":
-            if (group_id := group_id_of(record.key)) is not None:
+            if (group_id := self._tickets.group_answered(record.key)) is not None:
                 self._link.taken.put_nowait(group_id)
             if checked.is_news:
                 await self._progress.event("rejected", sequence=record.sequence, problem=checked.problem)
@@ -230,10 +241,11 @@ class TrajectoryReader:
     def _check(self, record: Record[TrajectoryGroup]) -> Checked:
         """What to make of it. A group that is not outstanding is told by its key: nobody is judged by what is read
         again."""
-        table, group_id = self._table, group_id_of(record.key)
+        table, group_id = self._table, self._tickets.group_answered(record.key)
         if group_id is not None and table.is_published(group_id) and not table.awaits(record.sequence, group_id):
             return Checked(group=failed_group(group_id, worker="", error="it was here before"))
-        if group_id is not None and (aside := self._in_progress.aside.get((record.sequence, record.key))) is not None:
+        aside = self._in_progress.aside.get(self._identity(record.sequence, record.key))
+        if group_id is not None and aside is not None:
             by = f" (worker {aside.worker})" if aside.worker else ""
             problem = f"{record.problem}: {SET_ASIDE}"
             log.error("group %d%s: %s", group_id, by, problem)
@@ -245,6 +257,7 @@ class TrajectoryReader:
             policy_version=table.policy_version,
             forks=table.forks,
             asked=table.asked,
+            group_answered=self._tickets.group_answered,
         )
 
     async def _buffered(self, group: TrajectoryGroup) -> None:

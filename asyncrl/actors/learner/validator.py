@@ -11,7 +11,7 @@ Tests: tests/actors/learner/test_validator.py.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,11 +28,34 @@ from asyncrl.policies.batching import packing
 from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.policies.staleness.staleness import Forks
+from asyncrl.policies.trust import resumed_tokens
 from asyncrl.policies.trust.logprob_mismatch import Chosen, LogprobMismatch, routing_mismatch
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, Record
 
-Rescore = Callable[[Callable[[Backend], dict[str, str]]], Awaitable[dict[str, str]]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubts:
+    """What of a batch is scored before it is trained.
+
+    chosen      answers that say whether a worker is honest;  own: each document with its worker's own tokens
+    taken_over  index of a document -> the document with those tokens that its worker took over (resumed_tokens.py)
+    """
+
+    chosen: Sequence[Chosen]
+    own: Sequence[Document]
+    taken_over: Mapping[int, Document]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """guilty: workers to be quarantined, and why;  spoiled: documents that are not trained, by index, and why"""
+
+    guilty: Mapping[str, str]
+    spoiled: Mapping[int, str]
+
+
+Rescore = Callable[[Callable[[Backend], Verdict]], Awaitable[Verdict]]
 """Runs a function on the backend that trains, between two steps."""
 
 MOST_IMPOSSIBLE: Final = 3
@@ -93,11 +116,15 @@ class Validator:
         policy_version: int,
         forks: Forks,
         asked: Callable[[int], Asked | None] = lambda group_id: None,
+        group_answered: Callable[[str], int | None] = group_id_of,
     ) -> Checked:
-        """is_published: whether this run asked for a group;  asked: for what, as far as is known"""
-        group, group_id = record.message, group_id_of(record.key)
+        """is_published: whether this run asked for a group;  asked: for what, as far as is known;  group_answered: by a
+        record's key"""
+        group, group_id = record.message, group_answered(record.key)
         if group_id is None or not is_published(group_id):
             problem = f"key {record.key!r} is no group that this run asked for"
+            if (named := group_id_of(record.key)) is not None and is_published(named):
+                problem = f"group {named} is answered without its ticket, by somebody who was not lent it"
             is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))
             return Checked(group=None, problem=problem, is_news=is_news)
         problem = record.problem and f"does not decode: {record.problem}"
@@ -142,30 +169,39 @@ class Validator:
             return ""
         return f"{count} groups that cannot be, the last because {last}"
 
-    def choose(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> list[Chosen]:
-        """Which documents of a batch of ``groups`` to score again before it is trained."""
+    def doubts(self, documents: Sequence[Document], groups: Sequence[TrajectoryGroup], *, step: int) -> Doubts | None:
+        """What to score again of a batch of ``groups`` before it is trained; None for nothing."""
+        if not self.is_on:
+            return None
+        own, taken_over = resumed_tokens.split(documents, groups)
         workers = [group.worker for group in groups for _ in group.trajectories]
-        return self._rescoring.choose(documents, workers, step=step)
+        chosen = self._rescoring.choose(own, workers, step=step)
+        return Doubts(chosen=chosen, own=own, taken_over=taken_over) if chosen or taken_over else None
 
-    def judge(self, chosen: Sequence[Chosen], documents: Sequence[Document], backend: Backend) -> dict[str, str]:
-        """Workers to be quarantined, and why. Blocking: a forward pass over the chosen documents."""
-        logprobs = self._scores(chosen, documents, backend)
-        if any(len(documents[one.document].experts) for one in chosen):
+    def judge(self, doubts: Doubts, documents: Sequence[Document], backend: Backend) -> Verdict:
+        """Blocking: a forward pass over the documents that are in doubt."""
+        chosen = sorted({one.document for one in doubts.chosen})
+        logprobs = self._scores(sorted({*chosen, *doubts.taken_over}), documents, backend)
+        if any(len(documents[index].experts) for index in chosen):
             of_own = [replace(document, experts=NO_EXPERTS) for document in documents]
-            self.routing = routing_mismatch(documents, logprobs, self._scores(chosen, of_own, backend))
-        found, guilty = self._rescoring.judge(chosen, documents, logprobs)
-        self.mismatch = {worker: of.mean for worker, of in found.items()}
-        return {
-            worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
-            f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
-            for worker in guilty
-        }
+            replayed = {index: logprobs[index] for index in chosen}
+            self.routing = routing_mismatch(documents, replayed, self._scores(chosen, of_own, backend))
+        found, guilty = self._rescoring.judge(doubts.chosen, doubts.own, logprobs)
+        if chosen:
+            self.mismatch = {worker: of.mean for worker, of in found.items()}
+        return Verdict(
+            guilty={
+                worker: f"its behavior logprobs are {found[worker].mean:.3g} nats per token off the trainer's "
+                f"(over {found[worker].tokens} tokens; {found[worker].allowed:.3g} are allowed)"
+                for worker in guilty
+            },
+            spoiled=resumed_tokens.spoiled(doubts.taken_over, logprobs, bound=self._rescoring.bound),
+        )
 
     def _scores(
-        self, chosen: Sequence[Chosen], documents: Sequence[Document], backend: Backend
+        self, indices: Sequence[int], documents: Sequence[Document], backend: Backend
     ) -> dict[int, NDArray[np.float32]]:
-        """The trainer's logprobs f32[T] of the chosen documents."""
-        indices = [one.document for one in chosen]
+        """The trainer's logprobs f32[T] of the documents with these indices."""
         shards = pack_for_ranks([documents[i] for i in indices], ranks=self._num_dp_shards, max_tokens=self._max_tokens)
         logprobs: dict[int, NDArray[np.float32]] = {}
         for shard, scored in zip(shards, backend.score(shards), strict=True):

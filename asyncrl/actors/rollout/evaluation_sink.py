@@ -45,7 +45,7 @@ class EvaluationSink:
         self._vote = vote
         self._dataset_of = dataset_of
 
-    async def publish(self, group: TrajectoryGroup) -> None:
+    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
         """Also answers that other versions sampled a part of: the learner counts those, and asks again.
 
         Returns when they are in the log, or not needed any more. Raises EngineError when a worker that drains finds

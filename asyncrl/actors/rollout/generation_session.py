@@ -59,6 +59,11 @@ class GenerationSession:
         self.first_version: int | None = None
         """Policy version that its first token was sampled from, or is about to be; None: it has not begun."""
 
+    @property
+    def num_resumed(self) -> int:
+        """Of these tokens, the first ones: those that earlier attempts at the group sampled."""
+        return 0 if self._progress is None else self._progress.num_resumed(self._index)
+
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
         """See Generate. Raises EngineError, PromptError or EngineDied."""
         call, self.num_calls = self.num_calls, self.num_calls + 1

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import CallSegment, GroupSegment, SamplingParams
+from asyncrl.messages import CallSegment, GroupSegment, SamplingParams, replace
+from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import SEGMENTS
 from asyncrl.protocols import Bus, Generation, PartialGeneration
 
@@ -35,9 +37,17 @@ class GroupProgress:
     """The calls of one group: those begun in this attempt, and those recorded before and not asked for again yet."""
 
     def __init__(
-        self, group_id: int, *, attempt: int, recorded: Mapping[Key, Recorded] | None = None, is_saved: bool = True
+        self,
+        group_id: int,
+        *,
+        attempt: int,
+        recorded: Mapping[Key, Recorded] | None = None,
+        is_saved: bool = True,
+        ticket: str = "",
     ) -> None:
+        """ticket: of the group's prompt"""
         self.group_id = group_id
+        self._ticket = ticket
         self.is_saved = is_saved
         """What its calls sample is looked at while it grows."""
         self._attempt = attempt
@@ -46,6 +56,7 @@ class GroupProgress:
         self._saved: dict[Key, int] = {}  # tokens in segments of this attempt
         self._num_segments = 0
         self._num_taken_over = count_tokens(self._recorded)
+        self._taken_over: dict[int, int] = {}
         self._is_closed = False
         self._saving = asyncio.Lock()
         self.num_discarded = 0
@@ -73,6 +84,7 @@ class GroupProgress:
         partial = PartialGeneration()
         if found is not None and found.prompt_digest == digest and _fits(found.generation, sampling):
             del self._recorded[index, call]
+            self._taken_over[index] = self.num_resumed(index) + len(found.generation.tokens)
             partial = PartialGeneration(found.generation)
         else:
             useless = {key: self._recorded.pop(key) for key in list(self._recorded) if key[0] == index}
@@ -86,7 +98,12 @@ class GroupProgress:
         known = partial.prefix.tokens
         if not np.array_equal(generation.tokens[: len(known)], known):  # an engine that ignores the prefix
             self._discard([(index, call)], len(known))
+            self._taken_over[index] -= len(known)
         partial.finish(generation)
+
+    def num_resumed(self, index: int) -> int:
+        """Tokens of sample ``index`` that earlier attempts sampled, the first of all that its calls gave."""
+        return self._taken_over.get(index, 0)
 
     def _discard(self, keys: Iterable[Key], num_tokens: int) -> None:
         """The records of these calls are not used; the next segment holds the calls from their first token."""
@@ -104,7 +121,9 @@ class GroupProgress:
             if not calls:
                 return
             segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
-            await bus.put(SEGMENTS, segment, key=_segment_key(self.group_id, self._attempt, self._num_segments))
+            key = _segment_key(self.group_id, self._attempt, self._num_segments)
+            proven = replace(segment, proof=_proof(segment, key=key, ticket=self._ticket))
+            await bus.put(SEGMENTS, proven, key=key)
             self._num_segments += 1
             for call in calls:
                 self._saved[call.index, call.call] = call.start + len(call.tokens)
@@ -166,12 +185,16 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
     return calls
 
 
-def newest_attempt(found: Mapping[str, GroupSegment], group_id: int, *, before: int) -> list[GroupSegment]:
+def newest_attempt(
+    found: Mapping[str, GroupSegment], group_id: int, *, before: int, ticket: str = ""
+) -> list[GroupSegment]:
     """The segments of the newest attempt below ``before`` that has any, from the first up to the first missing one.
 
     Those of another worker are none of it: a prompt that the bus lost is published again, and its attempts are counted
-    anew while somebody may hold it still.
+    anew while somebody may hold it still. Nor are those of somebody who was not lent the group: they do not fit its
+    ``ticket``.
     """
+    found = {key: one for key, one in found.items() if _is_proven(one, key=key, ticket=ticket)}
     for attempt in range(before - 1, 0, -1):
         segments: list[GroupSegment] = []
         while (segment := found.get(_segment_key(group_id, attempt, len(segments)))) is not None:
@@ -185,6 +208,17 @@ def newest_attempt(found: Mapping[str, GroupSegment], group_id: int, *, before: 
 
 def count_tokens(calls: Mapping[Key, Recorded]) -> int:
     return sum(len(call.generation.tokens) for call in calls.values())
+
+
+def _proof(segment: GroupSegment, *, key: str, ticket: str) -> str:
+    """That who wrote the segment has the ticket, without saying it: everybody on the bus may read segments."""
+    if not ticket:
+        return ""
+    return hmac.digest(bytes.fromhex(ticket), key.encode() + b" " + encode(replace(segment, proof="")), "sha256").hex()
+
+
+def _is_proven(segment: GroupSegment, *, key: str, ticket: str) -> bool:
+    return not ticket or hmac.compare_digest(segment.proof.encode(), _proof(segment, key=key, ticket=ticket).encode())
 
 
 def _segment_key(group_id: int, attempt: int, number: int) -> str:

@@ -83,20 +83,21 @@ class PartialRollouts:
         begun    number of the attempt, as delivery_attempts.py counts: without deliveries that nobody began. None
                  takes ``attempt``
         """
-        progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on)
+        progress = GroupProgress(prompt.group_id, attempt=attempt, is_saved=self.is_on, ticket=prompt.ticket)
         if self.is_on and attempt > 1 and (begun or attempt) < self._max_attempts:
             try:
-                progress = await self._resumed(prompt.group_id, attempt=attempt)
+                progress = await self._resumed(prompt.group_id, attempt=attempt, ticket=prompt.ticket)
             except BusError as error:
                 self._log.warning("group %d starts over, its segments cannot be read: %s", prompt.group_id, error)
         self._groups[str(prompt.group_id)] = progress
         return progress
 
-    async def _resumed(self, group_id: int, *, attempt: int) -> GroupProgress:
+    async def _resumed(self, group_id: int, *, attempt: int, ticket: str) -> GroupProgress:
         """The calls of those samples that are fresh enough."""
-        segments = newest_attempt(await self._bus.states(SEGMENTS, under=f"{group_id}/"), group_id, before=attempt)
+        found = await self._bus.states(SEGMENTS, under=f"{group_id}/")
+        segments = newest_attempt(found, group_id, before=attempt, ticket=ticket)
         if not segments:
-            return GroupProgress(group_id, attempt=attempt)
+            return GroupProgress(group_id, attempt=attempt, ticket=ticket)
         calls = assembled(segments)
         learner = (await self._bus.states(PROGRESS)).get("")
         version = 0 if learner is None else learner.policy_version
@@ -109,7 +110,7 @@ class PartialRollouts:
         await self._bus.publish(EVENTS, event, key=f"resumed-{group_id}-{attempt}")
         self.resumed_tokens += resumed
         self.discarded_tokens += discarded
-        return GroupProgress(group_id, attempt=attempt, recorded=fresh)
+        return GroupProgress(group_id, attempt=attempt, recorded=fresh, ticket=ticket)
 
     def _is_stale(self, call: Recorded, *, policy_version: int) -> bool:
         """Versions of a history that the learner lost may be older than they say; then the learner drops the group."""

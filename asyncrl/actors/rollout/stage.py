@@ -116,7 +116,8 @@ class Stage:
     async def _process(self, item: WorkItem, slots: SlotLease) -> None:
         """One group, from its source to its sink."""
         try:
-            await self._sink.publish(await self._make(item, slots))
+            ticket = "" if item.prompt is None else item.prompt.ticket
+            await self._sink.publish(await self._make(item, slots), ticket=ticket)
             await item.finish()
         except EngineDied:
             raise
@@ -218,7 +219,7 @@ class Stage:
                 raise ValueError(f"prompt and answer have {length} tokens, the model's context {context}")
             if not made.response_mask.any():
                 raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
-            return made
+            return messages.replace(made, resumed=min(session.num_resumed, int(made.response_mask.sum())))
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash

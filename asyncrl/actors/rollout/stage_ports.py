@@ -84,6 +84,9 @@ class Source(Protocol):
 class Sink(Protocol):
     """Where a stage's results go."""
 
-    async def publish(self, group: TrajectoryGroup) -> None:
-        """Returns when the group cannot be lost any more: then the source forgets it. Failed groups come too."""
+    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
+        """Returns when the group cannot be lost any more: then the source forgets it. Failed groups come too.
+
+        ticket  of its prompt; "" of one that cannot be read
+        """
         ...

@@ -9,7 +9,7 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.errors import BusFull, MessageTooLarge
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
-from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.messages.topics import TRAJECTORIES, answer_key
 from asyncrl.policies.health.faults import LEARNER, SPACE_IN_LOG
 from asyncrl.protocols import Bus
 
@@ -24,22 +24,23 @@ class TrainingSink:
         self._bus, self._worker, self._waits = bus, worker, waits
         self._log = logging.getLogger(f"asyncrl.{worker}")
 
-    async def publish(self, group: TrajectoryGroup) -> None:
+    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
         """Returns when the group is in the log. A full log means that the learner is behind: wait, as one wait."""
-        if (left := await self._unpublished(group)) is None:
+        if (left := await self._unpublished(group, ticket)) is None:
             return
         with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
             while left is not None:
                 await asyncio.sleep(FULL_LOG_SECONDS)
-                left = await self._unpublished(left)
+                left = await self._unpublished(left, ticket)
 
-    async def _unpublished(self, group: TrajectoryGroup) -> TrajectoryGroup | None:
+    async def _unpublished(self, group: TrajectoryGroup, ticket: str) -> TrajectoryGroup | None:
         """Publish; the group to try again if the log is full. A group too large for a message can only fail."""
         try:
-            await self._bus.publish(TRAJECTORIES, group, key=str(group.group_id))
+            await self._bus.publish(TRAJECTORIES, group, key=answer_key(group.group_id, ticket=ticket))
         except BusFull:
             return group
         except MessageTooLarge as error:
             self._log.error("group %d failed: %s", group.group_id, error)
-            return await self._unpublished(failed_group(group.group_id, worker=self._worker, error=str(error)))
+            failed = failed_group(group.group_id, worker=self._worker, error=str(error))
+            return await self._unpublished(failed, ticket)
         return None

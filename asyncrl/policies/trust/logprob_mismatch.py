@@ -63,13 +63,13 @@ class LogprobMismatch:
     """Holds who was over the bound the last time. ``bound`` 0 looks at nobody."""
 
     def __init__(self, *, bound: float, every: int) -> None:
-        self._bound = bound
+        self.bound = bound
         self._every = every
         self._suspects: set[str] = set()
 
     @property
     def is_on(self) -> bool:
-        return self._bound > 0
+        return self.bound > 0
 
     def forget(self, worker: str) -> None:
         """It is another one of that name."""
@@ -110,7 +110,7 @@ class LogprobMismatch:
         age = float(np.average([one.age for one in judged], weights=tokens))
         return Mismatch(
             mean=float(np.average([one.mean for one in judged], weights=tokens)),
-            allowed=self._bound + age * max(self._bound, SLACK * (moved or 0.0)),
+            allowed=self.bound + age * max(self.bound, SLACK * (moved or 0.0)),
             tokens=sum(tokens),
             is_certain=bool(fresh) or moved is not None,
         )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.prompt_link import PromptLink
 from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.messages import PromptGroup, SamplingParams
+from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.trust.tickets import Tickets
+from asyncrl.protocols import Bus
+from asyncrl.state import history
+from asyncrl.state.history import HISTORY_FILE
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.buses import publish_groups, publish_prompts
+from tests.harness.fakes import Engine, Loop, run_worker, worker
 
 
 async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_not() -> None:
@@ -20,7 +28,7 @@ async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_
         table.publish(group_id, position=10 + group_id)
     await publish_prompts(bus, 0)
     await publish_groups(bus, 1)  # and its prompt was acked
-    lost = LostPrompts(bus, table=table, link=link)
+    lost = LostPrompts(bus, table=table, link=link, tickets=Tickets())
     await lost.look()
     assert link.lost.empty()  # it may be on its way there
     await publish_prompts(bus, 2)  # as this one was
@@ -32,10 +40,26 @@ async def test_a_group_that_is_nowhere_is_lost_and_one_that_waits_in_the_log_is_
     assert link.lost.empty()
 
 
+async def test_a_prompt_whose_worker_could_not_read_it_is_published_again_where_answers_need_a_ticket(
+    bus: Bus, tmp_path: Path
+) -> None:
+    """Somebody has put another in the place of group 1's. Who takes it fails the group, without a ticket: in vain."""
+    forged = PromptGroup(group_id=7, prompt_tokens=[5], group_size=2, sampling=SamplingParams(max_new_tokens=4))
+    await bus.publish(PROMPTS, forged, key="1")
+    loop = Loop(bus, tmp_path, tickets=Tickets(b"of this run"))
+    helper = asyncio.create_task(run_worker(worker(bus, Engine())))
+    await loop.run_learner()
+    helper.cancel()
+    await asyncio.wait((helper,))
+    entries = history.read(tmp_path / HISTORY_FILE)
+    fates = {group_id: entry.kind for entry in entries for group_id in entry.groups}
+    assert set(fates.values()) == {"trained"} and 1 in fates
+
+
 async def test_prompts_that_came_back_with_an_older_log_do_not_hide_one_that_did_not() -> None:
     bus, link = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES), PromptLink()
     table = GroupTable(bound=AdaptiveBound.fixed(2))
-    lost = LostPrompts(bus, table=table, link=link)
+    lost = LostPrompts(bus, table=table, link=link, tickets=Tickets())
     for group_id in range(3):
         table.publish(group_id, position=group_id)
         if group_id < 2:

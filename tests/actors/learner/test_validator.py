@@ -16,7 +16,7 @@ from asyncrl.actors.learner.validator import Validator
 from asyncrl.actors.rollout.delivery_attempts import DeliveryAttempts
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import HopelessError
-from asyncrl.messages import Heartbeat, Quarantine, SamplingParams
+from asyncrl.messages import Heartbeat, Quarantine, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, QUARANTINE, TRAJECTORIES
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
@@ -93,6 +93,47 @@ async def test_a_worker_that_lies_about_its_logprobs_is_quarantined_told_and_no_
     assert behavior[-4:] == [-1.0] * 4  # the liar's are -4
     assert loop.recorder.rows[-1]["rollout/quarantined"] == 1
     assert loop.backend.steps == 8
+
+
+async def heir(bus: Bus) -> None:
+    """A worker that takes every third group over from somebody who saved two tokens with invented logprobs."""
+    async with bus.consume(PROMPTS) as deliveries:
+        async for delivery in deliveries:
+            assert (prompt := delivery.message) is not None
+            saved = 2 * (prompt.group_id % 3 == 0)
+            answer = Trajectory(
+                tokens=np.full(4, 5, np.int32),
+                response_mask=np.ones(4, np.bool_),
+                behavior_logprobs=np.array([-4.0] * saved + [-1.0] * (4 - saved), np.float32),
+                version_spans=(
+                    VersionSpan(start=0, incarnation=prompt.incarnation, policy_version=prompt.min_policy_version),
+                ),
+                reward=1.0,
+                resumed=saved,
+            )
+            made = TrajectoryGroup(
+                group_id=prompt.group_id,
+                prompt_tokens=prompt.prompt_tokens,
+                trajectories=(answer,) * prompt.group_size,
+                epoch=prompt.epoch,
+                worker="heir",
+            )
+            await bus.publish(TRAJECTORIES, made, key=delivery.key)
+            await delivery.ack()
+
+
+async def test_what_somebody_else_saved_is_not_held_against_who_took_it_over_and_is_not_trained(tmp_path: Path) -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
+    loop = judged_loop(bus, tmp_path, steps=6)
+    taking = asyncio.create_task(heir(bus))
+    await loop.run_learner()
+    taking.cancel()
+    await asyncio.wait((taking,))
+    assert await bus.states(QUARANTINE) == {}
+    assert {one.behavior_logprobs.min() for step in loop.backend.trained for one in step} == {-1.0}
+    failed = await events(bus, "failed")
+    assert {event["group_id"] % 3 for event in failed} == {0} and len(failed) >= 4
+    assert "2 tokens that an earlier attempt saved are 3 nats per token off the trainer's" in failed[0]["error"]
 
 
 async def test_a_quarantined_worker_that_is_started_again_is_judged_anew_and_trained(

@@ -79,8 +79,8 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
     worker = Worker()
     worker.bus.has_space = True
-    await worker.sink.publish(group(length=10_000))
-    await worker.sink.publish(group(1, version=21))
+    await worker.sink.publish(group(length=10_000), ticket="")
+    await worker.sink.publish(group(1, version=21), ticket="")
     async with worker.bus.read(EVALUATION_ANSWERS) as records:
         long, mixed = await anext(records), await anext(records)
     assert long.num_bytes < 512
@@ -91,7 +91,7 @@ async def test_the_log_holds_what_is_counted_and_no_tokens() -> None:
 
 async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group()))
+    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
     await worker.bus.tried.wait()
     worker.current = None
     await publishing
@@ -100,7 +100,7 @@ async def test_a_full_log_is_left_when_the_evaluation_is_over() -> None:
 
 async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group()))
+    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
     await worker.bus.tried.wait()
     worker.current = replace(CURRENT, number=2)
     await publishing
@@ -109,7 +109,7 @@ async def test_a_full_log_is_left_for_the_next_evaluation() -> None:
 
 async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group()))
+    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
     await worker.bus.tried.wait()
     worker.is_draining = True
     with pytest.raises(EngineError, match="log of answers is full"):
@@ -118,7 +118,7 @@ async def test_a_worker_that_drains_leaves_its_answers_to_another() -> None:
 
 async def test_answers_wait_for_space_in_the_log() -> None:
     worker = Worker()
-    publishing = asyncio.create_task(worker.sink.publish(group()))
+    publishing = asyncio.create_task(worker.sink.publish(group(), ticket=""))
     await worker.bus.tried.wait()
     worker.bus.has_space = True
     await publishing

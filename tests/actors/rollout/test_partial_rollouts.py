@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan
+from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan, replace
 from asyncrl.messages.rollout import GroupSegment
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
 from asyncrl.protocols import Bus, Generate, Generation, PartialGeneration
@@ -327,6 +327,35 @@ async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
         known = [third.begin(index, 0, PROMPT_TOKENS, sampling).prefix.tokens.tolist() for index in range(2)]
         sampled = [answer.tokens[:20] for answer in slow.engine.answers]
     assert known == [sampled[0] + [13] * 10, sampled[1]]  # sample 1 the second had not even begun again
+
+
+async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus) -> None:
+    """Under the right keys, with a proof made with another group's ticket, of other words, or none."""
+    sampling = SamplingParams(max_new_tokens=100)
+    prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling, ticket="ab" * 16)
+
+    async def known() -> int:
+        """Tokens that a worker takes over in the second attempt."""
+        progress = await Worker(bus, "w1").partial_rollouts.open(prompt, attempt=2)
+        found = len(progress.begin(0, 0, PROMPT_TOKENS, sampling).prefix.tokens)
+        assert progress.num_resumed(0) == found
+        return found
+
+    async def saved(ticket: str) -> GroupSegment:
+        answer = begun(progress := GroupProgress(0, attempt=1, ticket=ticket), length=100)
+        answer.tokens += [13] * 11
+        await progress.save(bus, worker="w0")
+        return (await bus.states(SEGMENTS))["0/1/0"]
+
+    honest = await saved("ab" * 16)
+    assert await known() == 10
+    await saved("cd" * 16)
+    assert await known() == 0
+    for forged in (replace(honest, worker="evil"), replace(honest, proof="")):
+        await bus.put(SEGMENTS, forged, key="0/1/0")
+        assert await known() == 0
+    await bus.put(SEGMENTS, honest, key="0/1/0")
+    assert await known() == 10
 
 
 async def test_an_engine_that_begins_anew_is_right_too(bus: Bus) -> None:

@@ -107,7 +107,7 @@ class EvaluationSource:
 class EvaluationSink:
     bus: Bus
 
-    async def publish(self, group: TrajectoryGroup) -> None:
+    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
         await self.bus.publish(SCORES, group, key=str(group.group_id))
 
 
@@ -200,7 +200,7 @@ class Endpoint:
             await session.answers.put(turns.answered(await generate(turns.tokens)))
         return turns.trajectory(reward=0.5)
 
-    async def publish(self, group: TrajectoryGroup) -> None:
+    async def publish(self, group: TrajectoryGroup, *, ticket: str) -> None:
         self._sessions[group.group_id].result.set_result(group)
 
 

@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.messages import PromptGroup
+from asyncrl.messages import PromptGroup, replace
 from asyncrl.messages.codec import decode
-from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES
+from asyncrl.messages.topics import ACTORS, EVENTS, PROMPTS, TRAJECTORIES, answer_key
 from asyncrl.policies.audit.accounting import account
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
@@ -146,30 +147,40 @@ def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None
         assert np.diff(micro_batch.boundaries).max() <= 6  # two of the prompt, four of the answer
 
 
-async def test_who_answers_a_group_first_wins_that_group_and_no_other(tmp_path: Path) -> None:
-    """An honest worker has the prompts of groups 0 and 1; a liar, who was lent neither, answers before it."""
+async def test_an_answer_of_somebody_who_was_not_lent_the_group_is_nobodys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An honest worker has the prompts of groups 0 to 3 when a liar answers them, and one to come, with every key that
+    it can make up: they take no place, fail nothing, and the honest answers are trained."""
     bus = MemoryBus(**(BUS_SIZES | {"max_message_bytes": 2**20, "max_prompts": 1000, "max_log_bytes": LOG_BYTES}))
     possible = GroupValidation(vocabulary_size=64, context_tokens=1000, largest_reward=1e6, are_answers_whole=True)
     validator = Validator(bus, validation=possible, rescoring=LogprobMismatch(bound=0.5, every=3))
-    loop = Loop(bus, tmp_path / "run", steps=6, rows=Rows(count=50), validator=validator, max_staleness=3)
+    tickets = Tickets(b"of this run")
+    rows = Rows(count=50)
+    loop = Loop(bus, tmp_path / "run", steps=6, rows=rows, validator=validator, max_staleness=3, tickets=tickets)
     loop.backend = Trainer()
     engine, random = Honest(), Random(0)
     engine.gate.clear()
+    log = bus._log(TRAJECTORIES)
     async with asyncio.TaskGroup() as group:
         honest = group.create_task(run_worker(worker(bus, engine, name="honest", max_running=4)))
         learner = group.create_task(loop.run_learner())
         await until(lambda: engine.running == 4)
-        prompts = [decode(bus._work(PROMPTS)._stored[key].data, PromptGroup) for key in ("0", "1")]
-        possible_one, impossible = ([lies.trajectory(p, random, mask=p is prompts[0]) for _ in "12"] for p in prompts)
-        bus._log(TRAJECTORIES).add("0", lies.group(prompts[0], possible_one, random, worker="evil"))
-        bus._log(TRAJECTORIES).add("1", lies.group(prompts[1], impossible, random, worker="evil"))
-        for key in ("x", "1000", "-1"):  # of nobody: refused without a trace
-            bus._log(TRAJECTORIES).add(key, lies.group(prompts[0], possible_one, random, worker="evil"))
+        for group_id in (0, 1, 2, 9):
+            prompt = replace(decode(bus._work(PROMPTS)._stored["0"].data, PromptGroup), group_id=group_id)
+            for key in (
+                str(group_id),
+                answer_key(group_id, ticket="0" * 32),
+                answer_key(group_id, ticket=tickets.of(3)),
+            ):
+                answers = [lies.trajectory(prompt, random, mask=group_id > 0) for _ in "12"]
+                assert log.add(key, lies.group(prompt, answers, random, worker="evil"))
         engine.gate.set()
         await learner
         honest.cancel()
     entries = history.read(tmp_path / "run" / HISTORY_FILE)
     fates = {group_id: entry.kind for entry in entries for group_id in entry.groups}
-    assert fates.pop(1) == "failed"
-    assert set(fates.values()) == {"trained"} and {0, 2, 3} <= fates.keys()
+    assert set(fates.values()) == {"trained"} and {0, 1, 2, 3} <= fates.keys()
     assert account(entries, saved=None, bus=None).is_clean
+    assert not validator.quarantined
+    assert "rejected by 'evil': group 0 is answered without its ticket" in caplog.text

@@ -42,6 +42,21 @@ def test_it_is_made_with_the_run_and_stays(run: RunConfig) -> None:
     assert signing_keys.learner_key(run) == key == signing_keys.signatures(run, role="learner").learner
 
 
+def test_the_secret_of_the_tickets_is_made_with_the_run_and_stays(run: RunConfig) -> None:
+    secret = signing_keys.ticket_secret(run)
+    path = run.run_directory / "keys" / "tickets"
+    assert len(secret) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    (run.run_directory / HISTORY_FILE).touch()
+    assert signing_keys.ticket_secret(run) == secret
+
+
+def test_a_run_that_was_begun_without_tickets_goes_on_without(run: RunConfig) -> None:
+    signing_keys.learner_key(run)
+    (run.run_directory / HISTORY_FILE).touch()
+    assert signing_keys.ticket_secret(run) == b""
+    assert not (run.run_directory / "keys" / "tickets").exists()
+
+
 def test_of_processes_that_make_it_at_once_all_have_the_same(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     generate, together = signing_keys.SigningKey.generate, threading.Barrier(4)
 

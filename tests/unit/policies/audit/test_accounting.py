@@ -222,7 +222,7 @@ def test_a_record_that_somebody_else_put_on_the_log_is_no_prompt_of_the_run() ->
 
 
 def test_a_record_that_was_read_before_its_group_was_published_is_no_group_of_the_run() -> None:
-    """The checkpoint has read record 6, and knows of the groups 0 to 5: group 9 is somebody's invention, and not lost."""
+    """The checkpoint has read record 6, and knows of the groups 0 to 5: group 9 is an invention, and not lost."""
     written = two_steps()
     bus = log_of_six()
     bus = dataclasses.replace(bus, log=[*bus.log[:-1], logged(6, 9), logged(7, 5)], prompts=20, last=7)

@@ -1,0 +1,65 @@
+"""What a worker took over is scored apart from what it sampled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asyncrl.errors import MessageError
+from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.policies.batching.packing import Document
+from asyncrl.policies.trust.resumed_tokens import split, spoiled
+
+
+def trajectory(*, resumed: int) -> Trajectory:
+    """Two sampled tokens, one of an environment, two sampled ones."""
+    return Trajectory(
+        tokens=np.arange(5, dtype=np.int32),
+        response_mask=np.array([True, True, False, True, True]),
+        behavior_logprobs=np.array([-1, -1, 0, -1, -1], np.float32),
+        version_spans=(VersionSpan(start=0, incarnation=0, policy_version=0),),
+        resumed=resumed,
+    )
+
+
+def document(*, age: int = 0) -> Document:
+    """Of such a trajectory behind a prompt of one token."""
+    mask = np.array([False, True, True, False, True, True])
+    return Document(
+        tokens=np.zeros(6, np.int32),
+        response_mask=mask,
+        behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        advantages=np.zeros(6, np.float32),
+        loss_weights=np.zeros(6, np.float32),
+        staleness=np.where(mask, age, 0).astype(np.int32),
+    )
+
+
+def group(*resumed: int) -> TrajectoryGroup:
+    answers = tuple(trajectory(resumed=count) for count in resumed)
+    return TrajectoryGroup(group_id=0, prompt_tokens=np.zeros(1, np.int32), trajectories=answers)
+
+
+def test_the_first_sampled_tokens_are_those_that_were_taken_over() -> None:
+    """Three of four: places 1, 2 and 4 of the document; place 5 is the worker's own."""
+    own, taken_over = split([document(), document(), document()], [group(0, 3), group(4)])
+    assert [np.flatnonzero(one.response_mask).tolist() for one in own] == [[1, 2, 4, 5], [5], []]
+    masks = {index: np.flatnonzero(one.response_mask).tolist() for index, one in taken_over.items()}
+    assert masks == {1: [1, 2, 4], 2: [1, 2, 4, 5]}
+
+
+def test_what_was_taken_over_may_be_off_by_the_bound_for_each_version_that_it_is_old() -> None:
+    """1.4 nats off: within 0.5 x (1 + 2), not within 0.5 x (1 + 1)."""
+    own, taken_over = split([document(age=1), document(age=2)], [group(4, 4)])
+    logprobs = {index: np.full(6, -2.4, np.float32) for index in taken_over}
+    found = spoiled(taken_over, logprobs, bound=0.5)
+    assert found == {
+        0: "4 tokens that an earlier attempt saved are 1.4 nats per token off the trainer's (1 are allowed)"
+    }
+    assert spoiled(taken_over, {i: np.full(6, np.nan, np.float32) for i in taken_over}, bound=0.5).keys() == {0, 1}
+
+
+@pytest.mark.parametrize("resumed", [-1, 5])
+def test_no_more_can_be_taken_over_than_was_sampled(resumed: int) -> None:
+    with pytest.raises(MessageError, match="resumed is"):
+        trajectory(resumed=resumed)
