@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final
+from typing import Final, cast
 
 from asyncrl import messages
 from asyncrl.actors.rollout.drain_patience import DrainPatience
@@ -219,7 +219,8 @@ class Stage:
                 raise ValueError(f"prompt and answer have {length} tokens, the model's context {context}")
             if not made.response_mask.any():
                 raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
-            return messages.replace(made, resumed=min(session.num_resumed, int(made.response_mask.sum())))
+            resumed = min(session.num_resumed, int(made.response_mask.sum()))
+            return cast(Trajectory, messages.replace(made, resumed=resumed)) if resumed else made
         except (EngineError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash
