@@ -117,7 +117,8 @@ class ChildRanks(Followers):
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto"])
+            # To read a config imports transformers' models, and with them torch's compiler: here it is once for all.
+            context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
         for place in places:
             ours, theirs = context.Pipe()
             process = context.Process(
