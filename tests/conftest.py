@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import shutil
 import subprocess
@@ -42,17 +44,32 @@ BusFactory = Callable[..., Awaitable[Bus]]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `-n N --dist loadgroup --no-loadscope-reorder`: slow tests first, so that all workers end together.
+    """For `-n N --dist loadgroup --no-loadscope-reorder`: the longest first, so that all workers end together.
 
-    Slow tests are handed out one by one, unless they name a group because they share a server; the others by file.
+    Slow tests that name a group, because they share a server, are minutes for one worker and begin at once; the other
+    slow ones are handed out one by one, and what is not slow by file.
     """
     skip_without_gpus(items)
     if not config.getoption("loadgroup", False):  # set in xdist's processes, where "dist" is "no"
         return
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=_length)
     for item in items:
         if item.get_closest_marker("slow") is None and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: half a second of CPU for each backend that closes, and looks for its own."""
+    importlib.import_module("transformers.models.auto.modeling_auto")  # as large as all the rest, and soon needed
+    gc.collect()
+    gc.freeze()
+
+
+def _length(item: pytest.Item) -> int:
+    """0 for the longest."""
+    if item.get_closest_marker("slow") is None:
+        return 2
+    return 0 if item.get_closest_marker("xdist_group") is not None else 1
 
 
 def skip_without_gpus(items: list[pytest.Item]) -> None:

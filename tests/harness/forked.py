@@ -47,6 +47,8 @@ MODELS: Final = (
     "transformers.models.qwen3.modeling_qwen3",
 )
 """What runs of Hugging Face models import besides."""
+MEGATRON: Final = ("asyncrl.backends.megatron.rank",)
+"""What learners of Megatron import besides."""
 
 
 class ForkServer:
@@ -86,7 +88,7 @@ class ForkServer:
         return process.wait(), output.read_text()
 
     def children_of(self, pid: int) -> dict[str, int]:
-        """The pids of the processes that the run with this pid has here, by name: learner, w0, ..."""
+        """The pids of the processes that the run with this pid has here, by name: learner, learner-1, w0, ..."""
         with self.connect() as connection, connection.makefile("rb") as answers:
             connection.sendall(json.dumps({"owner": pid}).encode() + b"\n")
             found: dict[str, int] = json.loads(answers.readline())
@@ -208,7 +210,7 @@ class ForkingLauncher(LauncherAdapter):
                 self._reading = asyncio.create_task(self._read(reader))
             output = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
             environment = os.environ | spec.environment
-            self._writer.write(_request(spec.arguments, environment, Path.cwd(), output))
+            self._writer.write(_request(spec.arguments, environment, Path.cwd(), output, name=spec.name))
             pid = await self._started.get()
             return ForkedProcess(pid, self._codes[pid])
 
@@ -233,8 +235,12 @@ class ForkingLauncher(LauncherAdapter):
                 code.set_result(-signal.SIGKILL)
 
 
-def _request(arguments: Sequence[str], environment: Mapping[str, str], directory: Path, output: Sequence[str]) -> bytes:
+def _request(
+    arguments: Sequence[str], environment: Mapping[str, str], directory: Path, output: Sequence[str], *, name: str = ""
+) -> bytes:
+    """name: of the process; empty takes what its arguments say"""
     request = {
+        "name": name,
         "arguments": [*arguments],
         "environment": dict(environment),
         "directory": str(directory.absolute()),

@@ -10,7 +10,8 @@ A fork keeps no thread of its parent, so where an import has started one (torch 
 process is a new Python instead: as good, and slow.
 
 One line of JSON each way:
-    {"arguments": [...], "environment": {...}, "directory": PATH, "output": [STDOUT, STDERR]}  ->  {"pid": N}
+    {"name": ..., "arguments": [...], "environment": {...}, "directory": PATH, "output": [STDOUT, STDERR]}
+        ->  {"pid": N}
     when a process ends, to its owner:  {"pid": N, "code": exit code, or minus the signal}
     {"owner": PID}  ->  {NAME: pid, ...}, the processes of the owner with that pid: learner, w0, ...
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -103,7 +105,7 @@ class Server:
                 owner.say(self._children_of(request["owner"]))
             else:
                 pid = self._start(request)
-                owner.children[pid] = name_of(request["arguments"])
+                owner.children[pid] = request["name"] or name_of(request["arguments"])
                 owner.say({"pid": pid})
 
     def _end(self, owner: Owner) -> None:
@@ -188,4 +190,5 @@ if __name__ == "__main__":
     os_process.signal_on_parent_death(signal.SIGKILL)
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    gc.freeze()  # else a collection in a fork would copy every page
     Server(Path(sys.argv[1])).serve()

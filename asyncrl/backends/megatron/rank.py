@@ -109,7 +109,8 @@ class MegatronRank:
         process_groups.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # gloo's sockets are in cycles: 70 descriptors a backend
+            if self._is_leader:  # the others' processes end now
+                gc.collect()  # gloo's sockets are in cycles: 70 descriptors a backend
 
 
 def _device(kind: str, place: Place) -> torch.device:
