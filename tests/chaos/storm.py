@@ -111,6 +111,7 @@ class Storm:
         self.run_file.write_text(ANSWERS[answers].run_file.format(folder=self._folder, seed=seed, port=port))
         self._overrides = [word for item in overrides for word in ("--set", item)]
         self._config = config.load(self.run_file, [*overrides, *([f'bus.url="{way}"'] if way else [])])
+        self._workers = [f"w{number}" for number in range(self._config.rollout.workers)]
         self._token = token
         self._forks = forks
         self._has_liar = has_liar
@@ -276,9 +277,9 @@ class Storm:
 
     def _victims(self, kind: Kind) -> list[str]:
         if kind.role == "rollout-worker":
-            return self.random.sample(["w0", "w1", "w2"], kind.count)
+            return self.random.sample(self._workers, kind.count)
         if kind.role == "everybody":  # the launcher first: it would say what became of the others
-            return ["run", "nats-server", "learner", "w0", "w1", "w2"]
+            return ["run", "nats-server", "learner", *self._workers]
         return [kind.role]
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:

@@ -34,7 +34,7 @@ def test_twenty_kills_lose_no_group_and_train_none_twice(tmp_path: Path, forks: 
 @pytest.mark.timeout(1200)
 def test_processes_started_without_the_fork_server_recover_whoever_is_killed(tmp_path: Path) -> None:
     """As a user's processes start: each imports everything. Every moment of a kill is in the storms of forked ones."""
-    storm = Storm(tmp_path, seed=2, faults="victims")
+    storm = Storm(tmp_path, seed=2, faults="victims", overrides=("rollout.workers=1",))
     audit = asyncio.run(storm.blow(len(VICTIMS)))
     assert {kill.kind for kill in storm.kills} == set(VICTIMS)
     assert audit["exit_code"] == 0, audit
