@@ -12,7 +12,7 @@ import safetensors.torch
 
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.errors import ConfigError, EngineError, WeightsError
-from asyncrl.messages import SamplingParams, VersionSpan
+from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.protocols import Engine, Generation, PartialGeneration
 from tests.harness.engines import (
     LONG,
@@ -167,38 +167,49 @@ async def test_versions_may_be_skipped_and_epochs_change(engine: Engine, new: Mo
     assert generation.version_spans == (VersionSpan(start=0, incarnation=2, policy_version=7),)
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "cut", "mis-shaped", "incomplete", "foreign"])
 async def test_weights_that_cannot_be_read_leave_the_old_ones(
-    engine: Engine, old: Model, new: Model, tmp_path: Path, damage: str
+    engine: Engine, old: Model, new: Model, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "version"
-    shutil.copytree(new.folder, folder)
+    """Each damage in turn, all under one generation."""
+    versions = [damaged(new, tmp_path / damage, damage) for damage in DAMAGES]
+    async with asyncio.TaskGroup() as tasks:
+        task = await in_progress(engine, tasks)
+        for damage, version in zip(DAMAGES, versions, strict=True):
+            with pytest.raises(WeightsError):
+                await engine.load(version)
+                pytest.fail(f"weights were loaded from a folder that is {damage}")
+            assert engine.version == (0, 1), damage
+            assert Check(old)(await engine.generate(PROMPT, SHORT, seed=3)) < TOLERANCE, damage
+    assert [span.policy_version for span in task.result().version_spans] == [1]
+    assert Check(old)(task.result()) < TOLERANCE
+
+
+DAMAGES = ("missing", "torn", "cut", "mis-shaped", "incomplete", "foreign")
+
+
+def damaged(model: Model, folder: Path, damage: str) -> WeightVersion:
+    """A version whose folder lacks something, or has too much."""
+    shutil.copytree(model.folder, folder)
     file = folder / "model.safetensors"
     message = announce(folder, 2)
     if damage == "missing":
         shutil.rmtree(folder)
-    elif damage == "torn":
+        return message
+    if damage == "torn":
         file.write_bytes(file.read_bytes()[:1000])
-    else:
-        tensors = safetensors.torch.load_file(file)
-        name = sorted(tensors)[-1]
-        if damage == "mis-shaped":
-            tensors[name] = tensors[name][:-1].clone()
-        elif damage == "incomplete":
-            del tensors[name]
-        elif damage == "foreign":
-            tensors["somebody.weight"] = tensors[name].clone()
-        safetensors.torch.save_file(tensors, file)
-        if damage == "cut":  # of the length it had when it was announced
-            file.write_bytes(file.read_bytes()[:1000])
-        message = announce(folder, 2)
-    async with asyncio.TaskGroup() as tasks:
-        task = await in_progress(engine, tasks)
-        with pytest.raises(WeightsError):
-            await engine.load(message)
-    assert engine.version == (0, 1)
-    assert [span.policy_version for span in task.result().version_spans] == [1]
-    assert Check(old)(task.result()) < TOLERANCE
+        return message
+    tensors = safetensors.torch.load_file(file)
+    name = sorted(tensors)[-1]
+    if damage == "mis-shaped":
+        tensors[name] = tensors[name][:-1].clone()
+    elif damage == "incomplete":
+        del tensors[name]
+    elif damage == "foreign":
+        tensors["somebody.weight"] = tensors[name].clone()
+    safetensors.torch.save_file(tensors, file)
+    if damage == "cut":  # of the length it had when it was announced
+        file.write_bytes(file.read_bytes()[:1000])
+    return announce(folder, 2)
 
 
 # -- in parts ----------------------------------------------------------------------------------------------------------
