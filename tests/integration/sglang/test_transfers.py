@@ -244,9 +244,10 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_two_tensor_parallel_ranks_take_weights_from_a_folder_and_from_the_learner(
-    old: Model, new: Model, tmp_path: Path
+async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder_and_from_the_learner(
+    tmp_path: Path,
 ) -> None:
+    old, new = (Model(tmp_path / str(seed), seed=seed, architecture="qwen3_moe") for seed in (0, 1))
     engine = sglang.SGLangEngine(
         old.folder,
         device="cpu",
@@ -257,6 +258,7 @@ async def test_two_tensor_parallel_ranks_take_weights_from_a_folder_and_from_the
     )
     await engine.start()
     try:
+        assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
         assert engine._loader.ranks_with_loader == 2
         await engine.load(new.version(1))
         assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE

@@ -19,9 +19,11 @@ from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang import server as sglang_server
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
-from tests.harness.engines import PROMPT, Model
+from tests import ROOT
+from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
 
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)
+TWENTY = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +171,17 @@ SGLANG_OWNER = """
 import asyncio, sys
 from pathlib import Path
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from tests.harness.engines import announce
 
 async def main():
-    engine = SGLangEngine(Path(sys.argv[1]), device="cpu", dtype="float32", version=(0, 3),
-                          options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=Path(sys.argv[2]))
+    old, new, log_path = map(Path, sys.argv[1:])
+    engine = SGLangEngine(old, device="cpu", dtype="float32", version=(0, 3),
+                          options=Options(server_arguments={"max-total-tokens": 20_000}), log_path=log_path)
     await engine.start()
     print(engine.url, flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await engine.load(announce(new, 4))
+    print("loaded", flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -326,20 +333,30 @@ def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_real_server_goes_with_its_owner_and_says_so(model: Model, tmp_path: Path) -> None:
+async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(tmp_path: Path) -> None:
+    """It says what transformers says, before and after a load; and who is attached to it hears of its end."""
+    old, new = (Model(tmp_path / str(seed), seed=seed, architecture="glm4_moe") for seed in (0, 1))
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
         SGLANG_OWNER,
-        str(model.folder),
-        str(tmp_path / "log"),
+        *(str(path) for path in (old.folder, new.folder, tmp_path / "log")),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    assert owner.stdout is not None
+    assert owner.stdin is not None and owner.stdout is not None
     url = (await owner.stdout.readline()).decode().strip()
-    engine = make_engine(model, tmp_path / "unused", url=url)
+    engine = make_engine(old, tmp_path / "unused", url=url)
     await engine.start()
+    for model, prompt in ((old, PROMPT), (new, PROMPT[::-1])):  # who loads has a new prefix cache, who is attached not
+        if model is new:
+            owner.stdin.write(b"\n")
+            assert await owner.stdout.readline() == b"loaded\n"
+        generations = await asyncio.gather(*(engine.generate(prompt, TWENTY, seed=seed) for seed in range(4)))
+        assert max(Check(model)(generation, prompt) for generation in generations) < TOLERANCE
+
     tree = descendants(owner.pid)
     assert len(tree) >= 4  # warden, server, scheduler, detokenizer
     forever = SamplingParams(max_new_tokens=4000, ignore_eos=True)
