@@ -1,6 +1,8 @@
 # make check: everything that should hold before a commit, in at most two minutes.
 PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 
+unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile everything anew
+
 .PHONY: check format lint types imports quick
 check: format lint types imports quick
 
