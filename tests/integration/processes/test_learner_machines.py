@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.forked import ForkServer
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("learner-ranks")]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunProcess]:
+def run(tmp_path: Path, megatron_forks: ForkServer) -> Iterator[RunProcess]:
     made = RunProcess(
         tmp_path,
         "learner.backend=megatron",
@@ -25,33 +26,27 @@ def run(tmp_path: Path) -> Iterator[RunProcess]:
         "learner.machines=2",
         "checkpoint.every_steps=2",
         "run.steps=24",
+        forks=megatron_forks,
     )
     yield made
     made.kill()
 
 
 @pytest.mark.parametrize("killed", ["rank", "learner", "both"])
-async def test_a_learner_goes_on_from_its_checkpoint_when_a_rank_is_killed(run: RunProcess, killed: str) -> None:
+async def test_a_learner_goes_on_from_its_checkpoint_when_a_rank_is_killed(
+    run: RunProcess, megatron_forks: ForkServer, killed: str
+) -> None:
     run.start()
     await run.until(lambda: run.steps >= 4, "four steps", seconds=600)
     victims = [
         name for name in ("learner", "learner-1") if killed == "both" or (name == "learner-1") == (killed == "rank")
     ]
-    for pid in [pid_of(run, name) for name in victims]:
-        os.kill(pid, signal.SIGKILL)
+    pids = megatron_forks.children_of(run.pid)
+    for name in victims:
+        os.kill(pids[name], signal.SIGKILL)
     await run.until(lambda: "resumed at step" in run.said, "the learner is back", seconds=600)
     assert await asyncio.to_thread(run.wait, 600) == 0, run.said
     if killed == "rank":
         assert re.search(r"learner rank 1 on \S+ \(pid \d+\) is gone: its connection has ended", run.said), run.said
     found = await asyncio.to_thread(run.audit)
     assert found["code"] == 0, found
-
-
-def pid_of(run: RunProcess, name: str) -> int:
-    """Of a child of `asyncrl run`, by what torchrun's variable says in its environment."""
-    rank = name.partition("-")[2] or "0"
-    for path in Path(f"/proc/{run.pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
-                return int(child)
-    raise AssertionError(f"no {name} among the children of `asyncrl run`\n{run.said}")

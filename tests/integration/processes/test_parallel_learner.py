@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import grandchildren, processes_below
+from tests.harness.forked import ForkServer
+from tests.harness.processes import grandchildren
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("learner-ranks")]
 
 MEGATRON = ("learner.backend=megatron", "learner.ranks=2", "checkpoint.every_steps=1")
 LAYOUTS = ("learner.pipeline_parallel=2", "learner.context_parallel=2")
 
 
 @pytest.fixture
-def started(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunProcess]:
-    run = RunProcess(tmp_path, *MEGATRON, *request.param)
+def started(tmp_path: Path, request: pytest.FixtureRequest, megatron_forks: ForkServer) -> Iterator[RunProcess]:
+    run = RunProcess(tmp_path, *MEGATRON, *request.param, forks=megatron_forks)
     run.start()
     yield run
     run.kill()
@@ -36,14 +37,16 @@ def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess
 
 
 @pytest.mark.parametrize("started", [(LAYOUTS[0],)], indirect=True, ids=["stages"])
-async def test_a_killed_stage_costs_no_group(started: RunProcess) -> None:
+async def test_a_killed_stage_costs_no_group(started: RunProcess, megatron_forks: ForkServer) -> None:
     """The learner's first process sees it in what the stages send each other, ends, and starts from its checkpoint."""
     await started.until(lambda: started.steps >= 2, "two steps")
-    before = processes_below(started.pid)["learner"]
+    before = megatron_forks.children_of(started.pid)["learner"]
     (stage,) = grandchildren(before)
     reached = started.steps
     os.kill(stage, signal.SIGKILL)
-    await started.until(lambda: processes_below(started.pid).get("learner", before) != before, "another learner")
+    await started.until(
+        lambda: megatron_forks.children_of(started.pid).get("learner", before) != before, "another learner"
+    )
     await started.until(lambda: started.steps >= reached + 2, "two more steps")
     assert await asyncio.to_thread(started.drain) == 130, started.said
     found = started.audit()
