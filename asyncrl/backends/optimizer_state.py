@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from asyncrl.errors import CheckpointError, ConfigError
 
 FORMAT = 2
-_INDEX = "backend.json"
+INDEX = "backend.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
 
@@ -56,9 +56,9 @@ def write_pieces(folder: Path, pieces: Iterable[Piece], state: Mapping[torch.Ten
 def write_index(folder: Path, *, ranks: int, tensor_parallel: int = 1) -> None:
     """Write the index that completes the checkpoint, once all ranks' files exist. Raises CheckpointError."""
     try:
-        (folder / _INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks, "tensor_parallel": tensor_parallel}))
+        (folder / INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks, "tensor_parallel": tensor_parallel}))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot write {_INDEX}: {error}") from error
+        raise CheckpointError(f"{folder}: cannot write {INDEX}: {error}") from error
 
 
 class SavedState:
@@ -108,7 +108,7 @@ class SavedState:
 def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:
     """How many ranks wrote it. Raises CheckpointError, and ConfigError if other tensor-parallel ranks wrote it."""
     try:
-        index = json.loads((folder / _INDEX).read_text())
+        index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder}: format {index['format']}; this version reads format {FORMAT}")
         if index["tensor_parallel"] != tensor_parallel:

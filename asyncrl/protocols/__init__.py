@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.protocols.backend import Backend, Rehearsing, StepResult
+from asyncrl.protocols.backend import Backend, Rehearsing, SavesBeside, StepResult
 from asyncrl.protocols.bus import (
     Asked,
     Bus,
@@ -62,6 +62,7 @@ __all__ = [
     "RewardFn",
     "RolloutFn",
     "Sample",
+    "SavesBeside",
     "Sender",
     "Source",
     "StepResult",

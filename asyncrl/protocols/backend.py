@@ -88,3 +88,20 @@ class Rehearsing(Protocol):
     def rehearse(self, dp_shards: Sequence[Sequence[MicroBatch]], *, model: str = "policy") -> StepResult:
         """All of ``step`` but the update: its metrics, or what it raises."""
         ...
+
+
+@runtime_checkable
+class SavesBeside(Protocol):
+    """A backend that can write a checkpoint while it trains on. Of one that cannot, the learner waits for ``save``."""
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy what ``save`` writes, and begin to write it. What was begun before and is not finished is given up."""
+        ...
+
+    def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
+        """Complete what ``begin_save`` began, once it is written: SHA-256 of files that nobody needs to hash again.
+
+        None while it is being written; never with ``wait``. Raises CheckpointError when it could not be written: then
+        begin again.
+        """
+        ...

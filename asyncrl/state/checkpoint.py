@@ -17,13 +17,14 @@ Tests: tests/unit/state/test_checkpoint.py.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -42,34 +43,75 @@ _PARTIAL: Final = re.compile(rf"\.{_NAME.pattern}\.partial")
 _DAMAGED: Final = "damaged-"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A checkpoint that is being written: nobody takes ``partial`` for one. It becomes ``final`` at the end."""
+
+    partial: Path
+    final: Path
+
+    @property
+    def backend(self) -> Path:
+        return self.partial / "backend"
+
+
 def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None], keep: int) -> Path:
     """Write a checkpoint, make it visible in one rename, and remove all but the newest ``keep``.
 
     Raises CheckpointError naming the folder, with the previous checkpoint untouched.
     """
+    begun = begin(directory, state, save_backend=save_backend)
+    folder = finish(begun, finish_backend=lambda: {}, keep=keep)
+    assert folder is not None
+    return folder
+
+
+def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> Begun:
+    """Begin one: ``save_backend`` may go on to write in its folder. What a life before left unfinished is removed.
+
+    Raises as ``write`` does.
+    """
     final = directory / _name(state)
-    partial = directory / f".{final.name}.partial"
+    begun = Begun(partial=directory / f".{final.name}.partial", final=final)
+    with _given_up_on_failure(begun):
+        for path in _entries(directory):
+            if _PARTIAL.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        begun.backend.mkdir(parents=True)
+        (begun.partial / _STATE_FILE).write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
+        save_backend(begun.backend)
+    return begun
+
+
+def finish(begun: Begun, *, finish_backend: Callable[[], Mapping[Path, str] | None], keep: int) -> Path | None:
+    """Make it visible, once the backend has written its part: then ``finish_backend`` says the SHA-256 of its larger
+    files. None, with nothing changed, while that says None. Raises as ``write`` does."""
+    with _given_up_on_failure(begun):
+        hashed = finish_backend()
+        if hashed is None:
+            return None
+        _sync_tree(begun.partial)
+        manifest.write(begun.partial, hashed=hashed)
+        _sync(begun.partial)
+        begun.partial.rename(begun.final)
+        _sync(begun.final.parent)
+    for old in complete(begun.final.parent)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)  # what cannot be removed now, the next one removes
+    return begun.final
+
+
+@contextlib.contextmanager
+def _given_up_on_failure(begun: Begun) -> Iterator[None]:
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "backend").mkdir(parents=True)
-        save_backend(partial / "backend")
-        (partial / _STATE_FILE).write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(state), indent=1))
-        _sync_tree(partial)
-        manifest.write(partial)
-        _sync(partial)
-        partial.rename(final)
-        _sync(directory)
+        yield
     except Exception as error:
-        problem = error if isinstance(error, OSError) else disk_problem(error) or _refusal(partial)
-        shutil.rmtree(partial, ignore_errors=True)
+        problem = error if isinstance(error, OSError) else disk_problem(error) or _refusal(begun.partial)
+        shutil.rmtree(begun.partial, ignore_errors=True)
         if problem is None:
             raise
         raise CheckpointError(
-            f"{final}: {problem.strerror or problem}; the checkpoint before it is untouched"
+            f"{begun.final}: {problem.strerror or problem}; the checkpoint before it is untouched"
         ) from problem
-    for old in complete(directory)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # what cannot be removed now, the next one removes
-    return final
 
 
 def latest(directory: Path, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:

@@ -15,7 +15,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -29,12 +29,15 @@ _GONE: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 """The file itself is not there. Every other errno is of the disk, the network or who reads, and may be over soon."""
 
 
-def write(folder: Path) -> None:
-    """Of every file that ``folder`` has; on disk when this returns."""
+def write(folder: Path, *, hashed: Mapping[Path, str] | None = None) -> None:
+    """Of every file that ``folder`` has; on disk when this returns. hashed: of some the SHA-256, which who wrote them
+    knows."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    known = dict(hashed or {})
+    others = [path for path in paths if path not in known]
+    known |= zip(others, _hashed(others), strict=True)
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256}
-        for path, sha256 in zip(paths, _hashed(paths), strict=True)
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": known[path]} for path in paths
     }
     with (folder / FILE).open("w") as stream:
         json.dump({"format": _FORMAT, "files": files}, stream, indent=1)

@@ -2,21 +2,29 @@
 
 So when the newest checkpoint turns out damaged, or somebody deletes it, the learner goes on from the one before and
 finds every group on the log. With checkpoint.keep = 1 there is none before: the log is trimmed behind the newest.
+
+A backend that can writes while the next steps run. Until all of it is on disk there is no checkpoint: a learner that
+dies meanwhile goes on from the one before, and nothing has left the log. One at a time: the next waits for it.
+Tests: tests/actors/learner/test_checkpointer.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, TypeVar
 
 from asyncrl.actors.learner.disk import Disk
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.config import RunConfig
-from asyncrl.errors import BusError
+from asyncrl.errors import BusError, disk_problem
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups.saved import LearnerState
@@ -24,7 +32,25 @@ from asyncrl.policies.groups.table import GroupTable
 from asyncrl.protocols import Bus, LogMark
 from asyncrl.state import checkpoint
 
+T = TypeVar("T")
+
+POLL_SECONDS: Final = 1.0
+"""Between two looks at whether a checkpoint is written. Each is a short exchange of all ranks, between two steps."""
+
+_WRITING: Final = "a checkpoint to be written"
+
 log = logging.getLogger("asyncrl.learner")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Written:
+    """A checkpoint that is being written. trims, logs_changed: when it was begun; since: monotonic."""
+
+    state: LearnerState
+    logs_changed: int
+    trims: bool
+    since: float
+    begun: checkpoint.Begun | None = None
 
 
 class Checkpointer:
@@ -49,51 +75,133 @@ class Checkpointer:
         self._groups_per_batch = run.learner.groups_per_batch
         self._directory = run.run_directory / "checkpoints"
         self._step = -1  # of the last checkpoint of this incarnation
-        self._seconds: float | None = None  # of the one written since metrics were last taken
+        self._written: _Written | None = None  # what is being written
+        self._finishing: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+        self._has_failed = False  # what was being written, for the disk's sake
+        self._seconds: dict[str, float] = {}  # since metrics were last taken
         self.disk_need = 0.0
         """Share of the free bytes of its disk that another checkpoint takes, when the last one was written."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the run file asks for a checkpoint after this step."""
+        """Whether the run file asks for a checkpoint after this step, or the last one could not be written."""
         every = self._section.every_steps
-        return bool(every) and step % every == 0
+        return bool(every) and (step % every == 0 or self._has_failed)
+
+    async def begin(self, *, trims: bool, group: asyncio.TaskGroup) -> None:
+        """Begin one, which a task of ``group`` finishes. Where the backend cannot train beside it, ``write`` it.
+
+        trims: what the checkpoint before has consumed may leave the log, once this one is written. Raises
+        CheckpointError.
+        """
+        await self._finish(wait=True)
+        if self._has_failed or not self._trainer.saves_beside:
+            await self.write(trims=trims)
+        elif self._table.step != self._step:
+            self._written = written = await self._saved(trims=trims)
+            try:
+                await self._call(functools.partial(self._begin, written), what="a copy for a checkpoint")
+            except Exception as error:
+                if disk_problem(error) is None:
+                    raise
+                self._written = None
+                await self.write(trims=trims)
+                return
+            self._waited(since=written.since)
+            self._finishing = group.create_task(self._keep_finishing(), name="learner.finish-checkpoint")
 
     async def write(self, *, trims: bool) -> None:
-        """Write one, unless this step has one: what arrived since then is read from the log again.
-
-        trims: what the checkpoint before has consumed may leave the log. Raises CheckpointError.
-        """
+        """Write one, unless this step has one: what arrived since then is read from the log again. See ``begin``."""
+        await self._finish(wait=True)
         if self._table.step == self._step:
             return
+        written = await self._saved(trims=trims)
+
+        write = functools.partial(self._call, functools.partial(self._write, written), what=_WRITING)
+        await self._visible(written, await self._disk.written(write, what="a checkpoint"))
+        self._has_failed = False
+        self._waited(since=written.since)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Since this was last asked."""
+        seconds, self._seconds = self._seconds, {}
+        return dict(seconds)
+
+    async def _saved(self, *, trims: bool) -> _Written:
+        """What the learner is now. The history is on disk up to the length that is in it."""
         # The ledgers and the history's length are of one instant (history.py, H1): nothing awaits between them.
         logs_changed = self._table.logs_changed
         state = self._table.save(groups_per_batch=self._groups_per_batch, history=self._progress.history_position)
         sync = functools.partial(self._trainer.call, self._progress.sync, what="its history to be written", on="disk")
         await self._disk.written(sync, what="the history")
-        started = time.monotonic()
-        write = functools.partial(self._write, state)
-        call = functools.partial(self._trainer.call, write, what="a checkpoint to be written", on="disk")
-        folder, self.disk_need = await self._disk.written(call, what="a checkpoint")
+        return _Written(state=state, logs_changed=logs_changed, trims=trims, since=time.monotonic())
+
+    async def _keep_finishing(self) -> None:
+        """waits for: the ranks' threads, which nobody announces    woken by: the clock"""
+        while self._written is not None:
+            await asyncio.sleep(POLL_SECONDS)
+            await self._finish(wait=False)
+
+    async def _finish(self, *, wait: bool) -> None:
+        """Finish what is being written; nothing while it is, without ``wait``: then nobody waits for it."""
+        began = time.monotonic()
+        async with self._lock:
+            if (written := self._written) is None:
+                return
+            try:
+                finish = functools.partial(self._finished, written, wait=wait)
+                folder = await (self._call(finish, what=_WRITING) if wait else self._trainer.between_steps(finish))
+            except Exception as error:
+                if disk_problem(error) is None:
+                    raise
+                log.error("%s; the next step is saved instead, and waited for", error)
+                self._written, self._has_failed = None, True
+                return
+            if folder is not None:
+                self._written = None
+                await self._visible(written, folder)
+        if wait and self._finishing is not None:
+            self._finishing.cancel()  # it sleeps, or waits for the lock
+            self._waited(since=began)
+
+    def _waited(self, *, since: float) -> None:
+        before = self._seconds.get("learner/checkpoint_seconds", 0.0)
+        self._seconds["learner/checkpoint_seconds"] = before + time.monotonic() - since
+
+    def _write(self, written: _Written) -> Path:
+        """Blocks."""
+        self._begin(written)
+        folder = self._finished(written, wait=True)
+        assert folder is not None
+        return folder
+
+    def _begin(self, written: _Written) -> None:
+        """Blocks."""
+        written.begun = checkpoint.begin(self._directory, written.state, save_backend=self._trainer.begin_save)
+
+    def _finished(self, written: _Written, *, wait: bool) -> Path | None:
+        """Its folder; None while it is being written. Blocks."""
+        assert written.begun is not None
+        finish = functools.partial(self._trainer.finish_save, written.begun.backend, wait=wait)
+        folder = checkpoint.finish(written.begun, finish_backend=finish, keep=self._section.keep)
+        if folder is not None:
+            self.disk_need = _disk_need(folder)
+        return folder
+
+    async def _visible(self, written: _Written, folder: Path) -> None:
+        state = written.state
         self._step = state.step
         log.info("checkpoint %s", folder)
-        if logs_changed == self._table.logs_changed:  # else its sequences mean records of a log that is gone
+        if written.logs_changed == self._table.logs_changed:  # else its sequences mean records of a log that is gone
             through = self._table.checkpointed(state)
             if self._section.keep == 1:
                 through = state.consumed["watermark"] - 1
-            if trims and through and not self._section.keep_log:
+            if written.trims and through and not self._section.keep_log:
                 await self._trim(through=through)
-        self._seconds = time.monotonic() - started
+        self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - written.since
 
-    def take_metrics(self) -> dict[str, Metric]:
-        """Since this was last asked."""
-        seconds, self._seconds = self._seconds, None
-        return {} if seconds is None else {"learner/checkpoint_seconds": seconds}
-
-    def _write(self, state: LearnerState) -> tuple[Path, float]:
-        """Its folder, and ``disk_need`` behind it. Blocks."""
-        save, keep = self._trainer.save, self._section.keep
-        folder = checkpoint.write(self._directory, state, save_backend=save, keep=keep)
-        return folder, _disk_need(folder)
+    async def _call(self, function: Callable[[], T], *, what: str) -> T:
+        return await self._trainer.call(function, what=what, on="disk")
 
     async def _trim(self, *, through: int) -> None:
         """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""

@@ -309,7 +309,7 @@ class Learner(Actor):
         await self._report(metrics, taken, group)
         await self._note_skipped(taken, result.metrics)
         if self._checkpointer.is_due(self.step) and not self.done:
-            await self._checkpointer.write(trims=not self._skipped.in_a_row)
+            await self._checkpointer.begin(trims=not self._skipped.in_a_row, group=group)
 
     async def _announce_step(self, taken: Sequence[BufferedGroup], *, ess: float) -> None:
         """Tell what the step changed for workers and the window. ``ess``: effective sample size of its batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.health.faults import FIRST_SECONDS
 from asyncrl.policies.learning_rate import Schedule
-from asyncrl.protocols import Backend, Rehearsing, StepResult
+from asyncrl.protocols import Backend, Rehearsing, SavesBeside, StepResult
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]
@@ -131,14 +131,33 @@ class Trainer:
         """Wait until the newest version is announced."""
         await self._weights.wait()
 
-    def save(self, folder: Path) -> None:
-        """Write the backend's part of a checkpoint. Blocks; for ``call``."""
-        self._backend.save(folder)
+    @property
+    def saves_beside(self) -> bool:
+        """Whether steps go on while the backend writes its part of a checkpoint."""
+        return isinstance(self._backend, SavesBeside)
+
+    def begin_save(self, folder: Path) -> None:
+        """Begin to write the backend's part of a checkpoint, or write it. Blocks; for ``call``."""
+        if isinstance(self._backend, SavesBeside):
+            self._backend.begin_save(folder)
+        else:
+            self._backend.save(folder)
+
+    def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
+        """See SavesBeside. Blocks; for ``call``."""
+        if isinstance(self._backend, SavesBeside):
+            return self._backend.finish_save(folder, wait=wait)
+        return {}
 
     async def call(self, function: Callable[[], T], *, what: str, on: str = "backend") -> T:
         """Run a blocking function in the backend's thread, and say meanwhile that ``what`` is waited for."""
         with self.waits.waiting(what, on=on, note="", first=FIRST_SECONDS):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def between_steps(self, function: Callable[[], T]) -> T:
+        """Run a blocking function in the backend's thread when that is free: nobody waits for it, however long a step
+        is before it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def metrics(self) -> dict[str, Metric]:
         return {

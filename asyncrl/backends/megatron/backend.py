@@ -277,7 +277,17 @@ class MegatronBackend(BackendAdapter):
         return snapshot
 
     def save(self, folder: Path) -> None:
+        self.begin_save(folder)
+        self.finish_save(folder, wait=True)
+
+    def begin_save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)  # once, and before other ranks look
         self._together([Command(name="save", folder=str(folder))] * self._layout.ranks)
+
+    def finish_save(self, folder: Path, *, wait: bool) -> Mapping[Path, str] | None:
+        command = Command(name="saved", folder=str(folder), waits=wait)
+        files: Mapping[str, str] | None = self._together([command] * self._layout.ranks)
+        return None if files is None else {Path(file): sha256 for file, sha256 in files.items()}
 
     def restore(self, folder: Path) -> None:
         trained = [name for name, model in self._job.models.items() if model.is_trained]

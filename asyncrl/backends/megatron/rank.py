@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.background_save import BackgroundSave, complete
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
@@ -35,6 +36,7 @@ class MegatronRank:
     @quiet()
     def __init__(self, job: Job, place: Place, *, store: Store | None = None) -> None:
         quiet_logs()
+        self._saving: BackgroundSave | None = None
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_leader = place.rank == 0
@@ -64,6 +66,8 @@ class MegatronRank:
         if command.name == "export":
             return self._loaded[command.model].export()
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
+        if command.name == "saved":
+            return self._saved(folders, wait=command.waits)
         if command.name == "save":
             self._save(trained, folders)
         else:
@@ -82,30 +86,52 @@ class MegatronRank:
         return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
 
     def _save(self, trained: Mapping[str, TrainedModel], folders: Mapping[str, Path]) -> None:
-        """Write the files of all models, agree that all ranks have; then the leader completes them.
+        """Copy what is to be saved; it is written while other commands are obeyed, until ``_saved`` says so."""
+        self._stop_saving()
+        states = [model.saved(folders[name]) for name, model in trained.items()]
+        self._saving = BackgroundSave(states, rank=dist.get_rank())
 
-        Raises CheckpointError on the leader when one rank could not write; all can try again together.
+    def _saved(self, folders: Mapping[str, Path], *, wait: bool) -> dict[str, str] | None:
+        """Agree that all ranks have written their files; then the leader completes them, and says what they are.
+
+        None on followers, and where some rank is not done. Raises CheckpointError on the leader when one rank could not
+        write; all can try again together.
         """
-        problem: CheckpointError | None = None
-        try:
-            for name, model in trained.items():
-                model.write_pieces(folders[name])
-        except CheckpointError as error:
-            problem = error
-        failed = torch.tensor([float(problem is not None)], device=self._device)
-        dist.all_reduce(failed)
-        if failed.item():
+        saving = self._saving
+        if saving is None:
+            raise CheckpointError("nothing is being saved")
+        if wait:
+            saving.wait()
+        is_done = saving.is_done  # asked once: it may change
+        told = torch.tensor([float(is_done), float(is_done and bool(saving.problem))], device=self._device)
+        dist.all_reduce(told)
+        done, failed = (int(number) for number in told.tolist())
+        if done < dist.get_world_size():
+            return None
+        self._saving = None
+        if failed:
             where = next(iter(folders.values()))
-            problem = problem or CheckpointError(f"{where}: {failed.item():.0f} other ranks could not write their part")
+            own = f"{where}: cannot write this rank's part: {saving.problem}" if saving.problem else ""
+            problem = own or f"{where}: {failed} other ranks could not write their part"
             if self._is_leader:
-                raise problem
+                raise CheckpointError(problem)
             log.warning("%s", problem)
-        elif self._is_leader:  # last, and alone: nobody waits for it where this fails
-            for name, model in trained.items():
-                model.write_index(folders[name])
+        if not self._is_leader:
+            return None
+        files = {}
+        for folder in folders.values():  # last, and alone: nobody waits for it where this fails
+            sums = complete(folder, ranks=dist.get_world_size())
+            files.update({str(folder / file): sha256 for file, sha256 in sums.items()})
+        return files
+
+    def _stop_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.cancel()
 
     def close(self) -> None:
         """Destroy the process groups; they are global, and a later rank in this process needs new ones."""
+        self._stop_saving()
         process_groups.leave()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -53,14 +53,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A collective operation: step, rehearse, score, export, save or restore. ``micro_batches`` is the receiver's
-    shard."""
+    """A collective operation: step, rehearse, score, export, save, saved or restore.
+
+    micro_batches  the receiver's shard
+    waits          of "saved": until what "save" began is on disk
+    """
 
     name: str
     model: str = POLICY
     micro_batches: tuple[MicroBatch, ...] = ()
     learning_rate: float = 0.0
     folder: str = ""
+    waits: bool = False
 
     @property
     def has_recorded(self) -> bool:

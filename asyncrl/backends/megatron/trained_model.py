@@ -8,6 +8,7 @@ Tests: tests/contracts/test_backend.py (equal to the reference), tests/unit/back
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from asyncrl.backends import micro_batches, optimizer_state
+from asyncrl.backends import micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
+from asyncrl.backends.megatron.background_save import RankState, SavedModel, format_of, random_states
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_replicas_group
@@ -35,9 +37,13 @@ from asyncrl.policies.algorithms.objective import Objective
 from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.protocols import StepResult
+from asyncrl.tensors.torch_dist import Chunk, TorchDist
 
 _EMBEDDING: Final = "embedding.word_embeddings.weight"
 """What the output layer of a last stage is a copy of, when embeddings are tied."""
+_STATE: Final = "optimizer.state."
+_MAIN: Final = "param."
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 class TrainedModel(LoadedModel):
@@ -166,88 +172,149 @@ class TrainedModel(LoadedModel):
                     group["weight_decay"] = settings.weight_decay * group["wd_mult"]  # Megatron's scheduler's task
                 part.megatron.step_with_ready_grads()
 
-    def write_pieces(self, folder: Path) -> None:
-        """Write this rank's file. Raises CheckpointError, on this rank alone."""
-        pieces = [piece for shard in self._shards() if shard.is_written for piece in self._pieces(shard)]
-        state = {weight: moments for part in self._optimizers for weight, moments in part.adamw.state.items()}
-        optimizer_state.write_pieces(folder, pieces, state, rank=dist.get_rank())
-
-    def write_index(self, folder: Path) -> None:
-        """Complete the checkpoint, once every rank has written its file. Raises CheckpointError."""
-        ranks, tensor_parallel = dist.get_world_size(), self._tensor_parallel.size()
-        optimizer_state.write_index(folder, ranks=ranks, tensor_parallel=tensor_parallel)
+    def saved(self, folder: Path) -> RankState:
+        """What this rank writes of a checkpoint in ``folder``: views of what the next step changes."""
+        chunks, steps = list(random_states(dist.get_rank())), dict[str, float]()
+        for held in self._held_parameters():
+            if not held.is_written:
+                continue
+            key = held.place.key
+            for piece in self._pieces(held):
+                weights = {key: piece.weights} | (
+                    {} if piece.main is piece.weights else {_STATE + _MAIN + key: piece.main}
+                )
+                state = self._adamw(held).state.get(piece.main, {})
+                moments = {f"{_STATE}{kind}.{key}": state[kind] for kind in _MOMENTS if kind in state}
+                steps |= {key: float(state["step"])} if "step" in state else {}
+                for name, values in (weights | moments).items():
+                    for view, start in held.place.views(values.detach().reshape(-1), piece.start):
+                        chunks.append(Chunk(key=name, whole=held.place.whole, start=start, data=view))
+        return RankState(folder=folder, chunks=chunks, steps=steps)
 
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
-        """Restore a checkpoint written by any number of ranks. Raises CheckpointError."""
-        with optimizer_state.open_state(folder, tensor_parallel=self._tensor_parallel.size()) as saved:
-            for shard in self._shards():
-                parameter, whole = shard.parameter, saved.value(shard.name, shard.size)
-                parameter.copy_(whole[shard.start : shard.start + parameter.numel()].view(parameter.shape))
+        """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
+        if format_of(folder) == optimizer_state.FORMAT:
+            self._restore_format_2(folder)
+            return
+        saved = SavedModel(folder)
+        for held in self._held_parameters():
+            key = held.place.key
+            _read(saved, key, held.place, held.parameter)
+            if not held.parameter.requires_grad:
+                continue  # its value is there, and it has no moments
+            main = _STATE + _MAIN + key if _STATE + _MAIN + key in saved else key
+            for piece in self._pieces(held):
+                _read(saved, main, held.place, piece.main, start=piece.start)
+                moments: dict[str, torch.Tensor] = {}
+                if key in saved.steps:
+                    moments = {kind: torch.zeros_like(piece.main) for kind in _MOMENTS}
+                    for kind, values in moments.items():
+                        _read(saved, f"{_STATE}{kind}.{key}", held.place, values, start=piece.start)
+                    moments["step"] = torch.tensor(saved.steps[key])
+                self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
+        saved.restore_random_states(dist.get_rank())
+
+    def _restore_format_2(self, folder: Path) -> None:
+        """A checkpoint of an older version, which names tensor-parallel ranks' parts and cannot be put together."""
+        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
+        with optimizer_state.open_state(folder, tensor_parallel=ranks) as saved:
+            for held in self._held_parameters():
+                parameter, first, size = held.parameter, 0, held.parameter.numel()
+                name = _EMBEDDING if _is_copy(parameter) else held.name
+                if held.is_of_experts:  # by their place among all of the layer's
+                    one = math.prod(held.place.whole[1:])
+                    first, size = self._stages[0].part.experts.start * one, math.prod(held.place.whole)
+                elif ranks > 1:
+                    name += f"@{rank}"
+                whole = saved.value(name, size)
+                parameter.copy_(whole[first : first + parameter.numel()].view(parameter.shape))
                 if not parameter.requires_grad:
-                    continue  # its value is there, and it has no moments
-                for piece in self._pieces(shard):
-                    own = slice(piece.start, piece.start + piece.value.numel())
-                    piece.value.copy_(whole[own].view(piece.value.shape))
-                    moments = saved.moments(shard.name, shard.size, own)
-                    self._part(shard).adamw.state[piece.value] = optimizer_state.shaped(moments, piece.value)
+                    continue
+                for piece in self._pieces(held):
+                    own = slice(first + piece.start, first + piece.start + piece.main.numel())
+                    piece.main.copy_(whole[own].view(piece.main.shape))
+                    moments = saved.moments(name, size, own)
+                    self._adamw(held).state[piece.main] = optimizer_state.shaped(moments, piece.main)
             saved.restore_random_states(dist.get_rank())
 
-    def _shards(self) -> Iterator[_Shard]:
+    def _held_parameters(self) -> Iterator[_Held]:
         """This rank's parameters as a checkpoint has them."""
-        suffix = f"@{self._tensor_parallel.rank()}" if self._tensor_parallel.size() > 1 else ""
-        experts = self._stages[0].part.experts
+        ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         for name, parameter in self._parameters.items():
-            is_of_experts = name in self._maps and self._maps[name].is_of_experts
+            cut = self._maps[name].cut if name in self._maps else "whole"  # a value head is in no folder
+            is_of_experts = cut.startswith("expert_")
             replicas = expert_replicas_group() if is_of_experts else self._replicas
             is_writer = self._is_writer(replicas) if parameter.requires_grad else replicas.rank() == 0
-            start, size = 0, parameter.numel()
-            if is_of_experts:  # by their place among all of the layer's
-                one = size // len(experts)
-                start, size = experts.start * one, one * self._layout.expert * len(experts)
-            yield _Shard(
-                name=name if is_of_experts else (_EMBEDDING if _is_copy(parameter) else name) + suffix,
+            yield _Held(
+                name=name,
                 parameter=parameter,
-                start=start,
-                size=size,
+                place=weight_places.place(
+                    _EMBEDDING if _is_copy(parameter) else name,
+                    cut,
+                    parameter.shape,
+                    self._shape,
+                    ranks=ranks,
+                    rank=rank,
+                    first_expert=self._stages[0].part.experts.start,
+                ),
                 is_of_experts=is_of_experts,
-                is_written=is_writer and not _is_copy(parameter),
+                is_written=is_writer and not _is_copy(parameter) and (cut != "whole" or rank == 0),
             )
 
-    def _part(self, shard: _Shard) -> optimizer.PartOptimizer:
-        """Who updates it."""
-        return self._optimizers[-1 if shard.is_of_experts else 0]
+    def _adamw(self, held: _Held) -> torch.optim.Optimizer:
+        """What updates it."""
+        return self._optimizers[-1 if held.is_of_experts else 0].adamw
 
-    def _pieces(self, shard: _Shard) -> Iterator[optimizer_state.Piece]:
+    def _pieces(self, held: _Held) -> Iterator[_Piece]:
         """What this rank's optimizer updates of a parameter, or all of a frozen one. main_param is Megatron's float32
         copy of a 16-bit parameter."""
-        parameter, megatron = shard.parameter, self._part(shard).megatron
+        parameter, megatron = held.parameter, self._optimizers[-1 if held.is_of_experts else 0].megatron
         if not parameter.requires_grad:
-            yield optimizer_state.Piece(name=shard.name, start=shard.start, value=parameter)
+            yield _Piece(start=0, weights=parameter, main=parameter)
         elif not self._is_distributed:
-            value: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
-            yield optimizer_state.Piece(name=shard.name, start=shard.start, value=value)
+            main: Any = parameter if self._dtype == torch.float32 else parameter.main_param  # type: ignore[attr-defined]
+            yield _Piece(start=0, weights=parameter, main=main)
         elif parameter in megatron.model_param_group_index_map:
             group, index = megatron.model_param_group_index_map[parameter]
-            value = megatron.optimizer.param_groups[group]["params"][index]
-            start = shard.start + megatron._get_model_param_range_map(parameter)["param"].start
-            yield optimizer_state.Piece(name=shard.name, start=start, value=value)
+            main = megatron.optimizer.param_groups[group]["params"][index]
+            own = megatron._get_model_param_range_map(parameter)["param"]
+            weights = main if self._dtype == torch.float32 else parameter.detach().view(-1)[own.start : own.end]
+            yield _Piece(start=own.start, weights=weights, main=main)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shard:
-    """A parameter of this rank as a checkpoint has it: ``size`` numbers under one name, of which it is those from
-    ``start`` on.
+class _Held:
+    """A parameter of this rank as a checkpoint has it.
 
+    name        with its layer's number in the whole model
     is_written  whether this rank writes it, and no other that has the same one or the original
     """
 
     name: str
     parameter: torch.Tensor
-    start: int
-    size: int
+    place: weight_places.Place
     is_of_experts: bool
     is_written: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """A part of a parameter of this rank: its flattened elements from ``start`` on.
+
+    main     the float32 tensor that the optimizer updates; also its key in the optimizer's state
+    weights  these elements in the model's dtype; the same tensor in a float32 model
+    """
+
+    start: int
+    weights: torch.Tensor
+    main: torch.Tensor
+
+
+def _read(saved: TorchDist, key: str, place: weight_places.Place, into: torch.Tensor, *, start: int = 0) -> None:
+    """Fill a tensor whose flattened elements are those of ``place`` from ``start`` on. Raises CheckpointError."""
+    for view, corner in place.views(into.detach().view(-1), start):
+        view.copy_(saved.read(key, corner, tuple(view.shape)))
 
 
 def _is_copy(weight: Any) -> bool:

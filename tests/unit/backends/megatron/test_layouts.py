@@ -179,10 +179,16 @@ def test_a_step_from_the_checkpoint_is_the_step_that_was_taken(case: Case) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
-    [("megatron-pp2", "qwen2"), ("megatron-cp2", "qwen3"), ("megatron-pp2-ep2", "qwen3_moe")],
+    ("kind", "architecture", "other"),
+    [
+        ("megatron-pp2", "qwen2", "megatron-1"),
+        ("megatron-cp2", "qwen3", "megatron-tp2"),
+        ("megatron-pp2-ep2", "qwen3_moe", "megatron-tp2-ep2"),
+        ("megatron-tp2", "deepseek_v3", "megatron-ep2"),
+        ("megatron-vpp2", "qwen3_moe", "megatron-1"),
+    ],
 )
-def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str) -> None:
+def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str, architecture: str, other: str) -> None:
     """Layers and experts have the numbers of the whole model in it; of tied embeddings it has one."""
     folder = tiny_model(tmp_path / "model", architecture=architecture, tied=architecture == "qwen2", num_layers=4)
 
@@ -194,12 +200,12 @@ def test_a_checkpoint_goes_to_another_layout_and_back(tmp_path: Path, kind: str,
         backend.save(tmp_path / "many")
         step(backend, kind, 1)
         expected = weights(backend)
-    with started("megatron-1", folder, optimizer=GENTLE) as backend:
+    with started(other, folder, optimizer=GENTLE) as backend:
         backend.restore(tmp_path / "many")
-        backend.save(tmp_path / "one")
-        step(backend, "megatron-1", 1)
+        backend.save(tmp_path / "other")
+        step(backend, other, 1)
         assert distance(weights(backend), expected) < 1e-4
     with started(kind, folder, optimizer=GENTLE) as backend:
-        backend.restore(tmp_path / "one")
+        backend.restore(tmp_path / "other")
         step(backend, kind, 1)
         assert distance(weights(backend), expected) == 0.0

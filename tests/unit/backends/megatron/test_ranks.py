@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends import huggingface, weight_cuts
+from asyncrl.backends import huggingface, optimizer_state, weight_cuts
 from asyncrl.errors import BackendError, CheckpointError, ConfigError, StepFailed
 from tests import ROOT
 from tests.harness.backends import LEARNING_RATE, critic, distance, documents, shares, started, tiny_model, weights
@@ -77,21 +76,24 @@ def test_two_models_on_two_ranks_each_train_as_one(folder: Path) -> None:
     assert distance(results["reference"], results["megatron-4"]) < 1e-5
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_other_shards_is_refused_with_the_setting_that_reads_it(folder: Path, tmp_path: Path) -> None:
-    with started("megatron-tp2", folder) as backend:
-        backend.save(tmp_path)
-        shutil.copytree(tmp_path, other := tmp_path / "other")
-        index = json.loads((other / "backend.json").read_text())
-        (other / "backend.json").write_text(json.dumps(index | {"tensor_parallel": 4}))
-        with pytest.raises(ConfigError, match="learner.tensor_parallel = 4"):
-            backend.restore(other)
-        backend.restore(tmp_path)  # no rank was told, and none has ended
-    with (
-        started("megatron-1", folder) as backend,
-        pytest.raises(ConfigError, match="learner.tensor_parallel = 2"),
-    ):
+def test_a_checkpoint_of_an_older_version_is_read(folder: Path, tmp_path: Path) -> None:
+    """Which had its own format: pieces of flattened parameters in a safetensors file a rank."""
+    with started("megatron-1", folder) as backend:
+        backend.step(shares("megatron-1", documents(0)), learning_rate=LEARNING_RATE)
+        own: Any = backend
+        policy = own._own._loaded["policy"]
+        pieces = [optimizer_state.Piece(name=name, start=0, value=one) for name, one in policy._parameters.items()]
+        optimizer_state.write_pieces(tmp_path, pieces, policy._optimizers[0].adamw.state, rank=0)
+        optimizer_state.write_index(tmp_path, ranks=1)
+        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+        expected = weights(backend)
         backend.restore(tmp_path)
+        backend.step(shares("megatron-1", documents(1)), learning_rate=LEARNING_RATE)
+        assert distance(weights(backend), expected) == 0.0
+        index = {"format": 2, "ranks": 2, "tensor_parallel": 2}
+        (tmp_path / "backend.json").write_text(json.dumps(index))
+        with pytest.raises(ConfigError, match="learner.tensor_parallel = 2"):
+            backend.restore(tmp_path)
 
 
 def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> None:
@@ -104,7 +106,7 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
     """Rank 1 finds a folder where its file goes, and so cannot write; the leader could."""
     with started("megatron-2", folder) as backend:
         backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
-        taken = tmp_path / "one" / "rank-00001.safetensors"
+        taken = tmp_path / "one" / "__1_0.distcp"
         taken.mkdir(parents=True)
         for _ in range(2):
             with pytest.raises(CheckpointError, match="1 other ranks could not write their part"):

@@ -1,0 +1,83 @@
+"""A rank's part of a parameter and the whole one: what a checkpoint of any layout is put together of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.backends import huggingface, weight_cuts, weight_places
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.weight_map import Part, weight_map
+from asyncrl.data.tiny_model import make_tiny_model
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_a_flat_range_is_few_rectangles(sizes: list[int], data: st.DataObject) -> None:
+    numbers = torch.arange(math.prod(sizes)).view(sizes)
+    start = data.draw(st.integers(0, numbers.numel()))
+    stop = data.draw(st.integers(start, numbers.numel()))
+    parts = list(weight_places.rectangles(start, stop, sizes))
+    found = [numbers[tuple(slice(a, a + n) for a, n in zip(*part, strict=True))].reshape(-1) for part in parts]
+    assert torch.cat([numbers.new_empty(0), *found]).tolist() == list(range(start, stop))
+    assert len(parts) <= 2 * len(sizes) - 1
+
+
+def shape_of(folder: Path, architecture: str) -> ModelShape:
+    make_tiny_model(folder, architecture=architecture)  # type: ignore[arg-type]
+    return huggingface.read_shape(folder)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "glm4", "qwen3_moe", "deepseek_v3"])
+def test_parts_of_all_ranks_make_the_whole_and_the_whole_makes_them(tmp_path: Path, architecture: str) -> None:
+    """Whatever is cut, how often, and however its elements are shared among copies of the model."""
+    shape = shape_of(tmp_path, architecture)
+    wholes: dict[str, torch.Tensor] = {}
+    shards = list(shards_of_two_ranks(tmp_path, shape))
+    for place, shard in shards:
+        whole = wholes.setdefault(place.key, torch.full(place.whole, torch.nan))
+        middle = shard.numel() // 3  # two copies of the model have unequal parts of it
+        for start, flat in ((0, shard.reshape(-1)[:middle]), (middle, shard.reshape(-1)[middle:])):
+            for view, corner in place.views(flat, start):
+                whole[slices(corner, view)] = view
+    assert not any(whole.isnan().any() for whole in wholes.values())
+    for place, shard in shards:
+        back = torch.zeros_like(shard)  # as padding is
+        for view, corner in place.views(back.view(-1)):
+            view.copy_(wholes[place.key][slices(corner, view)])
+        assert torch.equal(back, shard), place.key
+
+
+def shards_of_two_ranks(folder: Path, shape: ModelShape) -> Iterator[tuple[weight_places.Place, torch.Tensor]]:
+    """Each has half of every matrix, or of the experts."""
+    experts = shape.experts.num_experts if shape.experts else 0
+    with huggingface.open_weights(folder) as read:
+        for rank, held in enumerate((range(experts // 2), range(experts // 2, experts))):
+            for entry in weight_map(shape, part=Part(layers=range(shape.num_layers), experts=held)):
+                ranks = 1 if entry.is_of_experts else 2
+                parts = [read(name) for name in entry.huggingface]
+                shard = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=ranks)[rank % ranks]
+                first = held.start
+                place = weight_places.place(
+                    entry.megatron, entry.cut, shard.shape, shape, ranks=ranks, rank=rank % ranks, first_expert=first
+                )
+                yield place, shard
+
+
+def slices(corner: Sequence[int], view: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(corner, view.shape, strict=True))
+
+
+def test_keys_are_those_of_megatron() -> None:
+    assert weight_places.key("decoder.layers.3.mlp.experts.down") == (
+        "decoder.layers.3.mlp.experts.experts.linear_fc2.weight"
+    )
+    assert weight_places.key("output_layer.weight") == "output_layer.weight"
+    assert weight_places.keys_elsewhere("decoder.layers.3.mlp.linear_fc1.layer_norm_weight") == (
+        "decoder.layers.3.pre_mlp_layernorm.weight",
+    )

@@ -1,0 +1,98 @@
+"""Megatron's distributed checkpoints: any rectangle of what any ranks wrote, and nothing in one can run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.errors import CheckpointError
+from asyncrl.tensors import torch_dist
+from asyncrl.tensors.torch_dist import Chunk, TorchDist
+
+WHOLE = torch.arange(60.0).view(10, 6)
+
+
+def cut(*rows: slice, columns: slice = slice(0, 6)) -> list[Chunk]:
+    """Of WHOLE, as ``matrix``."""
+    starts = [(one.start, columns.start) for one in rows]
+    return [
+        Chunk(key="matrix", whole=(10, 6), start=start, data=WHOLE[one, columns])
+        for one, start in zip(rows, starts, strict=True)
+    ]
+
+
+def written(folder: Path, *of_ranks: Sequence[Chunk]) -> Path:
+    stored = []
+    for rank, chunks in enumerate(of_ranks):
+        stored += torch_dist.write_chunks(folder / torch_dist.file_name(rank), chunks)[0]
+    torch_dist.complete(folder, stored)
+    return folder
+
+
+def test_any_rectangle_is_read_from_what_other_ranks_wrote(tmp_path: Path) -> None:
+    left, right = slice(0, 4), slice(4, 6)
+    first = [*cut(slice(0, 3), slice(7, 10), columns=left), *cut(slice(3, 7), columns=left)]
+    bias = Chunk(key="bias", whole=(3,), start=(0,), data=torch.tensor([1, 2, 3], dtype=torch.bfloat16))
+    found = TorchDist(written(tmp_path, first, [*cut(slice(0, 10), columns=right), bias]))
+    assert set(found.keys()) == {"matrix", "bias"}
+    assert torch.equal(found.read("matrix"), WHOLE)
+    assert torch.equal(found.read("matrix", (2, 3), (6, 2)), WHOLE[2:8, 3:5])
+    assert found.read("bias", (1,), (2,)).tolist() == [2, 3]
+    assert found.dtype("bias") == torch.bfloat16
+
+
+def test_a_checkpoint_that_lacks_a_part_is_not_completed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="of matrix 54 numbers were written, it has 60"):
+        written(tmp_path, cut(slice(0, 9)))
+
+
+def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    _, sha256 = torch_dist.write_chunks(tmp_path / "one", cut(slice(0, 10)))
+    from hashlib import sha256 as of
+
+    assert sha256 == of((tmp_path / "one").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / ".metadata").unlink(), "is no distributed checkpoint of Megatron"),
+        (lambda folder: os.truncate(folder / ".metadata", 40), "cannot be read"),
+        (lambda folder: os.truncate(folder / "__0_0.distcp", 90), "matrix cannot be read"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "matrix cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path: Path, damage: object, said: str) -> None:
+    folder = written(tmp_path, cut(slice(0, 10)))
+    damage(folder)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=said) as caught:
+        TorchDist(folder).read("matrix")
+    assert str(folder) in str(caught.value)
+
+
+def test_another_model_s_sizes_are_refused(tmp_path: Path) -> None:
+    found = TorchDist(written(tmp_path, cut(slice(0, 10))))
+    with pytest.raises(CheckpointError, match=r"matrix has the size \[10, 6\], the model needs \[12, 6\]"):
+        found.read("matrix", (0, 0), (12, 6))
+    with pytest.raises(CheckpointError, match="has no vector"):
+        found.read("vector")
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> object:
+        return os.system, (f"touch {self._path}",)
+
+
+def test_metadata_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match="system, which is nothing of a checkpoint"):
+        TorchDist(tmp_path)
+    assert not (tmp_path / "ran").exists()
