@@ -58,6 +58,15 @@ def _refuse_others(config: Any, family: Family) -> None:
             raise Unsupported(f"{key} = {value!r}")
 
 
+def weight_names(folder: Path) -> list[str]:
+    """Of the tensors that ``open_weights`` reads, which has found the files before."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return list(json.loads(index.read_text())["weight_map"])
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return list(file.keys())
+
+
 @contextmanager
 def open_weights(folder: Path, *, where: str = "model.path") -> Iterator[Callable[[str], torch.Tensor]]:
     """Reader of single tensors from model.safetensors, or from the files in its index. Raises ConfigError."""

@@ -43,6 +43,7 @@ VERBS: Final = {
     "evaluate": "Evaluate saved models on data sets, with no run up.",
     "import-eval": "Print the [evaluation] of a run file from the evaluation YAML of slime or Miles.",
     "import-model": "Convert a GGUF file to a Hugging Face model folder.",
+    "convert": "Convert a Hugging Face model folder to a Megatron checkpoint, or back.",
 }
 """Name and summary of each verb; its file has the name, with "_" for "-"."""
 
@@ -65,6 +66,7 @@ EXAMPLES: Final = """examples:
   asyncrl evaluate runs/demo --datasets my.toml        every saved model of a run on the data sets of my.toml
   asyncrl import-eval eval.yaml >> my.toml             data sets as slime names them
   asyncrl import-model model.gguf models/my-model      GGUF to a Hugging Face folder
+  asyncrl convert models/my-model megatron/my-model    Hugging Face to Megatron's torch_dist, and back
 
 `asyncrl VERB --help` explains one verb.
 """

@@ -1,0 +1,236 @@
+"""A Hugging Face folder's weights as a checkpoint of Megatron's, and back: without ranks, without Megatron's code.
+
+One parameter after the other is read, made and written, of experts one at a time. So in memory is at most what the
+largest of them takes, a few times over: its parts, the whole, and a copy that is written. ``Converted.peak_bytes`` is
+counted, tensor by tensor. Values and types are kept as they are, so there and back is exact.
+Tests: tests/unit/backends/test_conversion.py.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from asyncrl.backends import huggingface, weight_cuts, weight_places
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.weight_map import Mapping, Part, weight_map
+from asyncrl.errors import CheckpointError
+from asyncrl.tensors import safetensors_file, torch_dist
+from asyncrl.tensors.snapshot import TensorEntry
+from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
+
+FILE_BYTES: Final = 4 * 2**30
+"""Of a safetensors file, unless one parameter is larger."""
+_NOT_THE_MODEL: Final = ("optimizer.", "asyncrl.", "rng_state", "rerun_state_machine_state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """peak_bytes: of weights in memory at one time; left_out: tensors of the source that are in no part of the model
+    that is trained."""
+
+    num_tensors: int
+    num_bytes: int
+    peak_bytes: int
+    left_out: tuple[str, ...]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it is a distributed one of Megatron's."""
+    return (folder / torch_dist.METADATA).is_file()
+
+
+class _Held:
+    """Counts the bytes of tensors until they are gone."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.peak_bytes = 0
+
+    def noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.nbytes
+        self.num_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        weakref.finalize(tensor, self._gone, size)
+        return tensor
+
+    def _gone(self, size: int) -> None:
+        self.num_bytes -= size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameter:
+    """A parameter of the whole model, or one expert of it. layer: its number; -1: of none."""
+
+    entry: Mapping
+    layer: int = -1
+    expert: int = 0
+
+
+def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
+    """All of the model, layer after layer."""
+    for entry in weight_map(shape, part=Part(layers=range(0), experts=range(0))):
+        yield _Parameter(entry=entry)
+    experts = shape.experts.num_experts if shape.experts else 0
+    for layer in range(shape.num_layers):
+        for expert in range(max(1, experts)):
+            one = Part(
+                layers=range(layer, layer + 1),
+                experts=range(expert, min(experts, expert + 1)),
+                has_embedding=False,
+                has_output=False,
+            )
+            for entry in weight_map(shape, part=one):
+                if entry.is_of_experts or expert == 0:
+                    name = entry.megatron.replace("decoder.layers.0.", f"decoder.layers.{layer}.")
+                    yield _Parameter(entry=replace(entry, megatron=name), layer=layer, expert=expert)
+
+
+def to_megatron(source: Path, destination: Path) -> Converted:
+    """Write the weights in the Hugging Face folder ``source`` to the empty folder ``destination``.
+
+    Raises ConfigError for a model that the megatron backend does not support, CheckpointError, OSError.
+    """
+    shape, held = huggingface.read_shape(source, where="source"), _Held()
+    stored: list[Stored] = []
+    used: set[str] = set()
+    with huggingface.open_weights(source, where="source") as read:
+
+        def chunks(of: Iterable[_Parameter]) -> Iterator[Chunk]:
+            for one in of:
+                entry = one.entry
+                used.update(entry.huggingface)
+                parts = [held.noted(read(name)) for name in entry.huggingface]
+                (whole,) = weight_cuts.fuse(parts, entry.cut, shape, tensor_parallel=1)
+                if len(parts) > 1:
+                    whole = held.noted(whole)
+                del parts
+                place = weight_places.place(
+                    entry.megatron, entry.cut, whole.shape, shape, ranks=1, rank=0, first_expert=one.expert
+                )
+                for view, start in place.views(whole.reshape(-1)):
+                    yield Chunk(key=place.key, whole=place.whole, start=start, data=view)
+
+        for number, group in enumerate(_by_layers(_parameters(shape))):
+            stored += torch_dist.write_chunks(destination / torch_dist.file_name(0, number), chunks(group))[0]
+    torch_dist.complete(destination, stored)
+    return Converted(
+        num_tensors=len({one.key for one in stored}),
+        num_bytes=sum(one.length for one in stored),
+        peak_bytes=held.peak_bytes,
+        left_out=tuple(sorted(set(huggingface.weight_names(source)) - used)),
+    )
+
+
+def _by_layers(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
+    found: dict[int, list[_Parameter]] = {}
+    for one in parameters:
+        found.setdefault(one.layer, []).append(one)
+    return list(found.values())
+
+
+def to_huggingface(source: Path, destination: Path, *, model: Path) -> Converted:
+    """Write a distributed checkpoint's weights as safetensors to the empty folder ``destination``.
+
+    model: a Hugging Face folder with the config.json of that model. Raises ConfigError, CheckpointError, OSError.
+    """
+    shape, held, saved = huggingface.read_shape(model, where="--model"), _Held(), TorchDist(source)
+    used: set[str] = set()
+    files = _cut_into_files([_Found.of(one, saved, shape) for one in _parameters(shape)])
+    names: dict[str, str] = {}
+    for number, file in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        with (destination / name).open("wb") as stream:
+            safetensors_file.write(stream, _blocks(file, saved, shape, held))
+        names |= {entry.name: name for found in file for entry in found.entries}
+        used.update(found.key for found in file)
+    num_bytes = sum(entry.num_bytes for file in files for found in file for entry in found.entries)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
+        (destination / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    others = (key for key in saved.keys() if not key.startswith(_NOT_THE_MODEL) and "_extra_state" not in key)  # noqa: SIM118
+    return Converted(
+        num_tensors=len(names),
+        num_bytes=num_bytes,
+        peak_bytes=held.peak_bytes,
+        left_out=tuple(sorted(set(others) - used)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """Where a checkpoint has a parameter, of ``sizes``, and which tensors of a Hugging Face folder that makes."""
+
+    parameter: _Parameter
+    key: str
+    start: tuple[int, ...]
+    sizes: tuple[int, ...]
+    entries: tuple[TensorEntry, ...]
+
+    @classmethod
+    def of(cls, parameter: _Parameter, saved: TorchDist, shape: ModelShape) -> _Found:
+        """Raises CheckpointError."""
+        entry = parameter.entry
+        wanted = weight_places.key(entry.megatron)
+        same = [wanted, *weight_places.keys_elsewhere(wanted)]
+        stacked = [key.replace(f".layers.{parameter.layer}.", ".layers.") for key in same]  # layers are a dimension
+        key = next((key for key in [*same, *stacked] if key in saved), None)
+        if key is None:
+            raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
+        before = [parameter.layer] if key not in same else []
+        sizes = list(saved.size(key))[len(before) :]
+        start = [0] * len(sizes)
+        if entry.is_of_experts:
+            start[0], sizes[0] = parameter.expert, 1
+        elif entry.cut == "vocabulary":  # behind it may be padding
+            sizes[0] = shape.vocabulary_size
+        like = torch.empty(sizes, dtype=saved.dtype(key), device="meta")
+        try:
+            made = weight_cuts.unfuse([like], entry.cut, shape)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{saved.folder}: {key} has the size {sizes}, which is not the model's: {error}"
+            ) from None
+        entries = [
+            TensorEntry(name=name, dtype=one.dtype, shape=tuple(one.shape))
+            for name, one in zip(entry.huggingface, made, strict=True)
+        ]
+        return cls(
+            parameter=parameter,
+            key=key,
+            start=(*before, *start),
+            sizes=tuple(sizes),
+            entries=tuple(entries),
+        )
+
+    def read(self, saved: TorchDist) -> torch.Tensor:
+        before = (1,) * (len(self.start) - len(self.sizes))
+        return saved.read(self.key, self.start, (*before, *self.sizes)).view(self.sizes)
+
+
+def _cut_into_files(parameters: Sequence[_Found]) -> list[list[_Found]]:
+    files: list[list[_Found]] = [[]]
+    room = FILE_BYTES
+    for one in parameters:
+        size = sum(entry.num_bytes for entry in one.entries)
+        if files[-1] and size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(one)
+        room -= size
+    return files
+
+
+def _blocks(file: Sequence[_Found], saved: TorchDist, shape: ModelShape, held: _Held) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file."""
+    yield safetensors_file.header(entry for one in file for entry in one.entries)
+    for one in file:
+        whole = held.noted(one.read(saved))
+        for tensor in weight_cuts.unfuse([whole], one.parameter.entry.cut, shape):
+            data = held.noted(tensor.contiguous()).reshape(-1).view(torch.uint8)
+            yield data.numpy().data

@@ -1,0 +1,36 @@
+"""`asyncrl convert SRC DST`: a Hugging Face model folder to a checkpoint of Megatron's, and back."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="a Hugging Face folder; or a torch_dist checkpoint of Megatron's, or one of a run (checkpoints/step-...)",
+    )
+    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to make: the other of the two")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="from a checkpoint: a Hugging Face folder of the same model, for config.json and tokenizer "
+        "(default: SRC/huggingface, where convert put it)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from asyncrl.run.convert import convert  # takes seconds
+
+    done = convert(options.source, options.destination, model=options.model)
+    print(
+        f"{options.destination}: {done.num_tensors:,} tensors, {done.num_bytes / 1e6:,.1f} MB; at most "
+        f"{done.peak_bytes / 1e6:,.1f} MB of weights were in memory"
+    )
+    if done.left_out:
+        print(f"left out, in no part of the model that is trained: {len(done.left_out)}, such as {done.left_out[0]}")
+    return 0

@@ -1,0 +1,93 @@
+"""A Hugging Face model folder to a checkpoint of Megatron's and back: what `asyncrl convert SRC DST` does.
+
+    DST                                  DST, from a Hugging Face folder
+      config.json, tokenizer.json, ...     latest_checkpointed_iteration.txt   "release", for Megatron
+      model.safetensors                    release/                            the distributed checkpoint
+                                           huggingface/                        the source without its weights
+
+The destination is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+from asyncrl.backends import conversion
+from asyncrl.backends.conversion import Converted
+from asyncrl.errors import CheckpointError, ConfigError
+
+_LATEST: Final = "latest_checkpointed_iteration.txt"
+_WITHOUT_WEIGHTS: Final = "huggingface"
+_WEIGHTS: Final = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+
+
+def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
+    """Convert what ``source`` is to the other. model: a folder with the config.json of a checkpoint's model.
+
+    Raises ConfigError for a folder that is neither, a model that is not supported, or a destination that exists.
+    """
+    if destination.exists():
+        raise ConfigError(f"{destination}: exists; name a folder that does not")
+    if not destination.absolute().parent.is_dir():
+        raise ConfigError(f"{destination.parent}: is no folder; make it first")
+    checkpoint = _checkpoint_in(source)
+    if checkpoint is None and model is not None:
+        raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
+    partial = destination.absolute().parent / f".{destination.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if checkpoint is None:
+            (partial / "release").mkdir(parents=True)
+            done = conversion.to_megatron(source, partial / "release")
+            (partial / _LATEST).write_text("release")
+            _copy_all_but_weights(source, partial / _WITHOUT_WEIGHTS)
+        else:
+            model = model or _model_of(source)
+            partial.mkdir()
+            done = conversion.to_huggingface(checkpoint, partial, model=model)
+            _copy_all_but_weights(model, partial)
+        partial.rename(destination)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return done
+
+
+def _checkpoint_in(source: Path) -> Path | None:
+    """The distributed checkpoint that ``source`` is or has; None: it is a Hugging Face folder. Raises ConfigError."""
+    if (source / _LATEST).is_file():
+        text = (source / _LATEST).read_text().strip()
+        source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    for folder in (source, source / "backend"):
+        if conversion.is_checkpoint(folder):
+            return folder
+    if (source / "config.json").is_file():
+        return None
+    if any((folder / "rank-00000.safetensors").is_file() for folder in (source, source / "backend")):
+        raise ConfigError(
+            f"{source}: is a checkpoint of the reference backend or of an earlier version, which convert does not "
+            "read; a run of the megatron backend that is resumed writes the new format"
+        )
+    raise ConfigError(
+        f"{source}: is neither a Hugging Face model folder (config.json) nor a distributed checkpoint of Megatron's "
+        f"(.metadata or {_LATEST}), nor a checkpoint of a run with the megatron backend"
+    )
+
+
+def _model_of(source: Path) -> Path:
+    folder = source / _WITHOUT_WEIGHTS
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{source}: does not say which model it is of; --model FOLDER names a Hugging Face folder of the same model"
+        )
+    return folder
+
+
+def _copy_all_but_weights(source: Path, destination: Path) -> None:
+    destination.mkdir(exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, destination / path.name)

@@ -1,0 +1,138 @@
+"""A Hugging Face folder to a checkpoint of Megatron's and back is the same folder, whatever the family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.backends import conversion
+from asyncrl.backends.families.table import FAMILIES
+from asyncrl.cli.main import main
+from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.run.convert import convert
+from asyncrl.tensors import torch_dist
+from asyncrl.tensors.torch_dist import Chunk, TorchDist
+
+ARCHITECTURES = get_args(Architecture)
+
+
+def made(folder: Path, architecture: str = "qwen3_moe", *, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """In bfloat16, with a router's bias in float32."""
+    make_tiny_model(folder, architecture=architecture, tie_word_embeddings=architecture == "qwen2")  # type: ignore[arg-type]
+    path = folder / "model.safetensors"
+    tensors = {
+        name: one if name.endswith("e_score_correction_bias") else one.to(dtype)
+        for name, one in load_file(path).items()
+    }
+    safetensors_torch_save(tensors, path)
+    return folder
+
+
+def safetensors_torch_save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def assert_same(first: Path, second: Path) -> None:
+    """Weights bit for bit, and all other files."""
+    here, there = (
+        {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        for folder in (first, second)
+    )
+    assert here.keys() == there.keys()
+    for name, tensor in here.items():
+        assert tensor.dtype == there[name].dtype, name
+        assert torch.equal(tensor, there[name]), name
+    for path in first.iterdir():
+        if not path.name.startswith("model"):
+            assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_every_family_is_here() -> None:
+    assert len(ARCHITECTURES) == len(FAMILIES)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_there_and_back_is_the_same_folder(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "FILE_BYTES", 20_000)  # several files
+    folder = made(tmp_path / "model", architecture)
+    there = convert(folder, tmp_path / "megatron")
+    back = convert(tmp_path / "megatron", tmp_path / "back")
+    assert there.left_out == back.left_out == ()
+    assert_same(folder, tmp_path / "back")
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+
+
+def test_memory_is_bounded_by_the_largest_parameter_and_not_by_the_model(tmp_path: Path) -> None:
+    """Its parts, itself and a copy; of experts one at a time, so that more layers and experts need no more."""
+    folder = made(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    largest = max(one.nbytes for one in tensors.values())
+    there = convert(folder, tmp_path / "megatron")
+    back = convert(tmp_path / "megatron", tmp_path / "back")
+    assert max(there.peak_bytes, back.peak_bytes) <= 4 * largest
+    assert sum(one.nbytes for one in tensors.values()) > 6 * largest
+
+
+def test_what_megatron_wrote_is_read(tmp_path: Path) -> None:
+    """Layers as a dimension of the tensors, norms under the names of its own layers, a padded vocabulary."""
+    folder = made(tmp_path / "model", "qwen3")
+    convert(folder, tmp_path / "ours")
+    ours, chunks = TorchDist(tmp_path / "ours" / "release"), []
+    for key in ours.keys():  # noqa: SIM118
+        tensor, (layer, rest) = ours.read(key), key_of_layer(key)
+        if "word_embeddings" in key:
+            tensor = torch.cat([tensor, torch.zeros(14, tensor.shape[1], dtype=tensor.dtype)])
+        if layer >= 0:
+            rest = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight"}.get(rest, rest)
+            start, whole = (layer, *[0] * tensor.ndim), (2, *tensor.shape)
+            chunks.append(Chunk(key=f"decoder.layers.{rest}", whole=whole, start=start, data=tensor[None]))
+        else:
+            chunks.append(Chunk(key=key, whole=tuple(tensor.shape), start=(0,) * tensor.ndim, data=tensor))
+    theirs = tmp_path / "theirs" / "iter_0000050"
+    theirs.mkdir(parents=True)
+    (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").write_text("50\n")
+    torch_dist.complete(theirs, torch_dist.write_chunks(theirs / "__0_0.distcp", chunks)[0])
+    convert(tmp_path / "theirs", tmp_path / "back", model=folder)
+    assert_same(folder, tmp_path / "back")
+
+
+def key_of_layer(key: str) -> tuple[int, str]:
+    parts = key.split(".")
+    return (int(parts[2]), ".".join(parts[3:])) if parts[:2] == ["decoder", "layers"] else (-1, key)
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = made(tmp_path / "model", "qwen3")
+    convert(folder, tmp_path / "megatron")
+    (tmp_path / "other").mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "empty").mkdir()
+    larger = made(tmp_path / "larger", "qwen2")
+    before = sorted(tmp_path.iterdir())
+    for words, said in (
+        (["empty", "x"], "empty: is neither a Hugging Face model folder"),
+        (["nowhere", "x"], "nowhere: is neither a Hugging Face model folder"),
+        (["model", "empty"], "empty: exists"),
+        (["model", "a/b/x"], "is no folder; make it first"),
+        (["other", "x"], "holds a GPT2LMHeadModel; the megatron backend supports"),
+        (["model", "x", "--model", str(folder)], "which has its own config.json"),
+        (["megatron/release", "x"], "does not say which model it is of; --model FOLDER"),
+        (["megatron", "x", "--model", str(larger)], "is it a checkpoint of another model"),
+    ):
+        paths = [str(tmp_path / word) for word in words[:2]]
+        assert main(["convert", *paths, *words[2:]]) == 2
+        text = capsys.readouterr().err
+        assert said in text
+        assert text.count("\n") == 1
+        assert sorted(tmp_path.iterdir()) == before
+    assert main(["convert", str(folder), str(tmp_path / "x")]) == 0
+    assert "MB of weights were in memory" in capsys.readouterr().out
