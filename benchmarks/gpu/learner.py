@@ -4,6 +4,7 @@
     python -m benchmarks.gpu.learner --profile FOLDER ...        one more step of each under torch.profiler
     python -m benchmarks.gpu.learner --layouts 1x1 2x1 1x2       data-parallel x tensor-parallel ranks
     python -m benchmarks.gpu.learner --agree                     do layouts train the same weights?
+    python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
 
 A step is the backend's own: GRPO on documents of about a thousand random tokens, all but the first trained, one
@@ -39,10 +40,13 @@ SILENCE_SECONDS: Final = 120.0
 def child(task: dict[str, Any]) -> int:
     """Measure each variant in turn; a line of JSON each, so that the parent knows how far we came."""
     folder, profile = Path(task["folder"]), Path(task["profile"]) if task["profile"] else None
+    checkpoints = Path(task["checkpoints"]) if task["checkpoints"] else None
     for entry in task["variants"]:
         variant = Variant(**entry)
         print(json.dumps({"begins": variant.name}), flush=True)
-        result = measure(variant, folder, device=task["device"], steps=task["steps"], profile=profile)
+        result = measure(
+            variant, folder, device=task["device"], steps=task["steps"], profile=profile, checkpoints=checkpoints
+        )
         print(json.dumps({"result": result}), flush=True)
     if task["agree"]:
         print(json.dumps({"begins": "agree"}), flush=True)
@@ -99,7 +103,7 @@ HEADER: Final = (
 def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Variant]) -> Iterator[dict[str, Any]]:
     """Every variant's result; after a failure the rest goes to a new child."""
     task = {"folder": str(folder), "device": arguments.device, "steps": arguments.steps, "agree": None}
-    task["profile"] = arguments.profile or ""
+    task["profile"], task["checkpoints"] = arguments.profile or "", arguments.checkpoints or ""
     while variants:
         todo = {**task, "variants": [dataclasses.asdict(v) for v in variants]}
         done = 0
@@ -131,6 +135,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--profile", help="folder for one text file per variant")
+    parser.add_argument("--checkpoints", help="an existing folder; each variant writes two there, and removes them")
     parser.add_argument("--agree", action="store_true", help="compare 1x1 with --layouts after three steps")
     parser.add_argument("--models", type=Path, help="folder that keeps the model folders")
     parser.add_argument("--device", default="cuda")
@@ -192,6 +197,7 @@ def compare(arguments: argparse.Namespace, folder: Path, dtype: str) -> dict[str
         "device": arguments.device,
         "variants": [],
         "profile": "",
+        "checkpoints": "",
         "steps": 0,
         "agree": {"dtype": dtype, "tokens": min(arguments.tokens), "layouts": layouts},
     }
@@ -209,6 +215,14 @@ def report(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             )
     else:
         print(table_row(result), flush=True)
+    if "checkpoint_bytes" in result:
+        print(
+            f"  checkpoint of {result['checkpoint_bytes'] / 1e9:.2f} GB: {result['checkpoint_waited_seconds']:.2f} s "
+            f"waited for; beside steps a pause of {result['checkpoint_pause_seconds']:.3f} s and "
+            f"{result['checkpoint_beside_seconds']:.2f} s in all, {result['checkpoint_steps']} steps of "
+            f"{result['checkpoint_step_seconds']:.3f} s",
+            flush=True,
+        )
     keep(result | {"command": command("benchmarks.gpu.learner"), **machine()}, arguments.json)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,40 @@ def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Itera
             torch.cuda.empty_cache()
 
 
-def measure(variant: Variant, folder: Path, *, device: str, steps: int, profile: Path | None) -> dict[str, Any]:
-    """Two steps to warm up (kernels are compiled), then ``steps`` timed ones."""
+def checkpointed(learner: MegatronBackend, share: Sequence[Sequence[MicroBatch]], folder: Path) -> dict[str, Any]:
+    """A checkpoint that training waits for, and one beside steps: how long, and how long training waited.
+
+    The first one's seconds include making host memory that the second one finds made.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        first, second = Path(temporary, "first"), Path(temporary, "second")
+        began = time.perf_counter()
+        learner.save(first)
+        waited = time.perf_counter() - began
+        num_bytes = sum(path.stat().st_size for path in first.rglob("*") if path.is_file())
+        began = time.perf_counter()
+        learner.begin_save(second)
+        pause = time.perf_counter() - began
+        beside = []
+        while learner.finish_save(second, wait=False) is None:
+            begin = time.perf_counter()
+            learner.step(share, learning_rate=LEARNING_RATE)
+            beside.append(time.perf_counter() - begin)
+        whole = time.perf_counter() - began
+    return {
+        "checkpoint_bytes": num_bytes,
+        "checkpoint_waited_seconds": waited,
+        "checkpoint_pause_seconds": pause,
+        "checkpoint_beside_seconds": whole,
+        "checkpoint_steps": len(beside),
+        "checkpoint_step_seconds": float(np.median(beside)) if beside else 0.0,
+    }
+
+
+def measure(
+    variant: Variant, folder: Path, *, device: str, steps: int, profile: Path | None, checkpoints: Path | None
+) -> dict[str, Any]:
+    """Two steps to warm up (kernels are compiled), then ``steps`` timed ones. checkpoints: where to write two."""
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
     if variant.heads == "triton":  # a candidate: not in the product before it has been measured
         from benchmarks.gpu import triton_heads
@@ -147,6 +180,7 @@ def measure(variant: Variant, folder: Path, *, device: str, steps: int, profile:
         learner.export()
         exported = time.perf_counter() - begin
         phases = profiled(learner, packed[-1], variant, device, profile) if profile else {}
+        phases |= checkpointed(learner, packed[-1], checkpoints) if checkpoints else {}
     lengths = [[len(d) for d in batch] for batch in batches[2:]]
     work = sum(flops.training_flops(shape, step) for step in lengths) / sum(seconds)
     ranks = variant.data_parallel * variant.tensor_parallel
