@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 from asyncrl.errors import CheckpointError, ConfigError
 
 FORMAT = 2
+DISTRIBUTED_FORMAT = 3
+"""Of the megatron backend: Megatron's own, which any layout reads (megatron/background_save.py)."""
 INDEX = "backend.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
 
@@ -103,6 +105,13 @@ class SavedState:
                 "is this a checkpoint of another model?"
             )
         return whole
+
+
+def format_of(folder: Path) -> int:
+    """Of a backend's checkpoint; 0 where there is none that can be read."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads((folder / INDEX).read_text())["format"])
+    return 0
 
 
 def saved_ranks(folder: Path, *, tensor_parallel: int) -> int:

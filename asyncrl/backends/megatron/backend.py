@@ -293,7 +293,9 @@ class MegatronBackend(BackendAdapter):
         trained = [name for name, model in self._job.models.items() if model.is_trained]
         models.require_saved(folder, trained)
         for name in trained:  # before a follower is told, which would end with a traceback of the user's mistake
-            optimizer_state.saved_ranks(models.saved_in(folder, name), tensor_parallel=self._layout.tensor)
+            saved = models.saved_in(folder, name)
+            if optimizer_state.format_of(saved) != optimizer_state.DISTRIBUTED_FORMAT:
+                optimizer_state.saved_ranks(saved, tensor_parallel=self._layout.tensor)
         self._together([Command(name="restore", folder=str(folder))] * self._layout.ranks)
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ Tests: tests/unit/backends/megatron/test_background_save.py.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import threading
@@ -22,12 +21,11 @@ from typing import Any, Final
 
 import torch
 
-from asyncrl.backends.optimizer_state import INDEX
+from asyncrl.backends.optimizer_state import DISTRIBUTED_FORMAT, INDEX
 from asyncrl.errors import CheckpointError
 from asyncrl.tensors import torch_dist
 from asyncrl.tensors.torch_dist import Chunk, Stored, TorchDist
 
-FORMAT: Final = 3
 _RANDOM: Final = "asyncrl.random"
 
 
@@ -115,7 +113,7 @@ def complete(folder: Path, *, ranks: int) -> dict[str, str]:
         torch_dist.complete(folder, (Stored(**chunk) for report in reports for chunk in report["chunks"]))
         steps = {key: step for report in reports for key, step in report["steps"].items()}
         name = INDEX
-        (folder / INDEX).write_text(json.dumps({"format": FORMAT, "ranks": ranks, "steps": steps}))
+        (folder / INDEX).write_text(json.dumps({"format": DISTRIBUTED_FORMAT, "ranks": ranks, "steps": steps}))
         for rank in range(ranks):
             _report(folder, rank).unlink()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -150,10 +148,3 @@ def random_states(rank: int) -> Iterator[Chunk]:
         states["cuda"] = torch.cuda.get_rng_state()
     for kind, state in states.items():
         yield Chunk(key=f"{_RANDOM}.{rank}.{kind}", whole=tuple(state.shape), start=(0,), data=state)
-
-
-def format_of(folder: Path) -> int:
-    """Of a backend's checkpoint; 0 where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        return int(json.loads((folder / INDEX).read_text())["format"])
-    return 0

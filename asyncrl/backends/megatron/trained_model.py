@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from asyncrl.backends import micro_batches, optimizer_state, weight_places
 from asyncrl.backends.megatron import optimizer, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
-from asyncrl.backends.megatron.background_save import RankState, SavedModel, format_of, random_states
+from asyncrl.backends.megatron.background_save import RankState, SavedModel, random_states
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_replicas_group
@@ -194,7 +194,7 @@ class TrainedModel(LoadedModel):
     @torch.no_grad()
     def restore(self, folder: Path) -> None:
         """Restore a checkpoint written by ranks in any layout. Raises CheckpointError, ConfigError."""
-        if format_of(folder) == optimizer_state.FORMAT:
+        if optimizer_state.format_of(folder) == optimizer_state.FORMAT:
             self._restore_format_2(folder)
             return
         saved = SavedModel(folder)

@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_cut_so_often_is_a_config_error(folder: Path) -> 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: Path) -> None:
-    """Rank 1 finds a folder where its file goes, and so cannot write; the leader could."""
+    """Rank 1 finds a folder where its file goes, and so cannot write; the leader could. Then all can, beside a step."""
     with started("megatron-2", folder) as backend:
         backend.step(shares("megatron-2", documents(0)), learning_rate=LEARNING_RATE)
         taken = tmp_path / "one" / "__1_0.distcp"
@@ -112,9 +112,17 @@ def test_ranks_that_cannot_write_all_try_again_together(folder: Path, tmp_path: 
             with pytest.raises(CheckpointError, match="1 other ranks could not write their part"):
                 backend.save(tmp_path / "one")
         taken.rmdir()
-        backend.save(tmp_path / "one")
         expected = weights(backend)
+        beside: Any = backend
+        beside.begin_save(tmp_path / "one")
         backend.step(shares("megatron-2", documents(1)), learning_rate=LEARNING_RATE)
+        hashed = beside.finish_save(tmp_path / "one", wait=True)
+        assert sorted(path.name for path in hashed) == ["__0_0.distcp", "__1_0.distcp"]
+        assert distance(weights(backend), expected) > 0.0
+        (older := tmp_path / "older").mkdir()
+        (older / "backend.json").write_text(json.dumps({"format": 2, "ranks": 4, "tensor_parallel": 4}))
+        with pytest.raises(ConfigError, match="learner.tensor_parallel = 4"):
+            backend.restore(older)  # no rank is told, and none ends
         backend.restore(tmp_path / "one")
         assert distance(weights(backend), expected) == 0.0
 
