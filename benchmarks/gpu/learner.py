@@ -130,7 +130,6 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="*", default=["1x1"], help="data-parallel x tensor-parallel, as 2x1")
     parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a rank trains per step")
     parser.add_argument("--compile", nargs="*", default=["on"], choices=["on", "off"])
-    parser.add_argument("--heads", nargs="*", default=["compiled"], choices=["triton", "compiled"])
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
     parser.add_argument("--steps", type=int, default=6)
@@ -158,15 +157,13 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
             micro_batches=rows,
             length=arguments.length,
             compile=compiled == "on",
-            heads=heads,
             offload=offload == "on",
         )
-        for shape, (data, tensor), rows, compiled, heads, offload, tokens, recompute in itertools.product(
+        for shape, (data, tensor), rows, compiled, offload, tokens, recompute in itertools.product(
             arguments.shapes,
             layouts_of(arguments.layouts),
             arguments.micro_batches,
             arguments.compile,
-            arguments.heads,
             arguments.offload,
             arguments.tokens,
             arguments.recompute,

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from asyncrl.backends import flops, huggingface
-from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron.backend import MegatronBackend, Options
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.config.layout import Layout
@@ -43,7 +42,6 @@ class Variant:
     micro_batches: int = 1
     length: int = 1024
     compile: bool = True
-    heads: str = "compiled"
     offload: bool = False
     distributed_optimizer: bool = True
 
@@ -53,7 +51,6 @@ class Variant:
         extras = [
             "" if self.compile else "eager",
             "" if self.distributed_optimizer else "replicated",
-            "" if self.heads == "compiled" else self.heads,
             "offload" if self.offload else "",
         ]
         parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
@@ -155,10 +152,6 @@ def measure(
 ) -> dict[str, Any]:
     """Two steps to warm up (kernels are compiled), then ``steps`` timed ones. checkpoints: where to write two."""
     torch.compiler.set_stance("default" if variant.compile else "force_eager")
-    if variant.heads == "triton":  # a candidate: not in the product before it has been measured
-        from benchmarks.gpu import triton_heads
-
-        fused.heads = triton_heads.heads
     shape = huggingface.read_shape(folder)
     batches = [documents(variant, vocabulary=shape.vocabulary_size, seed=seed) for seed in range(steps + 2)]
     packed = [shares(variant, batch) for batch in batches]

@@ -1,13 +1,16 @@
-"""Operations between matrix products: eager PyTorch on a CPU, one fused kernel each on CUDA.
+"""Operations between matrix products: eager PyTorch on a CPU, fused kernels on CUDA.
 
-All of them are memory-bound, so torch.compile makes one kernel of each function and one of its gradient. Computation is
-in float32. ``torch.compiler.set_stance("force_eager")`` disables the compiler.
+All of them are memory-bound. Those of every layer are Triton kernels of our own: starting one takes a fifth of the
+host's time that a compiled function does, and a model of another size in the same process does not make them slow.
+torch.compile makes the rest, one kernel of each function and one of its gradient. Computation is in float32.
+``torch.compiler.set_stance("force_eager")`` disables the compiler.
 Tests: tests/unit/backends/kernels/test_fused.py.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +56,26 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+def in_triton(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """On CUDA the function of the same name in ``module``, where that ``takes`` the arguments; otherwise ``fused``."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        otherwise = fused(function)
+
+        @functools.wraps(function)
+        def run(*arguments: P.args, **options: P.kwargs) -> R:
+            first: Any = arguments[0]
+            if first.is_cuda:
+                kernels = importlib.import_module(f"asyncrl.backends.kernels.{module}")
+                if kernels.takes(*arguments, **options):
+                    return getattr(kernels, function.__name__)(*arguments, **options)  # type: ignore[no-any-return]
+            return otherwise(*arguments, **options)
+
+        return run
+
+    return decorate
+
+
 def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
     """Mark dim 0 of the first argument, and of tensors with the same size there, as dynamic for ``compiled``."""
 
@@ -66,7 +89,7 @@ def on_rows(compiled: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-@fused
+@in_triton("triton_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor:
     """[..., H] x [H] -> [..., H]. A zero-centred weight is multiplied by as 1 + weight, in float32."""
     return _normed(x, weight, eps, is_zero_centered)
@@ -78,7 +101,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered:
     return (normed * (1.0 + weight.float())).to(x.dtype) if is_zero_centered else weight * normed.to(x.dtype)
 
 
-@fused
+@in_triton("triton_swiglu")
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """Gate and up, concatenated [..., 2 F] -> silu(gate) x up [..., F]"""
     gate, up = x.chunk(2, dim=-1)
@@ -92,7 +115,7 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-@fused
+@in_triton("triton_swiglu")
 def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Each row of ``swiglu`` times its score f32[N]: [N, 2 F] -> [N, F]"""
     gate, up = x.float().chunk(2, dim=-1)
@@ -105,7 +128,7 @@ def rotary(positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.
     return (angles.cos(), angles.sin()) if scale == 1.0 else (angles.cos() * scale, angles.sin() * scale)
 
 
-@fused
+@in_triton("triton_heads")
 def heads(
     mixed: torch.Tensor,
     cosines: torch.Tensor,

@@ -1,9 +1,10 @@
 """The output layer: token logprobs and entropies from hidden states, without materialising all logits.
 
 Logits of a whole micro-batch would be the largest tensor of all (16k rows of 152k: 5 GB in 16 bits, twice that in
-float32). Rows are processed in chunks: a matrix product, then a few float32 numbers per row. The backward pass
-recomputes each chunk's logits (a third more work in this layer) and turns them into gradients immediately.
-Test: test_logprobs_and_entropy_over_a_split_vocabulary.
+float32). Rows are processed in chunks: a matrix product, then a few float32 numbers per row. The backward pass turns
+each chunk's logits into gradients immediately. It recomputes them (a third more work in this layer), but those of the
+first chunks if asked to keep them.
+Tests: test_logprobs_and_entropy_over_a_split_vocabulary, test_logits_that_are_kept_give_the_same_gradient.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from asyncrl.backends.kernels import fused
 _CHUNK_NUMBERS = {"cuda": 2**29, "cpu": 2**26}
 """Logits per chunk: 1 GiB in 16 bits; on a CPU 256 MiB in float32, as its float32 operations are not fused."""
 
+_KEPT_NUMBERS = {"cuda": 3 * 2**30, "cpu": 2**26}
+"""Logits that the backward pass finds again, where they are kept: 6 GiB in 16 bits."""
+
 
 def linear_logprobs(
     hidden: torch.Tensor,
@@ -29,6 +33,7 @@ def linear_logprobs(
     temperature: float,
     vocabulary_size: int,
     group: dist.ProcessGroup | None = None,
+    keeps_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [M, H], weight [V / ranks, H], targets i64[M] -> logprobs f32[M], entropy f32[M] (nats), with gradient.
 
@@ -42,7 +47,7 @@ def linear_logprobs(
     is_here = (targets >= start) & (targets < start + num_valid)
     columns = torch.where(is_here, targets - start, -1)
     return _LinearLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None
+        hidden, weight, columns, temperature, num_valid, group if ranks > 1 else None, keeps_logits
     )
 
 
@@ -61,11 +66,19 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         num_valid: int,
         group: dist.ProcessGroup | None,
+        keeps_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         valid = weight[:num_valid].t()
         statistics = hidden.new_empty((4, hidden.shape[0]), dtype=torch.float32)
+        left = _KEPT_NUMBERS[hidden.device.type] if keeps_logits and any(ctx.needs_input_grad) else 0
+        ctx.kept = {}
         for rows in _chunks(hidden, num_valid):
-            statistics[:, rows] = fused.row_statistics(hidden[rows] @ valid, columns[rows], temperature)
+            logits = hidden[rows] @ valid
+            statistics[:, rows] = fused.row_statistics(logits, columns[rows], temperature)
+            left -= logits.numel()
+            if left >= 0:
+                ctx.kept[rows.start] = logits
+            del logits  # before the next are made
         logprobs, log_total, mean = _normalised(statistics, group)
         ctx.save_for_backward(hidden, weight, columns, log_total, mean)
         ctx.temperature, ctx.num_valid, ctx.group = temperature, num_valid, group
@@ -82,18 +95,20 @@ class _LinearLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(hidden, ctx.num_valid):
             per_row = (columns[rows], log_total[rows], of_logprobs[rows], ctx.temperature)
+            logits = ctx.kept.pop(rows.start, None)
+            if logits is None:
+                logits = hidden[rows] @ valid.t()
             if of_entropy is None:
-                of_logits = fused.logits_gradient(hidden[rows] @ valid.t(), *per_row)
+                of_logits = fused.logits_gradient(logits, *per_row)
             else:
-                of_logits = fused.logits_gradient_with_entropy(
-                    hidden[rows] @ valid.t(), *per_row, mean[rows], of_entropy[rows]
-                )
+                of_logits = fused.logits_gradient_with_entropy(logits, *per_row, mean[rows], of_entropy[rows])
+            del logits
             of_hidden[rows] = of_logits @ valid
             _add_product(of_weight[: ctx.num_valid], of_logits.t(), hidden[rows])
             del of_logits  # before the next logits are made
         if ctx.group is not None:
             of_hidden = _reduced(of_hidden, dist.ReduceOp.SUM, ctx.group)
-        return of_hidden, of_weight.to(weight.dtype), None, None, None, None
+        return of_hidden, of_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _normalised(

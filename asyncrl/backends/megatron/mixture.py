@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron.log_filter import quiet
+from asyncrl.backends.megatron.own_experts import OwnExperts
 from asyncrl.backends.megatron.recompute import forgetting
 from asyncrl.backends.megatron.routing import Chosen
 
@@ -74,6 +75,11 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
 class Mixture(MoELayer):  # type: ignore[misc]
     """Megatron's layer, whose dispatcher keeps no scores of the last pass: they hold the pass's graph, that holds the
     parameters' hooks, these hold the model, and Python collects no cycle through a graph."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        if config.expert_model_parallel_size == config.expert_tensor_parallel_size == 1:
+            self.token_dispatcher = OwnExperts(config.moe_router_topk)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         result = super().forward(*arguments, **options)

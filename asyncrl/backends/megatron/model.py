@@ -126,6 +126,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             temperature=temperature,
             vocabulary_size=self._vocabulary_size,
             group=tensor_parallel_group(),
+            keeps_logits=self.config.recompute_granularity is None,
         )
         if row.places is None:
             return logprobs, entropy

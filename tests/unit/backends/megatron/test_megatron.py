@@ -209,6 +209,23 @@ def test_logprobs_and_entropy_over_a_split_vocabulary(monkeypatch: pytest.Monkey
     assert not of_weight[19].any()
 
 
+def test_logits_that_are_kept_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve rows of twenty columns in chunks of three rows, of which the logits of the first two are kept."""
+    monkeypatch.setattr(token_logprobs, "_CHUNK_NUMBERS", {"cpu": 60})
+    monkeypatch.setattr(token_logprobs, "_KEPT_NUMBERS", {"cpu": 120})
+    random, results = torch.Generator().manual_seed(0), []
+    hidden, weight = torch.randn(12, 8, generator=random), torch.randn(20, 8, generator=random)
+    for keeps_logits in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logprobs, entropy = token_logprobs.linear_logprobs(
+            *leaves, torch.arange(12), temperature=0.7, vocabulary_size=20, keeps_logits=keeps_logits
+        )
+        assert len(logprobs.grad_fn.kept) == (2 if keeps_logits else 0)  # type: ignore[union-attr]
+        results.append([logprobs, entropy, *torch.autograd.grad((logprobs + entropy).sum(), leaves)])
+    for again, kept in zip(*results, strict=True):
+        assert torch.equal(again, kept)
+
+
 def test_rectangles_hold_documents_of_similar_length_and_lose_no_token() -> None:
     """Lengths 3, 8, 1, 7, 4: rectangles of 8 and 7; 4 and 3; 1. The document of 7 is filled up with its last token."""
     boundaries = np.array([0, 3, 11, 12, 19, 23], np.int32)

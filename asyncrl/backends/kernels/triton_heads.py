@@ -1,11 +1,8 @@
-"""A candidate for kernels.heads on CUDA: one kernel, and one of its gradient, that read and write each number once.
-
-Not measured on a GPU yet: `python -m benchmarks.gpu.learner --heads compiled triton` decides whether it moves to
-asyncrl/backends.
+"""Attention's inputs on CUDA: one kernel, and one of its gradient, that read and write each number once.
 
 Imported on CUDA only, where torch brings Triton. A program takes tokens one after the other: all heads of one are a
 table of rows, each in two halves because rotation pairs (i, i + d / 2). Everything inside is float32.
-Test: test_the_kernel_of_heads_is_the_plain_one, in Triton's interpreter.
+Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
 """
 
 # A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
@@ -19,8 +16,33 @@ import torch
 import triton
 import triton.language as tl
 
-_STEPS = 16
+_STEPS = 8
 """Tokens of one program of the gradient: many enough that the programs' parts of the weights' gradient are small."""
+
+
+def takes(
+    mixed: torch.Tensor,
+    cosines: torch.Tensor,
+    _sines: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    groups: int,
+    size: int,
+    _eps: float,
+    is_interleaved: bool = False,
+    is_zero_centered: bool = False,
+    query_scale: float = 1.0,
+) -> bool:
+    """Whole heads, turned in pairs (i, i + size / 2), of which a token's fit into a program's registers; plain weights,
+    and queries that are not scaled."""
+    is_plain = not is_interleaved and not is_zero_centered and query_scale == 1.0
+    is_whole = size == 2 * cosines.shape[1]
+    return (
+        is_plain
+        and is_whole
+        and (query_weight is None) == (key_weight is None)
+        and 0 < mixed.numel() <= 16_384 * mixed.shape[0]
+    )
 
 
 def heads(
@@ -32,11 +54,11 @@ def heads(
     groups: int,
     size: int,
     eps: float,
-    is_interleaved: bool = False,
+    _is_interleaved: bool = False,
+    _is_zero_centered: bool = False,
+    _query_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See kernels.heads."""
-    assert size == 2 * cosines.shape[1], "turns whole heads only"
-    assert not is_interleaved, "turns pairs (i, i + size / 2) only"
+    """See kernels.fused."""
     return _Heads.apply(mixed, cosines, sines, query_weight, key_weight, groups, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

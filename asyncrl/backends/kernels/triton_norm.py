@@ -1,0 +1,101 @@
+"""RMSNorm on CUDA: one kernel, and one of its gradient, that read and write each number once.
+
+Imported on CUDA only, where torch brings Triton. A program of the forward pass takes one row; one of the backward pass
+takes many, and adds up its part of the weight's gradient in registers. Everything inside is float32.
+Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
+"""
+
+# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_STEPS = 8
+"""Rows of one program of the gradient."""
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor, _eps: float, is_zero_centered: bool = False) -> bool:
+    """Rows that fit into a program's registers, and a plain weight of the same type."""
+    return x.shape[-1] <= 16_384 and x.dtype == weight.dtype and x.numel() > 0 and not is_zero_centered
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, _is_zero_centered: bool = False) -> torch.Tensor:
+    """See kernels.fused."""
+    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        columns = triton.next_power_of_2(width)
+        ctx.shape = {"width": width, "columns": columns, "num_warps": min(16, max(1, columns // 256))}
+        out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+        _forward[(rows,)](x, weight, out, scales, eps, **ctx.shape)
+        ctx.save_for_backward(x, weight, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+        x, weight, scales = ctx.saved_tensors
+        rows = scales.shape[0]
+        programs = triton.cdiv(rows, _STEPS)
+        of_x = torch.empty_like(x)
+        of_weights = x.new_empty((programs, x.shape[-1]), dtype=torch.float32)
+        inputs = (of_out.contiguous(), x, weight, scales)
+        _backward[(programs,)](*inputs, of_x, of_weights, rows, **ctx.shape, steps=_STEPS)
+        return of_x, of_weights.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def _forward(x, weight, out, scales, eps, width: tl.constexpr, columns: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, columns)
+    is_here = column < width
+    plain = tl.load(x + row * width + column, mask=is_here, other=0.0)
+    wide = plain.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    normed = (wide * scale).to(plain.dtype).to(tl.float32)
+    factor = tl.load(weight + column, mask=is_here, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (normed * factor).to(plain.dtype), mask=is_here)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _backward(
+    of_out,
+    x,
+    weight,
+    scales,
+    of_x,
+    of_weights,
+    rows,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    steps: tl.constexpr,
+):
+    """With r = 1 / rms(x), h = r x, g = gradient x weight: of x, r (g - h mean(g h)); of the weight, gradient x h."""
+    column = tl.arange(0, columns)
+    is_here = column < width
+    factor = tl.load(weight + column, mask=is_here, other=0.0).to(tl.float32)
+    total = tl.zeros((columns,), tl.float32)
+    for step in range(steps):
+        row = tl.program_id(0).to(tl.int64) * steps + step
+        is_in = is_here & (row < rows)
+        place = row * width + column
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        normed = tl.load(x + place, mask=is_in, other=0.0).to(tl.float32) * scale
+        slope = tl.load(of_out + place, mask=is_in, other=0.0).to(tl.float32)
+        total += slope * normed
+        slope *= factor
+        mean = tl.sum(slope * normed, axis=0) / width
+        tl.store(of_x + place, (scale * (slope - normed * mean)).to(of_x.dtype.element_ty), mask=is_in)
+    tl.store(of_weights + tl.program_id(0) * width + column, total, mask=is_here)

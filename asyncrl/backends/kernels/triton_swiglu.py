@@ -1,0 +1,96 @@
+"""SwiGLU on CUDA, with or without a score for each row: one kernel, and one of its gradient.
+
+Imported on CUDA only, where torch brings Triton. A program takes one row, some columns at a time. Everything inside is
+float32.
+Test: test_a_kernel_computes_what_the_plain_function_does, in Triton's interpreter.
+"""
+
+# A kernel's arguments are pointers and numbers of Triton's, which has no types to name them by.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 1024
+
+
+def takes(x: torch.Tensor, *_scores: torch.Tensor) -> bool:
+    """No kernel starts on no rows."""
+    return x.numel() > 0
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """See kernels.fused."""
+    return _Swiglu.apply(x, None)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """See kernels.fused."""
+    return _Swiglu.apply(x, scores)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
+        x = x.contiguous()
+        half = x.shape[-1] // 2
+        columns = min(_COLUMNS, triton.next_power_of_2(half))
+        ctx.shape = {"half": half, "columns": columns, "is_scored": scores is not None}
+        ctx.shape["num_warps"] = max(1, columns // 256)
+        out = x.new_empty((*x.shape[:-1], half))
+        kept = (x,) if scores is None else (x, scores.contiguous())
+        _forward[(out.numel() // half,)](x, kept[-1], out, **ctx.shape)
+        ctx.save_for_backward(*kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> Any:
+        x, *scores = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        of_scores = torch.empty_like(scores[0]) if scores else None
+        rows = x.numel() // x.shape[-1]
+        inputs = (x, scores[0] if scores else x, of_out.contiguous())
+        _backward[(rows,)](*inputs, of_x, of_x if of_scores is None else of_scores, **ctx.shape)
+        return of_x, of_scores
+
+
+@triton.jit
+def _forward(x, scores, out, half: tl.constexpr, columns: tl.constexpr, is_scored: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    score = tl.load(scores + row).to(tl.float32) if is_scored else 1.0
+    for start in range(0, half, columns):
+        column = start + tl.arange(0, columns)
+        is_here = column < half
+        gate = tl.load(x + row * 2 * half + column, mask=is_here, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * half + half + column, mask=is_here, other=0.0).to(tl.float32)
+        gated = gate * tl.sigmoid(gate) * up * score
+        tl.store(out + row * half + column, gated.to(out.dtype.element_ty), mask=is_here)
+
+
+@triton.jit
+def _backward(x, scores, of_out, of_x, of_scores, half: tl.constexpr, columns: tl.constexpr, is_scored: tl.constexpr):
+    """With s = sigmoid(gate), g = gradient x score: of gate, g up s (1 + gate (1 - s)); of up, g gate s."""
+    row = tl.program_id(0).to(tl.int64)
+    score = tl.load(scores + row).to(tl.float32) if is_scored else 1.0
+    total = tl.zeros((columns,), tl.float32)
+    for start in range(0, half, columns):
+        column = start + tl.arange(0, columns)
+        is_here = column < half
+        gate = tl.load(x + row * 2 * half + column, mask=is_here, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * half + half + column, mask=is_here, other=0.0).to(tl.float32)
+        slope = tl.load(of_out + row * half + column, mask=is_here, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        if is_scored:
+            total += slope * gate * sigmoid * up
+        slope *= score
+        of_gate = slope * up * sigmoid * (1 + gate * (1 - sigmoid))
+        place = of_x + row * 2 * half + column
+        tl.store(place, of_gate.to(of_x.dtype.element_ty), mask=is_here)
+        tl.store(place + half, (slope * gate * sigmoid).to(of_x.dtype.element_ty), mask=is_here)
+    if is_scored:
+        tl.store(of_scores + row, tl.sum(total, axis=0))
