@@ -333,7 +333,9 @@ def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(tmp_path: Path) -> None:
+async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """It says what transformers says, before and after a load; and who is attached to it hears of its end."""
     old, new = (Model(tmp_path / str(seed), seed=seed, architecture="glm4_moe") for seed in (0, 1))
     owner = await asyncio.create_subprocess_exec(
@@ -346,6 +348,7 @@ async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
+    request.addfinalizer(lambda: owner.returncode is None and owner.kill())  # it is up where the test fails early
     assert owner.stdin is not None and owner.stdout is not None
     url = (await owner.stdout.readline()).decode().strip()
     engine = make_engine(old, tmp_path / "unused", url=url)
