@@ -133,6 +133,7 @@ def learner_segments(
     for step in steps:
         parts = (("writing", step.write, "a checkpoint"), ("waiting", step.wait, "trajectories"))
         tokens = f": {step.ranks[rank]:,} tokens" if rank < len(step.ranks) else ""
+        tokens += ", in rank 0's time" if rank else ""  # no other rank's is known
         at = max(before, step.end - step.wait - step.write - step.train)
         for state, seconds, text in (*parts, ("training", step.train, f"step {step.step}{tokens}")):
             if seconds > 0:

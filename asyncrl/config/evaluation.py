@@ -159,9 +159,13 @@ class EvaluationSection:
             'place = "folder"',
         )
         require(
-            self.place != "shared" or 0 < self.share <= 1,
+            self.place != "shared" or self.share > 0,
             f"evaluation: share = {self.share:g} leaves no engine to evaluate on; use more than 0 and at most 1, or "
             'place = "dedicated" or "folder"',
+        )
+        require(
+            self.place != "shared" or self.share <= 1,
+            f"evaluation: share = {self.share:g} is more than all rollout workers; use at most 1",
         )
         require(
             self.place != "dedicated" or self.workers > 0,

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Final, TextIO
 
 from asyncrl.config import RunConfig, plugins, secret_values
 from asyncrl.errors import ConfigError, HopelessError, disk_problem
@@ -152,9 +152,13 @@ class Console:
         pass
 
 
+_MOST_SHOWN: Final = 8
+"""Data sets in a line of the console; metrics.jsonl has all of them."""
+
+
 def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
     """A line on the evaluation of the version that ``step`` made: mean, pass@k for the largest k, and majority."""
-    parts: dict[tuple[str, str], str] = {}
+    parts: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
         dataset, _, metric = name.removeprefix("evaluation/").partition("/")
         what, at, _ = metric.partition("@")
@@ -163,9 +167,12 @@ def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
         low, high = (metrics.get(f"{name}/{bound}") for bound in ("low", "high"))
         is_spread = what == "mean" and isinstance(low, float) and isinstance(high, float)
         spread = f" ({low:.3f} to {high:.3f})" if is_spread else ""
-        parts[dataset, what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... the last stays
+        its = parts.setdefault(dataset, {})
+        its[what] = f"{dataset} {metric} {value:.3f}{spread}"  # of pass@2, pass@4, ... the last stays
     seconds, lag = metrics.get("evaluation/seconds", 0.0), metrics.get("evaluation/lag_steps", 0.0)
-    found = ", ".join(parts.values()) or "no answers"
+    shown = [text for its in list(parts.values())[:_MOST_SHOWN] for text in its.values()]
+    more = len(parts) - _MOST_SHOWN
+    found = ", ".join([*shown, *([f"and {more} more data sets"] if more > 0 else [])]) or "no answers"
     whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
     return f"evaluation of step {step}: {found}  {seconds:.1f} s, {lag:.0f} steps ago{whole}"
 

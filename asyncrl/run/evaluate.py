@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from asyncrl.run.run_folder import newest_model
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """In the folder of a run: a line for each saved model that was evaluated."""
+SAY_SECONDS: Final = 30.0
+"""Between two lines on stderr about how far it is, and what it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ async def _evaluate(run: RunConfig) -> dict[str, float] | None:
             version=lambda: 0,
             waits=WaitTracker(),
         )
-        await supervise(_Asking(bus, evaluator), worker, follower)
+        await supervise(_Asking(bus, evaluator, worker=worker), worker, follower)
     finally:
         await bus.close()
     return dict(results[0]) if results else None
@@ -106,16 +109,25 @@ async def _evaluate(run: RunConfig) -> dict[str, float] | None:
 class _Asking(Actor):
     """Evaluates the version that the engine starts with, and ends."""
 
-    def __init__(self, bus: Bus, evaluator: Evaluator) -> None:
+    def __init__(self, bus: Bus, evaluator: Evaluator, *, worker: Actor) -> None:
         super().__init__("evaluation", bus)
-        self._evaluator = evaluator
+        self._evaluator, self._worker = evaluator, worker
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            asking = group.create_task(self._evaluator.run())
+            helpers = [group.create_task(self._evaluator.run()), group.create_task(self._say_how_far())]
             await self._evaluator.stored(WeightVersion(incarnation=0, policy_version=0))
             await self._evaluator.finish_unless(self.draining)
-            asking.cancel()
+            for task in helpers:
+                task.cancel()
+
+    async def _say_how_far(self) -> None:
+        """consumes: nothing    waits for: the clock    woken by: it"""
+        while True:
+            await asyncio.sleep(SAY_SECONDS)
+            settled, asked = self._evaluator.progress
+            waits = "; ".join(f"{wait.what} ({wait.seconds:.0f} s)" for wait in self._worker.heartbeat().waits)
+            print(f"{settled:,} of {asked:,} prompts are answered; it waits for: {waits}", file=sys.stderr, flush=True)
 
 
 class Results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -121,6 +122,27 @@ def test_an_evaluation_that_is_interrupted_says_so_and_notes_nothing(
     told = capsys.readouterr()
     assert told.err.endswith(f"asyncrl evaluate: interrupted; nothing is noted of {demo / 'model'}\n")
     assert told.out == ""
+
+
+SLOW = """
+import time
+def reward(sample):
+    time.sleep(0.2)
+    return 0.0
+"""
+
+
+def test_a_slow_evaluation_says_how_far_it_is_and_what_it_waits_for(
+    demo: Path, datasets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_reward.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("asyncrl.run.evaluate.SAY_SECONDS", 0.1)
+    settings = ("--only", "counts", "--set", "reward.kind=slow_reward:reward")
+    assert evaluate(demo / "model", "--datasets", datasets, *settings) == 0
+    assert re.search(
+        r"^[0-6] of 6 prompts are answered; it waits for: .*its reward function", capsys.readouterr().err, re.M
+    )
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,16 @@ class Evaluator:
         self._newest: WeightVersion | None = None  # that is stored
         self._last: Evaluation | None = None  # begun
         self._current: Evaluation | None = None  # in progress
+        self._asked: EvaluationRound | None = None
         self._before = -1
         self._skipped = 0
         self._changed = asyncio.Condition()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """(prompts that are settled, prompts that are asked) of the evaluation in progress, or of the last one."""
+        asked = self._asked
+        return (0 if asked is None else self._num_prompts - len(asked.missing), self._num_prompts)
 
     @property
     def needs_first_version(self) -> bool:
@@ -191,7 +198,7 @@ class Evaluator:
 
     async def _evaluate(self, evaluation: Evaluation) -> None:
         began = time.monotonic()
-        asked = EvaluationRound(evaluation, self._sets)
+        asked = self._asked = EvaluationRound(evaluation, self._sets)
         answering = WORKER if self._section.place == "shared" else EVALUATION_WORKER
         collector = AnswerCollector(
             self._bus,

@@ -58,4 +58,7 @@ def test_each_rank_of_the_learner_has_a_lane_that_says_what_it_trained() -> None
     assert [lane["id"] for lane in found["lanes"]] == [0, 1, 2]
     assert (learner["name"], rank["name"], rank["role"], w0["name"]) == ("learner", "learner rank 1", "learner", "w0")
     texts = [[text for *_, text in lane["segments"] if str(text).startswith("step")] for lane in (learner, rank)]
-    assert texts == [["step 1: 1,500 tokens", "step 2: 1,000 tokens"], ["step 1: 900 tokens", "step 2: 1,100 tokens"]]
+    assert texts == [
+        ["step 1: 1,500 tokens", "step 2: 1,000 tokens"],
+        [f"step {step}: {tokens} tokens, in rank 0's time" for step, tokens in ((1, "900"), (2, "1,100"))],
+    ]

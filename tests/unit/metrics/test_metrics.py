@@ -191,6 +191,15 @@ def test_an_evaluation_has_a_line_of_its_own() -> None:
     assert cut.endswith("INCOMPLETE")
 
 
+def test_of_many_data_sets_the_first_have_a_place_in_the_line() -> None:
+    out = io.StringIO()
+    row = {f"evaluation/set_{number}/mean@1": 0.5 for number in range(200)}
+    Console(steps=40, out=out).write(20, row | {"evaluation/complete": 1.0})
+    line = out.getvalue()
+    assert "set_7 mean@1 0.500, and 192 more data sets" in line
+    assert "set_8" not in line
+
+
 def test_rows_that_somebody_removed_while_they_are_written_are_put_back(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2):
