@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 from asyncrl.backends import frozen
 from asyncrl.backends.models import AuxiliaryModel
-from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.backends.optimizer_settings import Lora, OptimizerSettings
 from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.protocols import Backend
@@ -42,6 +42,12 @@ class BackendAdapter(Adapter):
             )
         if run.learner.megatron:
             raise ConfigError(f'learner.megatron: is for backend = "megatron", and this is "{run.learner.backend}"')
+        if run.weights.quantization:
+            raise ConfigError(
+                f'weights.quantization: backend = "{run.learner.backend}" quantizes nothing; use "megatron"'
+            )
+        if run.learner.lora.rank:
+            raise ConfigError(f'learner.lora: backend = "{run.learner.backend}" has no adapters; use "megatron"')
         frozen.check(run, are_fused=False)
 
     @classmethod
@@ -93,6 +99,13 @@ def constructor_arguments(
 def optimizer_settings(run: RunConfig) -> OptimizerSettings:
     """AdamW settings from [learner]."""
     learner = run.learner
+    adapters = learner.lora
+    lora = Lora(
+        rank=adapters.rank,
+        alpha=adapters.alpha,
+        modules=adapters.modules,
+        is_merged=adapters.publish == "merged",
+    )
     return OptimizerSettings(
         weight_decay=learner.weight_decay,
         betas=(learner.betas[0], learner.betas[1]),
@@ -100,4 +113,5 @@ def optimizer_settings(run: RunConfig) -> OptimizerSettings:
         max_grad_norm=learner.max_grad_norm,
         freeze=learner.freeze,
         train_only=learner.train_only,
+        lora=lora if adapters.rank else None,
     )

@@ -55,8 +55,11 @@ def _feed_forward(shape: ModelShape, layer: int) -> int:
     return shape.hidden_size * (experts.num_experts + 3 * visited)
 
 
-def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
-    """FLOPs of one optimizer step on documents of these ``lengths`` in tokens."""
+def training_flops(shape: ModelShape, lengths: Iterable[int], *, has_adapters: bool = False) -> float:
+    """FLOPs of one optimizer step on documents of these ``lengths`` in tokens.
+
+    has_adapters  matrices have no gradients; the adapters' own products are not counted
+    """
     num_local = len(shape.local.layers) if shape.local else 0
     tokens, scores = 0, 0
     for length in lengths:
@@ -67,7 +70,8 @@ def training_flops(shape: ModelShape, lengths: Iterable[int]) -> float:
             scores += num_local * window * (2 * length - window)
     of_values = shape.latent.value_size if shape.latent else shape.head_size
     width = shape.num_heads * (shape.head_size + of_values)
-    return 6.0 * matrix_parameters(shape) * tokens + 3.0 * width * scores
+    passes = 4.0 if has_adapters else 6.0
+    return passes * matrix_parameters(shape) * tokens + 3.0 * width * scores
 
 
 def peak_flops(device_name: str) -> float | None:

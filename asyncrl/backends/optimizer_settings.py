@@ -8,10 +8,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Adapters of so many numbers a row (lora.py).
+
+    modules        names such as q_proj, or all-linear
+    is_merged      whether exports are the whole model with the adapters in it, or the adapters alone
+    """
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    is_merged: bool = True
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """AdamW, arXiv:1711.05101. No weight decay on one-dimensional parameters: norms and biases.
 
     freeze, train_only  which parameters it updates (frozen.py)
+    lora                it updates adapters instead; None: there are none
     """
 
     weight_decay: float = 0.0
@@ -20,6 +39,7 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    lora: Lora | None = None
 
 
 def is_trainable(loss: float, grad_norm: float) -> bool:

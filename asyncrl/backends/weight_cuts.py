@@ -72,6 +72,10 @@ def unfuse(shards: Sequence[torch.Tensor], cut: Cut, shape: ModelShape) -> list[
         return [_joined(shards, dim=1)]
     if cut == "heads":
         return [_joined(shards)]
+    if cut in ("stacked", "expert_stacked"):
+        return list(shards[0].flatten(0, -3).unbind())
+    if cut == "stacked_rows":
+        return list(_joined(shards, dim=2).unbind())
     if cut == "gate_then_up":
         return [_joined(unfuse(shards, "gate_up", shape))]
     if cut == "gate_up":

@@ -31,6 +31,16 @@ class Mapping:
         return self.cut.startswith("expert_")
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether all tensor-parallel ranks hold the same."""
+        return self.cut in ("whole", "stacked")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is of an adapter, which no folder has."""
+        return self.megatron.endswith(("_adapter.down", "_adapter.up"))
+
+    @property
     def is_bias_of_choice(self) -> bool:
         """Whether it is a router's bias: Megatron's buffer, float32 in every model, and not trained."""
         return self.megatron.endswith(".expert_bias")

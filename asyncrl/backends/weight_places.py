@@ -74,6 +74,8 @@ def place(
         start, whole = (first_expert, *zeros[1:]), (shape.experts.num_experts, *rest)
     elif cut == "rows":
         start, whole = (0, rank * rest[0]), (size, ranks * rest[0])
+    elif cut == "stacked_rows":
+        start, whole = (0, 0, rank * rest[1]), (size, rest[0], ranks * rest[1])
     elif cut == "vocabulary":  # some of the last rows are padding
         held = max(0, min(size, shape.vocabulary_size - rank * size))
         whole = (shape.vocabulary_size, *rest)

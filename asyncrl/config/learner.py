@@ -13,6 +13,30 @@ from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """Low-rank adapters (arXiv:2106.09685) of the policy are trained, and nothing else of it."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: float = 32.0
+    """An adapter's output is multiplied by alpha / rank."""
+    modules: tuple[str, ...] = ("all-linear",)
+    """Which matrices of the layers have one, by the last part of their Hugging Face names, such as ["q_proj", "k_proj",
+    "v_proj"]; "all-linear": all but embeddings, the output layer and routers."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get of each version. merged: the whole model, with the adapters in it, over any channel. adapter:
+    the adapters alone, beside others that are in use: no pause, and an answer is of the version that it began with."""
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, f"rank must be >= 0 (0 is off), got {self.rank}")
+        positive(self, "alpha")
+        require(bool(self.modules), 'modules must name some; "all-linear" is all')
+        require(
+            self.rank > 0 or self.publish == "merged", 'publish = "adapter" needs a rank > 0: without one there is none'
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     backend: str = "megatron"
     """megatron, reference (plain PyTorch, one process), none (rollouts alone: it trains nothing), or
@@ -80,6 +104,8 @@ class LearnerSection:
     as "embed_tokens" or "layers\\.[0-9]\\."."""
     train_only: tuple[str, ...] = ()
     """Only parameters with one of these in their name are trained, less those of freeze; empty: all."""
+    lora: LoraSection = field(default_factory=LoraSection)
+    """Low-rank adapters are trained instead of the policy's own weights."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """Fields of Megatron's TransformerConfig by name, for learner.backend = "megatron"; those that asyncrl sets itself
     are refused."""

@@ -209,6 +209,9 @@ class WeightsSection:
     models_every: int = 0
     """Keep every N-th version permanently, as a Hugging Face model in models/INCARNATION-VERSION of the run's folder; 0
     keeps none."""
+    quantization: Literal["", "fp8"] = ""
+    """fp8: engines get the matrices of layers in 8 bits, in blocks of 128 x 128 with a scale each; experimental. Empty:
+    as they are trained."""
     every_steps: int = 1
     """Steps between published versions. More than 1 only with rollout.function = "given"."""
 

@@ -19,6 +19,10 @@ class EngineAdapter(Adapter):
 
     section: ClassVar[str] = "engine"
 
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """What it loads besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
+    (weights.quantization)."""
+
     @classmethod
     def tells_experts(cls, run: RunConfig) -> bool:
         """Whether its generations can say which experts each token went to (Generation.experts). If so ``build`` makes

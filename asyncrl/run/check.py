@@ -139,8 +139,21 @@ def _check_before_torch(run: RunConfig) -> None:
 
 
 def _check_engine_and_channel(run: RunConfig) -> None:
-    registry.engine_class(run).check(run)
-    registry.channel_class(run).check(run)
+    engine, channel = registry.engine_class(run), registry.channel_class(run)
+    engine.check(run)
+    channel.check(run)
+    for key, what, is_on in (
+        ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
+        ("weights.quantization", "fp8", bool(run.weights.quantization)),
+    ):
+        for where, name, adapter in (
+            ("engine.kind", run.engine.kind, engine),
+            ("weights.channel", run.weights.channel, channel),
+        ):
+            if is_on and what not in adapter.takes:
+                raise ConfigError(f'{key}: {where} = "{name}" takes no {what}; remove it')
+    if run.weights.quantization and run.learner.lora.publish == "adapter":
+        raise ConfigError('weights.quantization: was not tried with adapters; use learner.lora.publish = "merged"')
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:

@@ -92,7 +92,7 @@ def models(run: RunConfig, algorithm: Algorithm, *, optimizer: OptimizerSettings
             objective = Objective(
                 kind=section.loss, clip=section.clip, scale=section.scale, huber_delta=section.huber_delta
             )
-            whole = dataclasses.replace(optimizer, freeze=(), train_only=())
+            whole = dataclasses.replace(optimizer, freeze=(), train_only=(), lora=None)
             made[name] = AuxiliaryModel(path=folder, head="values", objective=objective, optimizer=whole)
     return made
 

@@ -19,6 +19,10 @@ class ChannelAdapter(Adapter):
 
     section: ClassVar[str] = "weights"
 
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """What it stores besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
+    (weights.quantization)."""
+
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> WeightChannel:
         """The learner's end or a worker's; both are built the same way."""

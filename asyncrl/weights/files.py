@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import logging
 import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -26,13 +27,20 @@ from asyncrl.errors import WeightsError
 from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols.adapter import RunConfig
-from asyncrl.tensors import safetensors_file
+from asyncrl.tensors import adapter_names, fp8, safetensors_file
+from asyncrl.tensors.adapter_names import ADAPTER_FILE, CONFIG_FILE
 from asyncrl.tensors.snapshot import Bucket, Snapshot
 from asyncrl.weights.adapter import ChannelAdapter
 
 log = logging.getLogger("asyncrl.learner")
 
 WEIGHTS_FILE: Final = "model.safetensors"
+
+
+def weights_file(folder: Path) -> Path:
+    """Of a model, or of adapters, which have another name."""
+    return folder / (ADAPTER_FILE if (folder / CONFIG_FILE).exists() else WEIGHTS_FILE)
+
 
 _STAGING_BYTES: Final = 512 * 2**20
 """Copied from the device at once, and pinned on the host."""
@@ -44,6 +52,8 @@ _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
 
 class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer; any number of readers, in any process."""
+
+    takes = frozenset({"adapters", "fp8"})
 
     @classmethod
     def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
@@ -62,6 +72,8 @@ class FilesChannel(ChannelAdapter):
         self._model_path = model_path
         self._links = links
         self._previous: Path | None = None
+        self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if it is adapters that are published
+        self._is_quantized = False
         self._published: WeightVersion | None = None
         self._weights: _OpenFile | None = None  # its file: the bytes outlive their name
         self._companions: frozenset[str] = frozenset()
@@ -109,8 +121,8 @@ class FilesChannel(ChannelAdapter):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             temporary.mkdir()
-            add_companions(temporary, self._model_path)
-            found = self._copied(temporary / WEIGHTS_FILE)
+            self._write_companions(temporary)
+            found = self._copied(weights_file(temporary))
             if found != version.sha256:
                 self._published = None
                 raise WeightsError(f"{folder}: files of it were removed or damaged; engines wait for the next version")
@@ -139,8 +151,10 @@ class FilesChannel(ChannelAdapter):
     def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
         """Write a whole model folder, synced to disk; returns the checksum of its weights."""
         temporary.mkdir()
+        self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
+        self._is_quantized = any(fp8.is_scale(entry.name) for entry in snapshot.entries)
         self._add_companions(temporary)
-        with (temporary / WEIGHTS_FILE).open("wb") as stream:
+        with weights_file(temporary).open("wb") as stream:
             sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
             stream.flush()
             os.fsync(stream.fileno())
@@ -153,7 +167,7 @@ class FilesChannel(ChannelAdapter):
             self._weights.close()
         self._published, self._weights = None, None
         with contextlib.suppress(OSError):
-            self._weights = _OpenFile(Path(version.uri) / WEIGHTS_FILE)
+            self._weights = _OpenFile(weights_file(Path(version.uri)))
             self._companions = frozenset(os.listdir(version.uri))
             self._published = version
 
@@ -162,7 +176,7 @@ class FilesChannel(ChannelAdapter):
         folder, file = Path(version.uri), self._weights
         assert file is not None
         try:
-            is_there = is_at(folder / WEIGHTS_FILE, file.descriptor) and self._companions <= frozenset(
+            is_there = is_at(weights_file(folder), file.descriptor) and self._companions <= frozenset(
                 os.listdir(folder)
             )
             return is_there and os.fstat(file.descriptor).st_size == version.num_bytes
@@ -201,10 +215,18 @@ class FilesChannel(ChannelAdapter):
         """Config and tokenizer: links to those of the previous version, or copies of the model's."""
         if self._previous is not None and self._previous.is_dir():
             for file in self._previous.iterdir():
-                if file.name != WEIGHTS_FILE:
+                if file.name not in (WEIGHTS_FILE, ADAPTER_FILE):
                     _link(file, folder / file.name)
             return
+        self._write_companions(folder)
+
+    def _write_companions(self, folder: Path) -> None:
+        """Config and tokenizer of the model's folder, and what says that the weights are others than its."""
         add_companions(folder, self._model_path)
+        if self._adapters is not None:
+            (folder / CONFIG_FILE).write_text(json.dumps(self._adapters, indent=1))
+        if self._is_quantized:
+            fp8.described(folder / "config.json")
 
     def _collect(self, *, newest: tuple[int, int]) -> None:
         versions = sorted(version for path in self._directory.iterdir() if (version := _version(path)) is not None)
@@ -254,7 +276,7 @@ class _OpenFile:
 def verified(weights: WeightVersion) -> Path:
     """The folder of a version whose size and checksum are right. Raises WeightsError."""
     folder = Path(weights.uri)
-    file = folder / WEIGHTS_FILE
+    file = weights_file(folder)
     try:
         num_bytes = file.stat().st_size
         if num_bytes != weights.num_bytes:

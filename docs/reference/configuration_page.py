@@ -48,6 +48,9 @@ def page() -> str:
         required = " (required)" if name in ("model", "data") else ""
         absent = " (absent: none)" if kind is not hint else ""
         parts.append(f"\n## [{name}]{required}{absent}\n\n" + _table(kind, name, comments.get(name, {})))
+        for key, inner in typing.get_type_hints(kind).items():
+            if dataclasses.is_dataclass(inner):
+                parts.append(f"\n### [{name}.{key}]\n\n" + _table(inner, f"{name}.{key}", {}))
         if name == "evaluation":
             parts.append(
                 "\n### [[evaluation.datasets]]\n\n" + _table(config.EvaluationDataset, "evaluation.datasets", {})

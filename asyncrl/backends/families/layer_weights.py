@@ -7,7 +7,10 @@ from typing import Literal, Protocol
 
 from asyncrl.backends.families.shape import Experts, LatentAttention, ModelShape
 
-Cut = Literal["whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"]
+_OfWeights = Literal[
+    "whole", "vocabulary", "rows", "heads", "qkv", "gate_up", "gate_then_up", "expert_rows", "expert_gate_up"
+]
+Cut = _OfWeights | Literal["stacked", "stacked_rows", "expert_stacked"]
 """How a parameter is split over tensor-parallel ranks, those of experts over expert-tensor-parallel ones.
 
 whole           replicated
@@ -19,6 +22,8 @@ gate_up         gate and up by rows; a shard is its gate rows, then its up rows
 gate_then_up    the same, of one tensor that is gate, then up
 expert_rows     rows of every expert, stacked: [experts, H, F]
 expert_gate_up  gate_up of every expert, stacked: [experts, 2 F, H]; its tensors are gate, up, gate, up, ...
+stacked, stacked_rows, expert_stacked  of adapters: tensors of one shape, stacked; replicated, by their last dimension,
+                and of every expert
 """
 
 Row = tuple[str, Cut, tuple[str, ...]]

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import flops, frozen, huggingface, models, optimizer_state
+from asyncrl.backends import flops, frozen, huggingface, lora, models, optimizer_state
 from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
-from asyncrl.backends.megatron.refusals import require_trainable
+from asyncrl.backends.megatron.refusals import require_quantizable, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
@@ -74,6 +74,7 @@ class MegatronBackend(BackendAdapter):
             **constructor_arguments(cls, run, algorithm=algorithm, auxiliary=auxiliary),
             layout=run.learner.layout,
             transformer=run.learner.megatron,
+            is_fp8=run.weights.quantization == "fp8",
             seat=cls._seat_here(run),
             common=_common(run),
         )
@@ -123,6 +124,9 @@ class MegatronBackend(BackendAdapter):
         for key, folder in run.model_paths.items():
             require_trainable(folder, where=key, layout=run.learner.layout, transformer=run.learner.megatron)
         frozen.check(run, are_fused=True)
+        lora.check(run)
+        if run.weights.quantization:
+            require_quantizable(huggingface.read_shape(Path(run.model.path)))
 
     def __init__(
         self,
@@ -137,12 +141,14 @@ class MegatronBackend(BackendAdapter):
         options: Options,
         layout: Layout | None = None,
         transformer: Mapping[str, Any] | None = None,
+        is_fp8: bool = False,
         auxiliary: Mapping[str, AuxiliaryModel] | None = None,
         seat: torchrun.Seat | None = None,
         common: Mapping[str, object] | None = None,
     ) -> None:
         """
         transformer  fields of Megatron's TransformerConfig besides ours
+        is_fp8       whether exports are quantized
         seat         of this process, where the other ranks are started by somebody else and join
         common       settings that they must have as we do, by name
         """
@@ -159,6 +165,7 @@ class MegatronBackend(BackendAdapter):
             recompute=options.recompute,
             is_offloading=options.offload_optimizer,
             transformer=dict(transformer or {}),
+            is_fp8=is_fp8,
         )
         self._timeout_seconds = options.timeout_seconds
         self._layout = layout
@@ -253,7 +260,9 @@ class MegatronBackend(BackendAdapter):
         metrics = {"learner/step_tokens_per_second": float(lengths.sum()) / seconds}
         peak = flops.peak_flops(torch.cuda.get_device_name()) if self._job.device == "cuda" else None
         if peak and self._shape:
-            work = flops.training_flops(self._shape, lengths.tolist())
+            settings = self._job.models[POLICY].optimizer
+            has_adapters = settings is not None and settings.lora is not None
+            work = flops.training_flops(self._shape, lengths.tolist(), has_adapters=has_adapters)
             metrics["learner/mfu"] = work / (seconds * peak * self._layout.ranks)
         return metrics
 
@@ -360,6 +369,7 @@ def _common(run: RunConfig) -> dict[str, object]:
     shared = {
         "algorithm": run.algorithm,
         "model.dtype": run.model.dtype,
+        "weights.quantization": run.weights.quantization,
         "rollout.temperature": run.rollout.temperature,
     }
     return {**own, **shared, "run.name": run.run.name, "run.seed": run.run.seed}

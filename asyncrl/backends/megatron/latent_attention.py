@@ -9,12 +9,12 @@ import torch
 from asyncrl.backends.families.shape import LatentAttention
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear, WholeLinear
 from asyncrl.backends.megatron.layers import Norm, RowParameters
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
 
 with quiet(), cpu_shim.without_compilation():
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -39,7 +39,7 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
         self.key_value_down = self._whole(width, latent.key_value_rank + latent.rotary_size)
         self.key_value_norm = Norm(config=config, hidden_size=latent.key_value_rank, eps=_EPS)
         self.key_value_up = self._by_heads(latent.key_value_rank, heads * (latent.plain_size + latent.value_size))
-        self.linear_proj = RowParallelLinear(
+        self.linear_proj = RowLinear(
             heads * latent.value_size,
             width,
             config=config,
@@ -49,14 +49,13 @@ class PackedLatentAttention(MegatronModule):  # type: ignore[misc]
             skip_bias_add=True,
         )
 
-    def _whole(self, inputs: int, outputs: int) -> torch.nn.Linear:
-        linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=self.config.params_dtype)
-        linear.weight.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
-        return linear
+    def _whole(self, inputs: int, outputs: int) -> WholeLinear:
+        config = self.config
+        return WholeLinear(inputs, outputs, dtype=config.params_dtype, is_sequence_parallel=config.sequence_parallel)
 
     def _by_heads(self, inputs: int, outputs: int) -> Any:
         init, config = self.config.init_method, self.config
-        return ColumnParallelLinear(
+        return ColumnLinear(
             inputs, outputs, config=config, init_method=init, bias=False, gather_output=False, skip_bias_add=True
         )
 

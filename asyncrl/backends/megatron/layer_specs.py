@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.latent_attention import PackedLatentAttention
 from asyncrl.backends.megatron.layers import (
     GatedLinear,
@@ -21,7 +22,6 @@ from asyncrl.backends.megatron.mixture import mixture
 from asyncrl.backends.megatron.routing import SparseLayer
 
 with quiet(), cpu_shim.without_compilation():
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -53,7 +53,7 @@ def layers(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubm
         **common, mlp=_feed_forward(GatedLinearNormBehind if shape.has_norms_behind else GatedLinear)
     )
     sparse = TransformerLayerSubmodules(
-        **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnParallelLinear, GatedLinear))
+        **common, pre_mlp_layernorm=Norm, mlp=mixture(_swiglu(ColumnLinear, GatedLinear))
     )
     with_experts = ModuleSpec(module=SparseLayer, submodules=sparse)
     without = ModuleSpec(module=TransformerLayer, submodules=dense)
@@ -69,7 +69,7 @@ def _attention(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=NormedLinear,
             core_attention=IdentityOp,
-            linear_proj=NormBehind if shape.has_norms_behind else RowParallelLinear,
+            linear_proj=NormBehind if shape.has_norms_behind else RowLinear,
             q_layernorm=Norm if config.qk_layernorm else None,
             k_layernorm=Norm if config.qk_layernorm else None,
         ),

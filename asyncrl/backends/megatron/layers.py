@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.adapters import ColumnLinear, RowLinear
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.packed_attention import attention
 from asyncrl.backends.megatron.recompute import forgetting
@@ -21,7 +22,6 @@ from asyncrl.backends.megatron.row_part import RowPart
 
 with quiet(), cpu_shim.without_compilation():
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
 
@@ -54,7 +54,7 @@ class Norm(torch.nn.Module):
         return fused.rms_norm(x, self.weight, self.eps, self.is_zero_centered)
 
 
-class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
+class NormedLinear(ColumnLinear):
     """A column-parallel linear layer preceded by its norm, like Transformer Engine's."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
@@ -68,7 +68,7 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
             return super().forward(normed, *arguments, **options)
 
 
-class GatedLinear(RowParallelLinear):  # type: ignore[misc]
+class GatedLinear(RowLinear):
     """A row-parallel linear layer preceded by SwiGLU or GEGLU; its input is gate and up, concatenated."""
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -78,7 +78,7 @@ class GatedLinear(RowParallelLinear):  # type: ignore[misc]
             return super().forward(gated)
 
 
-class NormBehind(RowParallelLinear):  # type: ignore[misc]
+class NormBehind(RowLinear):
     """A row-parallel linear layer with a norm behind it."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from asyncrl.backends import huggingface, micro_batches, models, weight_cuts
+from asyncrl.backends import huggingface, lora, micro_batches, models, weight_cuts
 from asyncrl.backends.frozen import is_trained
+from asyncrl.backends.megatron import adapters
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
@@ -23,11 +24,13 @@ from asyncrl.backends.megatron.passes import Passes
 from asyncrl.backends.megatron.process_groups import expert_group, gathered, pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
+from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
 from asyncrl.errors import BackendError
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
+from asyncrl.tensors import fp8
 from asyncrl.tensors.snapshot import Snapshot
 
 
@@ -41,6 +44,7 @@ class LoadedModel:
         self._temperature = job.temperature
         self._agreement = agreement
         self._layout = job.layout
+        self._is_fp8 = job.is_fp8
         self._rank = dist.get_rank()
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
@@ -51,6 +55,8 @@ class LoadedModel:
         self._stages = build_stages(job, self._shape, device, head=self._model.head)
         self._maps: dict[str, Mapping] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._lora = self._model.optimizer.lora if self._model.optimizer else None
+        self._adapters: dict[str, adapters.Adapter] = {}
         for stage in self._stages:
             stage.requires_grad_(self._model.is_trained)
             self._name_parameters(stage)
@@ -58,7 +64,8 @@ class LoadedModel:
         if (settings := self._model.optimizer) is not None:
             for name, entry in self._maps.items():  # of several tensors in one parameter all are trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
-                self._parameters[name].requires_grad_(is_free and not entry.is_bias_of_choice)
+                is_free = entry.is_adapter if self._lora else is_free and not entry.is_bias_of_choice
+                self._parameters[name].requires_grad_(is_free)
         self._load_weights()
 
     def _name_parameters(self, stage: PackedGPT) -> None:
@@ -72,6 +79,19 @@ class LoadedModel:
             self._parameters[in_model] = parameter
             if name in maps:
                 self._maps[in_model] = maps[name]
+        if self._lora:
+            self._add_adapters(stage, list(maps.values()), self._lora)
+
+    def _add_adapters(self, stage: PackedGPT, maps: list[Mapping], settings: Lora) -> None:
+        with_adapters = list(lora.with_adapters(maps, settings))
+        is_sequence_parallel = self._layout.is_sequence_parallel
+        for entry, adapter in adapters.attach(
+            stage, with_adapters, settings, self._shape, is_sequence_parallel=is_sequence_parallel
+        ):
+            self._adapters[_in_model(entry.megatron, stage.part.layers.start)] = adapter
+            for made, parameter in zip(lora.adapters_of(entry), (adapter.down, adapter.up), strict=True):
+                in_model = _in_model(made.megatron, stage.part.layers.start)
+                self._parameters[in_model], self._maps[in_model] = parameter, made
 
     def _held_by_stages(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         """Of each stage its parameters' names, and their shapes and types on a rank."""
@@ -87,15 +107,18 @@ class LoadedModel:
         """Load the Hugging Face folder's weights into every parameter except a value head."""
         with huggingface.open_weights(self._model.path, where=self._where) as read:
             for name, entry in self._maps.items():
-                parts = [read(tensor) for tensor in entry.huggingface]
                 ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
                 if entry.is_of_experts:  # each is on one rank
                     ranks, rank = 1, 0
-                shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
                 parameter: Any = self._parameters[name]
-                parameter.copy_(shards[rank])
+                if entry.is_adapter:
+                    adapters.initialise(parameter, entry, shards=ranks, shard=rank)
+                else:
+                    parts = [read(tensor) for tensor in entry.huggingface]
+                    shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
+                    parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
-                parameter.tensor_model_parallel = entry.cut != "whole"
+                parameter.tensor_model_parallel = not entry.is_replicated
 
     @torch.no_grad()
     def score(self, share: Sequence[MicroBatch]) -> Scores:
@@ -151,18 +174,33 @@ class LoadedModel:
 
     def export(self) -> Snapshot | None:
         """See Backend. The first rank gathers the model; other exporters return None."""
-        snapshot = Snapshot.of(self.exported())
+        snapshot = Snapshot.of(fp8.quantized(self.exported()) if self._is_fp8 else self.exported())
         return snapshot if snapshot.buckets else None
 
     @torch.no_grad()
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor in the folder's type) of what this rank exports, one parameter after the other."""
-        for entry in weight_map(self._shape, head=self._model.head):
+        for entry in self._exported_maps():
             shards = self._sent_to_the_first_stage(entry)
             if shards:
                 dtype = torch.float32 if entry.is_bias_of_choice else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
                 yield from ((name, one.to(dtype)) for name, one in zip(entry.huggingface, tensors, strict=True))
+
+    def _exported_maps(self) -> list[Mapping]:
+        """What an export has, of the whole model."""
+        maps = weight_map(self._shape, head=self._model.head)
+        if self._lora is None or self._lora.is_merged:
+            return maps
+        return [entry for entry in lora.with_adapters(maps, self._lora) if entry.is_adapter]
+
+    def _own_shard(self, entry: Mapping) -> torch.Tensor:
+        """This rank's part of what is exported."""
+        parameter = self._parameters[entry.megatron].detach()
+        if entry.is_adapter:  # with its scale, so that a folder needs to know of none
+            return parameter * self._lora.scale if self._lora and entry.megatron.endswith(".up") else parameter
+        adapter = self._adapters.get(entry.megatron)
+        return parameter if adapter is None else adapter.merged(parameter)
 
     def _sent_to_the_first_stage(self, entry: Mapping) -> list[torch.Tensor]:
         """All shards of a parameter on the first rank; empty on the others."""
@@ -175,7 +213,7 @@ class LoadedModel:
             dist.send(torch.stack(shards), group=self._pipeline, group_dst=0)
             return []
         (size, *rest), dtype = self._held[stage][entry.megatron]
-        count = 1 if entry.is_of_experts or entry.cut == "whole" else self._tensor_parallel.size()
+        count = 1 if entry.is_of_experts or entry.is_replicated else self._tensor_parallel.size()
         size *= self._layout.expert if entry.is_of_experts else 1
         received = torch.empty((count, size, *rest), dtype=dtype, device=self._device)
         dist.recv(received, group=self._pipeline, group_src=stage)
@@ -183,9 +221,9 @@ class LoadedModel:
 
     def _gathered(self, entry: Mapping) -> list[torch.Tensor]:
         """All shards of a parameter on the stage's first rank; empty on the others. Experts are one shard."""
-        shard = self._parameters[entry.megatron].detach()
+        shard = self._own_shard(entry)
         group = self._experts if entry.is_of_experts else self._tensor_parallel
-        if group.size() == 1 or entry.cut == "whole" or dist.get_process_group_ranks(group)[0] != self._first_of_stage:
+        if group.size() == 1 or entry.is_replicated or dist.get_process_group_ranks(group)[0] != self._first_of_stage:
             return [shard] if self._rank == self._first_of_stage else []
         shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
         dist.gather(shard, shards or None, group=group, group_dst=0)

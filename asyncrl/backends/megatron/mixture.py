@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from asyncrl.backends.kernels import fused
 from asyncrl.backends.megatron import cpu_shim
+from asyncrl.backends.megatron.adapters import Adapter
 from asyncrl.backends.megatron.log_filter import quiet
 from asyncrl.backends.megatron.own_experts import OwnExperts
 from asyncrl.backends.megatron.recompute import forgetting
@@ -53,6 +54,8 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         self.num_local_experts = num_local_experts
         self.gate_up = self._weights(num_local_experts, 2 * size, width)
         self.down = self._weights(num_local_experts, width, size)
+        self.gate_up_adapter: Adapter | None = None
+        self.down_adapter: Adapter | None = None
 
     def _weights(self, *sizes: int) -> torch.nn.Parameter:
         weights: Any = torch.nn.Parameter(torch.empty(*sizes, dtype=self.config.params_dtype))
@@ -66,10 +69,15 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
         """hidden [N, H], the tokens of the first expert first; scores f32[N] -> [N, H]. The router's score goes in
         between the two products, where a token has fewer numbers."""
         ends = tokens_per_expert.cumsum(0).to(torch.int32).to(hidden.device)
-        mixed = F.grouped_mm(hidden, self.gate_up.transpose(1, 2), offs=ends)
+        mixed = _through(hidden, self.gate_up, self.gate_up_adapter, ends)
         gated = fused.scored_swiglu(mixed, scores)
         with forgetting(self.config, gated, fused.scored_swiglu, mixed, scores):
-            return F.grouped_mm(gated, self.down.transpose(1, 2), offs=ends), None
+            return _through(gated, self.down, self.down_adapter, ends), None
+
+
+def _through(x: torch.Tensor, weights: torch.Tensor, adapter: Adapter | None, ends: torch.Tensor) -> torch.Tensor:
+    output = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    return output if adapter is None or not adapter.is_on else output + adapter.of_experts(x, ends)
 
 
 class Mixture(MoELayer):  # type: ignore[misc]

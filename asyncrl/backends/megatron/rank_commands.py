@@ -44,6 +44,8 @@ class Job:
     recompute: str
     is_offloading: bool
     transformer: Mapping[str, Any]
+    is_fp8: bool = False
+    """Whether exports are quantized."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.adapter import Layout
+from asyncrl.tensors import fp8
 
 _UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 """Fields of Megatron's that make stages of different lengths; it checks them itself."""
@@ -32,6 +33,23 @@ def require_trainable(folder: Path, *, where: str, layout: Layout, transformer: 
         )
     _require_experts(shape, layout, whose)
     return shape
+
+
+def require_quantizable(shape: ModelShape) -> None:
+    """Raises ConfigError for a model of which engines in 8 bits were not tried, or whose blocks SGLang cannot cut."""
+    if shape.experts or shape.latent:
+        what = "experts" if shape.experts else "latent attention"
+        raise ConfigError(f'weights.quantization: "fp8" was not tried with {what}; remove it')
+    sizes = (
+        ("hidden_size", shape.hidden_size),
+        ("intermediate_size", shape.feed_forward_size),
+        ("num_key_value_heads x head_dim", shape.num_key_value_heads * shape.head_size),
+    )
+    for name, size in sizes:
+        if size % fp8.BLOCK:
+            raise ConfigError(
+                f'weights.quantization: "fp8" has blocks of {fp8.BLOCK} numbers, and {name} is {size}; remove it'
+            )
 
 
 def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:

@@ -242,6 +242,8 @@ class TrainedModel(LoadedModel):
         """This rank's parameters as a checkpoint has them."""
         ranks, rank = self._tensor_parallel.size(), self._tensor_parallel.rank()
         for name, parameter in self._parameters.items():
+            if self._lora is not None and not parameter.requires_grad:
+                continue  # it is in the model's folder
             cut = self._maps[name].cut if name in self._maps else "whole"  # a value head is in no folder
             is_of_experts = cut.startswith("expert_")
             replicas = expert_replicas_group() if is_of_experts else self._replicas
@@ -259,7 +261,7 @@ class TrainedModel(LoadedModel):
                     first_expert=self._stages[0].part.experts.start,
                 ),
                 is_of_experts=is_of_experts,
-                is_written=is_writer and not _is_copy(parameter) and (cut != "whole" or rank == 0),
+                is_written=is_writer and not _is_copy(parameter) and (cut not in ("whole", "stacked") or rank == 0),
             )
 
     def _adamw(self, held: _Held) -> torch.optim.Optimizer:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,9 +24,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
+from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient
+from asyncrl.engines.sglang.health import until_healthy
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.sampling import sampling_params
 from asyncrl.engines.sglang.server import (
@@ -48,6 +50,7 @@ from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors import fp8
 from asyncrl.tensors.device import resolve_device
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ class SGLangEngine(EngineAdapter):
     """See Engine in protocols/engine.py."""
 
     options_type = Options
+    takes = frozenset({"adapters", "fp8"})
 
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:
@@ -98,6 +102,8 @@ class SGLangEngine(EngineAdapter):
             version=FIRST_VERSION,
             options=cls.options(run),
             log_path=run.run_directory / "logs" / f"{name}.engine.log",
+            lora=run.learner.lora if run.learner.lora.publish == "adapter" else None,
+            quantized=run.run_directory / "model-fp8" if run.weights.quantization else None,
         )
 
     @classmethod
@@ -119,7 +125,7 @@ class SGLangEngine(EngineAdapter):
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
-        check_architecture(Path(run.model.path), device=device)
+        check_architecture(Path(run.model.path), device=device, quantization=run.weights.quantization)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
@@ -127,12 +133,25 @@ class SGLangEngine(EngineAdapter):
         return 0 if options.url or run.engine.device == "cpu" else options.tensor_parallel
 
     def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        version: Version,
+        options: Options,
+        log_path: Path,
+        lora: LoraSection | None = None,
+        quantized: Path | None = None,
     ) -> None:
-        """``log_path``: where the output of a launched server goes."""
+        """
+        log_path   where the output of a launched server goes
+        lora       its versions are adapters of that kind; None: they are whole models
+        quantized  folder for the model in 8 bits, as all its versions are; None: they are as trained
+        """
         self._model_path = model_path
-        self._device = device
-        self._dtype = dtype
+        self._quantized = quantized
+        self._device, self._dtype = device, dtype
         self._first_version = version
         self._options = options
         self._log_path = log_path
@@ -153,6 +172,8 @@ class SGLangEngine(EngineAdapter):
         self._loader = WeightLoader(
             self._client.order, pause=options.pause, first_version=version, is_open=self._is_open
         )
+        self._lora = lora
+        self._adapters = Adapters(self._client.order, first_version=version) if lora else None
         self._intake: SGLangIntake | None = None
         self._sent = self._held = self._tokens_generated = 0
 
@@ -171,7 +192,9 @@ class SGLangEngine(EngineAdapter):
         self._client.open(is_ours=is_ours)
         if is_ours:
             await self._launch()
-        await self._wait_until_healthy()
+        await until_healthy(self._client, self._server, seconds=self._options.start_seconds)
+        if self._server is not None:  # for `asyncrl profile-engine`
+            await asyncio.to_thread(self._log_path.with_suffix(".url").write_text, self.url)
         await self._ask_server()
 
     async def generate(
@@ -195,13 +218,17 @@ class SGLangEngine(EngineAdapter):
             context_tokens=self._context_tokens,
         )
         async with self._place():
-            reply = Reply(sent_version=self._loader.version, first_version=self._first_version)
-            partial.follow(reply)
-            await self._sample(reply, self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans))
+            with (self._adapters or self._loader).in_use() as (version, names):
+                reply = Reply(sent_version=version, first_version=self._first_version, keeps_version=bool(names))
+                partial.follow(reply)
+                request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)
+                await self._sample(reply, request | names)
         return await self._stops.ended(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         self._client.check_open()
+        if self._adapters is not None:
+            return await self._adapters.load(weights.order, Path(weights.uri))
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
         return await self._loader.load(weights, folder)
 
@@ -212,7 +239,7 @@ class SGLangEngine(EngineAdapter):
 
     @property
     def version(self) -> Version:
-        return self._loader.version
+        return (self._adapters or self._loader).version
 
     @property
     def intake(self) -> SGLangIntake | None:
@@ -242,6 +269,8 @@ class SGLangEngine(EngineAdapter):
 
     def _read_model_folder(self) -> None:
         try:
+            if self._quantized is not None:
+                self._model_path = fp8.model_folder(self._model_path, self._quantized)
             config = json.loads((self._model_path / "config.json").read_text())
             self._shapes = trained_shapes(read_shapes(self._model_path), config)
         except (OSError, ValueError, WeightsError) as error:
@@ -253,8 +282,9 @@ class SGLangEngine(EngineAdapter):
 
     async def _launch(self) -> None:
         check_installed()
-        check_arguments(self._options.server_arguments)
-        check_dtype(self._dtype, device=self._device, server_arguments=self._options.server_arguments)
+        given = dict(self._options.server_arguments)
+        check_arguments(given)
+        check_dtype(self._dtype, device=self._device, server_arguments=given)
         port = free_port()
         command = server_command(
             self._model_path,
@@ -263,44 +293,15 @@ class SGLangEngine(EngineAdapter):
             port=port,
             weight_version=format_version(self._first_version),
             tensor_parallel=self._options.tensor_parallel,
+            is_fp8=self._quantized is not None,
             stream_interval=self._options.stream_interval,
-            server_arguments=self._options.server_arguments,
+            server_arguments=server_arguments(self._lora, self._shapes, device=self._device) | given,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
         environment = server_environment(os.environ, device=self._device, tensor_parallel=self._options.tensor_parallel)
         self._server = ServerProcess(command, environment=environment, log_path=self._log_path)
         self._client.url = f"http://127.0.0.1:{port}"
         await self._server.start()
-
-    async def _wait_until_healthy(self) -> None:
-        """Poll twice a second (SGLang sends no notification); returns at once when a launched server dies."""
-        began = reported = time.monotonic()
-        try:
-            async with asyncio.timeout(self._options.start_seconds):
-                while not await self._is_healthy():
-                    if time.monotonic() - reported > 15:
-                        reported = time.monotonic()
-                        log.info("waiting for SGLang at %s for %.0f s", self.url, reported - began)
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(0.5):
-                            await (self._server.wait() if self._server else asyncio.Event().wait())
-        except TimeoutError as error:
-            where = self._server.log_tail() if self._server else "is it running?"
-            raise EngineDied(
-                f"SGLang at {self.url} did not respond within {self._options.start_seconds:g} s; {where}"
-            ) from error
-        log.info("SGLang at %s is up after %.0f s", self.url, time.monotonic() - began)
-        if self._server is not None:  # for `asyncrl profile-engine`
-            await asyncio.to_thread(self._log_path.with_suffix(".url").write_text, self.url)
-
-    async def _is_healthy(self) -> bool:
-        try:
-            await self._client.get("/health")
-        except EngineError as error:
-            if self._server and not self._server.is_alive:
-                raise EngineDied(f"SGLang exited during startup; {self._server.log_tail()}") from error
-            return False
-        return True
 
     async def _ask_server(self) -> None:
         """Query the server's version, its scheduler, and how it reports weight versions."""

@@ -26,15 +26,17 @@ class Reply:
 
     sent_version   version of the weights when the request was sent; no token is older
     first_version  used for version strings that are not ours
+    keeps_version  all tokens are of ``sent_version``, whatever the server says: it knows its model's only
     """
 
-    def __init__(self, *, sent_version: Version, first_version: Version) -> None:
+    def __init__(self, *, sent_version: Version, first_version: Version, keeps_version: bool = False) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans = SpanRecorder()
         self._spans.mark(0, sent_version)
         self._sent_version = self._stamp = sent_version
         self._first_version = first_version
+        self._keeps_version = keeps_version
         self._finish: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -101,4 +103,4 @@ class Reply:
         self._finish = meta.get("finish_reason")
 
     def _version(self, text: str) -> Version:
-        return parse_version(text, default=self._first_version)
+        return self._sent_version if self._keeps_version else parse_version(text, default=self._first_version)

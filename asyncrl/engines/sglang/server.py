@@ -72,8 +72,10 @@ _NOT_ON_A_CPU: Final = {
 """What SGLang 0.5.23's CPU server does with a tiny model of an architecture; on a GPU it has kernels for them."""
 
 
-def check_architecture(model_path: Path, *, device: str) -> None:
+def check_architecture(model_path: Path, *, device: str, quantization: str = "") -> None:
     """Raise ConfigError for a model that the CPU server gets wrong. Says nothing of a folder that cannot be read."""
+    if quantization and device == "cpu":
+        raise ConfigError("weights.quantization: SGLang has no 8-bit kernels for CPUs; remove it")
     try:
         architectures = json.loads((model_path / "config.json").read_text()).get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
@@ -95,8 +97,9 @@ def server_command(
     tensor_parallel: int,
     stream_interval: int,
     server_arguments: Mapping[str, Any],
+    is_fp8: bool = False,
 ) -> list[str]:
-    """The server's command line. ``server_arguments`` override every default.
+    """The server's command line. ``server_arguments`` override every default. ``is_fp8``: the folder's weights are.
 
     The dtype is always set: by default SGLang gives a float32 model a float16 KV cache, and logprobs are off by 0.01.
     """
@@ -113,6 +116,7 @@ def server_command(
         "skip-server-warmup": True,  # its prompt crashes a server on a GPU if the tokenizer knows none of its words
         "custom-weight-loader": [LOADER],
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
+        **({"quantization": "fp8"} if is_fp8 else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
     }
     command = [sys.executable, "-m", "sglang.launch_server"]

@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +56,11 @@ class WeightLoader:
         self.ranks_with_loader = 0
         """Ranks of the server if they have our loader (loader.py); 0 if SGLang's own loader is used."""
         self._is_torn = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[tuple[Version, dict[str, str]]]:
+        """The version that a request begins with; a load may change it inside. It names none."""
+        yield self.version, {}
 
     async def load(self, weights: WeightVersion, folder: Path) -> LoadReport:
         """Load a folder whose tensors have been checked.

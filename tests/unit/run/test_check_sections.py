@@ -93,6 +93,37 @@ def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
+        (["learner.lora={rank=-1}"], r"rank must be >= 0 \(0 is off\), got -1"),
+        (["learner.lora={publish='adapter'}"], 'publish = "adapter" needs a rank > 0'),
+        (["learner.lora={rank=4, dropout=0.1}"], "unknown key 'dropout'"),
+        (["learner.lora={rank=4, modules=['qproj']}"], "the model has no 'qproj'; did you mean 'q_proj'?"),
+        (["learner.lora={rank=4, modules=['q_proj']}"], "k_proj, q_proj, v_proj are one parameter"),
+        (["learner.lora={rank=4}", "learner.freeze=['embed']"], "remove learner.freeze and train_only"),
+        (["learner.lora={rank=4}", "learner.backend=reference"], '"reference" has no adapters; use "megatron"'),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=inprocess"],
+            'learner.lora.publish: engine.kind = "inprocess" takes no adapters',
+        ),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
+            'weights.channel = "objects" takes no adapters',
+        ),
+        (["weights.quantization=int4"], "quantization must be one of 'fp8', got 'int4'"),
+        (["weights.quantization=fp8", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no fp8'),
+        (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
+    ],
+)
+def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
         (["data.path=''"], r"data.path: name a .jsonl or .parquet file, several in \[\[data.files\]\]"),
         (["data.path=''", "data.files=[{path='nowhere.jsonl'}]"], "data.files: nowhere.jsonl: no such data file"),
         (["data.path=''", "data.source=no_such:X"], "data.source: cannot import 'no_such'"),
@@ -110,6 +141,7 @@ def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrid
 def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
     check(config.load(run_file, ["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"]))
     check(config.load(run_file, ["learner.train_only=['q_proj']", "learner.backend=reference"]))
+    check(config.load(run_file, ["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"]))
 
 
 def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:

@@ -338,6 +338,7 @@ def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
     per_token = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 64 * shape.vocabulary_size
     assert flops.matrix_parameters(shape) == per_token
     assert flops.training_flops(shape, [10, 10]) == 6 * per_token * 20 + 2 * (2 * 6 * 100 * 64)
+    assert flops.training_flops(shape, [10, 10], has_adapters=True) == 4 * per_token * 20 + 2 * (2 * 6 * 100 * 64)
 
 
 def test_the_peak_of_a_device_is_known_by_its_name() -> None:

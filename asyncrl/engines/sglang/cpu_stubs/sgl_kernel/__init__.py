@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
@@ -16,3 +18,18 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     missing.__name__ = name
     return missing
+
+
+def _without_pinning() -> None:
+    """Adapters ask torch for pinned memory, which it refuses where there is no accelerator to copy to."""
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)
+
+    for name in ("tensor", "zeros", "empty", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+if not torch.accelerator.is_available():
+    _without_pinning()

@@ -1,0 +1,126 @@
+"""Low-rank adapters (arXiv:2106.09685) of the policy: which parameters have them, their names, and what they start as.
+A matrix W becomes W + alpha / rank x up x down; W stays as it is.
+
+A parameter made of several Hugging Face matrices has one pair for each of them, so exported adapters have PEFT's names.
+Test: tests/unit/backends/test_lora.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from asyncrl.backends import huggingface
+from asyncrl.backends.families.layer_weights import Cut
+from asyncrl.backends.families.shape import ModelShape
+from asyncrl.backends.optimizer_settings import Lora
+from asyncrl.backends.weight_map import Mapping, weight_map
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.adapter import RunConfig
+from asyncrl.tensors import adapter_names
+from asyncrl.tensors.adapter_names import module_of
+
+ALL: Final = "all-linear"
+_SERVED: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What engines were tried with adapters of."""
+_GROUP_OF_16_BYTES: Final = 8
+"""bfloat16 numbers, of which the kernels for experts take whole groups."""
+
+
+def with_adapters(maps: Iterable[Mapping], lora: Lora) -> Iterator[Mapping]:
+    """``maps``, each followed by those of its adapters."""
+    for entry in maps:
+        yield entry
+        if _is_adapted(entry, lora.modules):
+            yield from adapters_of(entry)
+
+
+def adapters_of(entry: Mapping) -> tuple[Mapping, Mapping]:
+    """down [tensors, rank, in] and up [out, rank] of a parameter [out, in]; of experts both have [experts, ...]."""
+    down: Cut = "stacked"
+    up: Cut = entry.cut
+    if entry.cut == "rows":
+        down, up = "stacked_rows", "whole"
+    elif entry.is_of_experts:
+        down = "expert_stacked"
+    pairs = [adapter_names.names(name) for name in entry.huggingface]
+    return (
+        Mapping(
+            megatron=f"{entry.megatron}_adapter.down",
+            cut=down,
+            huggingface=tuple(pair[0] for pair in pairs),
+        ),
+        Mapping(
+            megatron=f"{entry.megatron}_adapter.up",
+            cut=up,
+            huggingface=tuple(pair[1] for pair in pairs),
+        ),
+    )
+
+
+def initial(entry: Mapping, *, rank: int, inputs: int) -> list[torch.Tensor]:
+    """What each of a ``down``'s tensors starts as, f32[rank, inputs]: uniform as in PEFT, and the same in every layout
+    of ranks. ``up`` starts as zeros, so that the model is the one in the folder."""
+    bound = inputs**-0.5
+    return [
+        torch.empty(rank, inputs).uniform_(
+            -bound, bound, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        )
+        for name in entry.huggingface
+    ]
+
+
+def matrix_of_rows(entry: Mapping, shape: ModelShape, *, rows: int) -> torch.Tensor:
+    """Which of a parameter's (an expert's) Hugging Face matrices each of a rank's ``rows`` is of, i64[rows]."""
+    if entry.cut == "qkv":
+        groups = rows // (shape.head_size * (shape.num_heads // shape.num_key_value_heads + 2))
+        queries = shape.num_heads // shape.num_key_value_heads * shape.head_size
+        one = torch.cat([torch.zeros(queries), torch.ones(shape.head_size), torch.full((shape.head_size,), 2.0)])
+        return one.long().repeat(groups)
+    if entry.cut in ("gate_up", "expert_gate_up"):
+        return torch.arange(2).repeat_interleave(rows // 2)
+    return torch.zeros(rows, dtype=torch.int64)
+
+
+def check(run: RunConfig) -> None:
+    """Refuse modules that the model does not have, and halves of a fused parameter. Raises ConfigError."""
+    settings = run.learner.lora
+    if not settings.rank:
+        return
+    if run.learner.freeze or run.learner.train_only:
+        raise ConfigError("learner.lora: only adapters are trained; remove learner.freeze and train_only, name modules")
+    maps = weight_map(huggingface.read_shape(Path(run.model.path)))
+    known = sorted({module for entry in maps for name in entry.huggingface if (module := module_of(name))})
+    for module in settings.modules:
+        if module not in (ALL, *known):
+            near = difflib.get_close_matches(module, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(f"learner.lora.modules: the model has no {module!r}; {hint}")
+    for entry in maps:
+        names = {module_of(name) for name in entry.huggingface}
+        chosen = names.intersection(settings.modules)
+        if ALL not in settings.modules and chosen and chosen != names:
+            raise ConfigError(
+                f"learner.lora.modules: {', '.join(sorted(names))} are one parameter in the megatron backend; name all "
+                "of them or none"
+            )
+        if settings.publish == "adapter" and (entry.is_of_experts or not names <= {"", *_SERVED}):
+            raise ConfigError(
+                'learner.lora.publish: "adapter" is for dense models with q_proj to down_proj alone, this one has '
+                f'{", ".join(sorted(names))}{" of experts" if entry.is_of_experts else ""}; use "merged"'
+            )
+        is_odd = run.model.dtype == "bfloat16" and settings.rank % _GROUP_OF_16_BYTES
+        if entry.is_of_experts and is_odd and _is_adapted(entry, settings.modules):
+            raise ConfigError(
+                f"learner.lora.rank: kernels for experts need a multiple of {_GROUP_OF_16_BYTES}, got {settings.rank}"
+            )
+
+
+def _is_adapted(entry: Mapping, modules: Sequence[str]) -> bool:
+    names = [module_of(name) for name in entry.huggingface]
+    return all(names) and (ALL in modules or any(name in modules for name in names))

@@ -1,0 +1,42 @@
+"""Waits for an SGLang server to come up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from asyncrl.engines.sglang.client import ServerClient
+from asyncrl.engines.sglang.server import ServerProcess
+from asyncrl.errors import EngineDied, EngineError
+
+log = logging.getLogger(__name__)
+
+
+async def until_healthy(client: ServerClient, server: ServerProcess | None, *, seconds: float) -> None:
+    """Poll twice a second (SGLang sends no notification). Raises EngineDied, at once when a launched server dies."""
+    began = reported = time.monotonic()
+    try:
+        async with asyncio.timeout(seconds):
+            while not await _is_healthy(client, server):
+                if time.monotonic() - reported > 15:
+                    reported = time.monotonic()
+                    log.info("waiting for SGLang at %s for %.0f s", client.url, reported - began)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await (server.wait() if server else asyncio.Event().wait())
+    except TimeoutError as error:
+        where = server.log_tail() if server else "is it running?"
+        raise EngineDied(f"SGLang at {client.url} did not respond within {seconds:g} s; {where}") from error
+    log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
+
+
+async def _is_healthy(client: ServerClient, server: ServerProcess | None) -> bool:
+    try:
+        await client.get("/health")
+    except EngineError as error:
+        if server and not server.is_alive:
+            raise EngineDied(f"SGLang exited during startup; {server.log_tail()}") from error
+        return False
+    return True

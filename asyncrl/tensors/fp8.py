@@ -1,0 +1,120 @@
+"""Weights in 8 bits for engines: e4m3 in blocks of 128 x 128 with a float32 scale each, as DeepSeek-V3
+(arXiv:2412.19437, 3.3.2) and Qwen's FP8 models have them. W is ``weight`` x ``weight_scale_inv``, block by block.
+
+Only matrices of layers are: norms, embeddings, the output layer and routers stay as they are.
+Test: tests/unit/tensors/test_fp8.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from asyncrl.tensors.adapter_names import module_of
+
+BLOCK: Final = 128
+_LARGEST: Final = 448.0
+"""Of e4m3."""
+_SCALE: Final = "_scale_inv"
+_INDEX: Final = "model.safetensors.index.json"
+
+CONFIG: Final[dict[str, Any]] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""quantization_config of config.json."""
+
+
+def is_scale(name: str) -> bool:
+    return name.endswith(_SCALE)
+
+
+def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``tensors`` with each matrix of a layer as two: itself in e4m3, and the scales of its blocks."""
+    for name, tensor in tensors:
+        if not module_of(name) or tensor.ndim != 2:
+            yield name, tensor
+            continue
+        weight, scale = quantize(tensor)
+        yield name, weight
+        yield name + _SCALE, scale
+
+
+@torch.no_grad()
+def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3[R, C] and f32[R / 128, C / 128], both rounded up: a block's largest magnitude becomes 448."""
+    rows, columns = matrix.shape
+    blocks = _blocks(matrix.float())
+    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    whole = (blocks / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    return whole[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
+
+
+@torch.no_grad()
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """f32[R, C]"""
+    rows, columns = weight.shape
+    return (_blocks(weight.float()) * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+def _blocks(matrix: torch.Tensor) -> torch.Tensor:
+    """[R, C] as [R / 128, 128, C / 128, 128], filled up with zeros."""
+    rows, columns = matrix.shape
+    filled = F.pad(matrix, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    return filled.view(-(-rows // BLOCK), BLOCK, -1, BLOCK)
+
+
+def described(config: Path) -> None:
+    """Say in a config.json that the weights beside it are quantized."""
+    settings = json.loads(config.read_text())
+    text = json.dumps(settings | {"quantization_config": CONFIG}, indent=2)
+    config.unlink()  # it may be a link to another version's
+    config.write_text(text)
+
+
+def model_folder(model: Path, into: Path) -> Path:
+    """The model in a folder ``into``, quantized; made once, by whoever needs it first. Raises OSError, ValueError."""
+    if (into / "config.json").is_file():
+        return into
+    into.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
+    try:
+        index: dict[str, str] = {}
+        for file in sorted(model.iterdir()):
+            if file.suffix == ".safetensors":
+                made = dict(quantized(_tensors(file)))
+                save_file(made, temporary / file.name, metadata={"format": "pt"})
+                index |= dict.fromkeys(made, file.name)
+            elif file.is_file() and file.name != _INDEX:
+                shutil.copyfile(file, temporary / file.name)
+        if (model / _INDEX).exists():
+            (temporary / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        described(temporary / "config.json")
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(into)
+        except OSError:
+            if not (into / "config.json").is_file():  # else another process made it meanwhile
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return into
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(os.fspath(file), framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118 (safe_open is no mapping)
+            yield name, stored.get_tensor(name)

@@ -1,0 +1,187 @@
+"""Adapters in the Megatron backend train as a plain model with W + scale x B A in the place of each W would.
+
+The oracle is the reference backend: its gradient G of a merged W gives those of its factors, scale x B^T G and
+scale x G A^T. AdamW's eps is large, since its step is otherwise nearly a sign.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from asyncrl.backends.optimizer_settings import Lora
+from asyncrl.policies.batching.packing import pack
+from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.weights.files import FilesChannel
+from tests.harness.backends import (
+    LAYOUT_RANKS,
+    SETTINGS,
+    distance,
+    documents,
+    expected_logprobs,
+    hugging_face,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+LEARNING_RATE = 0.05
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
+ADAPTERS = Lora(rank=4, alpha=8.0, modules=("all-linear",), is_merged=False)
+MERGED = dataclasses.replace(ADAPTERS, is_merged=True)
+
+
+def settings(lora: Lora) -> dict[str, Any]:
+    return {"optimizer": dataclasses.replace(GENTLE, lora=lora)}
+
+
+def factors(adapters: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of every matrix, by its name in the folder; what is exported has the scale in B."""
+    found = {}
+    for name, down in adapters.items():
+        module, is_down, _ = name.partition(".lora_A.weight")
+        if is_down:
+            up = adapters[f"{module}.lora_B.weight"] / ADAPTERS.scale
+            found[f"{module.removeprefix('base_model.model.')}.weight"] = (down.clone(), up)
+    return found
+
+
+def merged(folder: Path, base: Tensors, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], into: Path) -> Path:
+    shutil.copytree(folder, into)
+    new = {name: base[name] + ADAPTERS.scale * up @ down for name, (down, up) in pairs.items()}
+    save_file({**base, **new}, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+def gradients(folder: Path, number: int) -> Tensors:
+    """Of every tensor of the folder, for batch ``number``."""
+    with started("reference", folder, optimizer=GENTLE) as plain:
+        plain.rehearse(shares("reference", documents(number)))  # type: ignore[attr-defined]
+        model = plain._trained["policy"]  # type: ignore[attr-defined]
+        return dict(by_names_in_files({name: weight.grad for name, weight in model._weights.items()}))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "base", architecture=architecture)
+    base = load_file(folder / "model.safetensors")
+    (row,) = pack(documents(), max_tokens=1000)
+    now = folder
+    with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
+        pairs = factors(weights(backend))
+        assert all(not up.any() and down.std() > 0.02 for down, up in pairs.values())
+        adamw = torch.optim.AdamW(
+            [factor for pair in pairs.values() for factor in pair],
+            lr=LEARNING_RATE,
+            betas=GENTLE.betas,
+            eps=GENTLE.eps,
+            weight_decay=GENTLE.weight_decay,
+        )
+        for number in range(2):
+            of_weights = gradients(now, number)
+            for name, (down, up) in pairs.items():
+                down.grad = ADAPTERS.scale * up.T @ of_weights[name]
+                up.grad = ADAPTERS.scale * of_weights[name] @ down.T
+            adamw.step()
+            backend.step(shares("megatron-1", documents(number), max_tokens=30), learning_rate=LEARNING_RATE)
+            trained = factors(weights(backend))
+            for name, pair in pairs.items():
+                for ours, theirs in zip(trained[name], pair, strict=True):
+                    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0, msg=name)
+            now = merged(folder, base, pairs, tmp_path / f"after-{number}")
+        model, scores = hugging_face(now), scored(backend, "megatron-1", row)
+        for start, stop in itertools.pairwise(row.boundaries):
+            expected = expected_logprobs(model, row.tokens[start:stop])
+            np.testing.assert_allclose(scores[start:stop], expected, atol=1e-4)
+
+
+def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "base")
+    base = load_file(folder / "model.safetensors")
+    exported, saved = [], []
+    for lora in (MERGED, ADAPTERS):
+        with started("megatron-1", folder, **settings(lora)) as backend:
+            if lora is MERGED:
+                assert distance(weights(backend), base) == 0.0  # B is 0
+            backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+            exported.append(weights(backend))
+            backend.save(tmp_path / f"saved-{len(saved)}")
+            saved.append(FileSystemReader(tmp_path / f"saved-{len(saved)}").read_metadata().state_dict_metadata)
+    pairs = factors(exported[1])
+    for name, weight in base.items():
+        if name in pairs:
+            down, up = pairs[name]
+            torch.testing.assert_close(exported[0][name], weight + ADAPTERS.scale * up @ down, atol=1e-6, rtol=0)
+            assert not torch.equal(exported[0][name], weight), name
+        else:
+            assert torch.equal(exported[0][name], weight), name
+    of_model = [key for key in saved[0] if "decoder" in key or "embedding" in key or "output_layer" in key]
+    assert of_model
+    assert all("_adapter." in key for key in of_model), "a checkpoint has adapters alone"
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS)]
+)
+def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
+    kind: str, architecture: str, tmp_path: Path
+) -> None:
+    folder = tiny_model(tmp_path / "base", architecture=architecture)
+    after = []
+    for ranks in ("megatron-1", kind):
+        with started(ranks, folder, **settings(ADAPTERS)) as backend:
+            backend.step(shares(ranks, documents(), max_tokens=30), learning_rate=LEARNING_RATE)
+            backend.save(tmp_path / ranks)
+            again = []
+            for _ in range(2):
+                metrics = backend.step(shares(ranks, documents(1), max_tokens=30), learning_rate=LEARNING_RATE).metrics
+                again.append(weights(backend))
+                backend.restore(tmp_path / ranks)
+            assert distance(*again) == 0.0
+            after.append((again[0], metrics["grad_norm"]))
+    assert distance(after[0][0], after[1][0]) < 1e-5
+    assert after[0][1] == pytest.approx(after[1][1], rel=1e-5)
+
+
+def test_a_published_version_is_a_folder_that_peft_reads(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "base")
+    channel = FilesChannel(tmp_path / "weights", keep=2, model_path=folder)
+    with started("megatron-1", folder, **settings(ADAPTERS)) as backend:
+        backend.step(shares("megatron-1", documents()), learning_rate=LEARNING_RATE)
+        first = channel.publish(backend.export(), incarnation=0, policy_version=1)
+        version = channel.publish(backend.export(), incarnation=0, policy_version=2)
+        exported = weights(backend)
+    assert channel.verify(first) != channel.verify(version)
+    made = Path(version.uri)
+    assert {path.name for path in made.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not (made / "model.safetensors").exists()
+    assert version.num_bytes < (folder / "model.safetensors").stat().st_size
+    found = load_file(made / "adapter_model.safetensors")
+    assert distance(found, exported) == 0.0
+    config = json.loads((made / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], len(config["target_modules"])) == (4, 4, 7)
+    (made / "adapter_model.safetensors").unlink()
+    again = channel.restore()
+    assert again is not None
+    assert distance(load_file(made / "adapter_model.safetensors"), exported) == 0.0
+    peft = pytest.importorskip("peft")
+    base = load_file(folder / "model.safetensors")
+    plain = hugging_face(merged(folder, base, factors(exported), tmp_path / "merged"))
+    adapted = peft.PeftModel.from_pretrained(hugging_face(folder), made).eval()
+    (one, *_) = documents()
+    np.testing.assert_allclose(expected_logprobs(adapted, one.tokens), expected_logprobs(plain, one.tokens), atol=1e-5)

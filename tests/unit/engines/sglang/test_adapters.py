@@ -1,0 +1,103 @@
+"""Adapters in an SGLang server, told by what it is asked: a request keeps its version, and unused ones go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.learner import LoraSection
+from asyncrl.engines.sglang.adapters import Adapters, server_arguments
+from asyncrl.engines.sglang.reply import Reply
+from asyncrl.errors import EngineError, WeightsError
+from tests.unit.engines.sglang.test_reply import LENGTH, body, finished
+
+BASE = (0, 0)
+
+
+class Server:
+    """Holds adapters by name."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.problem = ""
+
+    async def post(self, path: str, asked: Mapping[str, Any]) -> Any:
+        if self.problem:
+            raise EngineError(self.problem)
+        if path == "/load_lora_adapter":
+            self.held.append(asked["lora_name"])
+        else:
+            assert path == "/unload_lora_adapter"
+            self.held.remove(asked["lora_name"])
+        return {"success": True}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+async def test_a_request_ends_with_the_version_that_it_began_with(folder: Path) -> None:
+    server = Server()
+    adapters = Adapters(server.post, first_version=BASE)
+    with adapters.in_use() as (version, names):
+        assert (version, names) == (BASE, {})  # the model itself, before any version
+    assert (await adapters.load((0, 1), folder)).pause_seconds == 0.0
+    with adapters.in_use() as (version, old):
+        assert version == (0, 1)
+        await adapters.load((0, 2), folder)
+        assert len(server.held) == 2  # the old one has a request
+        with adapters.in_use() as (version, new):
+            assert version == adapters.version == (0, 2)
+            assert old != new
+    await adapters.load((0, 3), folder)
+    (held,) = server.held  # nobody uses the others
+    assert held.startswith("v0-3-")
+
+
+async def test_an_older_version_is_used_again_and_its_name_never(folder: Path) -> None:
+    server = Server()
+    adapters = Adapters(server.post, first_version=BASE)
+    await adapters.load((0, 1), folder)
+    with adapters.in_use():
+        await adapters.load((0, 2), folder)
+        await adapters.load((0, 1), folder)  # an evaluation's; still loaded
+        assert adapters.version == (0, 1)
+        assert len(server.held) == 1
+    await adapters.load(BASE, folder)
+    with adapters.in_use() as (version, names):
+        assert (version, names) == (BASE, {})
+    assert Adapters(server.post, first_version=BASE)._owner != adapters._owner
+
+
+async def test_adapters_that_the_server_refuses_change_nothing(folder: Path, tmp_path: Path) -> None:
+    server = Server()
+    adapters = Adapters(server.post, first_version=BASE)
+    await adapters.load((0, 1), folder)
+    server.problem = "rank 64 is more than 16"
+    with pytest.raises(WeightsError, match="adapters 0:2 from .*: rank 64 is more than 16"):
+        await adapters.load((0, 2), folder)
+    assert adapters.version == (0, 1)
+    server.problem = ""
+    with pytest.raises(WeightsError, match="No such file"):
+        await adapters.load((0, 2), tmp_path / "gone")
+
+
+def test_a_server_gets_the_options_that_the_run_file_implies() -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
+    made = server_arguments(LoraSection(rank=8, publish="adapter"), names, device="cuda")
+    assert (made["enable-lora"], made["max-lora-rank"], made["lora-target-modules"]) == (True, 8, ["q_proj"])
+    assert "lora-backend" not in made
+    assert server_arguments(LoraSection(rank=8), names, device="cpu")["lora-backend"] == "torch_native"
+    assert server_arguments(None, names, device="cuda") == {}
+
+
+def test_tokens_of_an_adapter_are_of_its_version_whatever_the_server_says_of_its_model() -> None:
+    reply = Reply(sent_version=(0, 7), first_version=BASE, keeps_version=True)
+    spans = [{"version": "0:0", "start": 0, "end": 3}]
+    reply.take_whole(body([5, 6, 7], weight_versions=spans, finish_reason=LENGTH), late_tokens=1)
+    assert finished(reply.generation()) == ([5, 6, 7], [(0, 7)])

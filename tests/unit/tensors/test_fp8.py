@@ -1,0 +1,58 @@
+"""Weights in 8 bits: what they are, how far from the original, and which ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.engines.validation import read_shapes
+from asyncrl.tensors import fp8
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128), (200, 300), (3, 5)])
+def test_a_matrix_is_off_by_no_more_than_e4m3_rounds(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    matrix[0] *= 50  # other scales in other blocks
+    weight, scale = fp8.quantize(matrix)
+    assert (weight.dtype, weight.shape) == (torch.float8_e4m3fn, matrix.shape)
+    assert (scale.dtype, tuple(scale.shape)) == (torch.float32, tuple(-(-size // 128) for size in shape))
+    whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    # e4m3 has 3 bits behind the point: half a step is 2^-4 of a normal number, and 2^-10 scales below 2^-6 of them.
+    bound = torch.maximum(matrix.abs() / 16, whole / 1024) * (1 + 1e-5)
+    assert ((fp8.dequantize(weight, scale) - matrix).abs() <= bound).all()
+
+
+def test_scales_are_worked_by_hand() -> None:
+    matrix = torch.zeros(256, 128)
+    matrix[0, 0], matrix[1, 1], matrix[200, 7] = 448.0, 3.0, -7.0  # 448 / 448 = 1, 7 / 448 = 1/64
+    weight, scale = fp8.quantize(matrix)
+    assert scale.tolist() == [[1.0], [0.015625]]
+    assert [weight[0, 0].float(), weight[1, 1].float(), weight[200, 7].float()] == [448.0, 3.0, -448.0]
+    assert fp8.quantize(torch.zeros(128, 128))[1].tolist() == [[1.0]]  # no 0 / 0
+
+
+def test_what_was_quantized_once_stays_as_it_is() -> None:
+    weight, scale = fp8.quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(1)))
+    again, same = fp8.quantize(fp8.dequantize(weight, scale))
+    assert torch.equal(weight.float(), again.float())
+    torch.testing.assert_close(scale, same)
+
+
+def test_matrices_of_layers_alone_are_quantized_and_the_folder_says_so(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", architecture="qwen3_moe")
+    made = fp8.model_folder(model, tmp_path / "made")
+    before, after = load_file(model / "model.safetensors"), load_file(made / "model.safetensors")
+    halved = {name for name in before if name.endswith("_proj.weight")}
+    assert {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn} == halved
+    assert after.keys() - before.keys() == {f"{name}_scale_inv" for name in halved}
+    assert all(torch.equal(after[name], before[name]) for name in before.keys() - halved)
+    assert json.loads((made / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
+    assert (made / "tokenizer.json").exists()
+    assert read_shapes(made).keys() == after.keys()
+    assert fp8.model_folder(Path("nowhere"), tmp_path / "made") == made  # it is made once
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
