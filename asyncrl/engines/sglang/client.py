@@ -17,8 +17,7 @@ import aiohttp
 
 from asyncrl.errors import EngineDied, EngineError
 
-_READ_BYTES = 16 * 2**20
-"""Longest line of a streamed reply."""
+_READ_BYTES = 2**20
 _KEPT_SECONDS = 2.0
 """Keep-alive of orders' connections; below the five seconds after which the server closes idle ones."""
 
@@ -92,6 +91,18 @@ class ServerClient:
             raise EngineError(f"{self.url}{path}: the response is not JSON: {error}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise EngineDied(f"lost SGLang at {self.url}{path}: {error!r} {self._log_tail()}") from error
+
+
+async def lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Of a streamed reply, however long: the last one may hold the experts of a whole answer, some 2 kB a token."""
+    pieces: list[bytes] = []
+    async for piece in content.iter_any():
+        *ended, rest = piece.split(b"\n")
+        for line in ended:
+            yield b"".join((*pieces, line))
+            pieces = []
+        pieces.append(rest)
+    yield b"".join(pieces)
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:

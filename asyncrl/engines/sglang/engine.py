@@ -17,9 +17,8 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,11 @@ from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
-from asyncrl.engines.sglang.client import ServerClient
+from asyncrl.engines.sglang.client import ServerClient, lines
 from asyncrl.engines.sglang.health import until_healthy
+from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.routed_experts import OPTION, ExpertShape
 from asyncrl.engines.sglang.sampling import sampling_params
 from asyncrl.engines.sglang.server import (
     ServerProcess,
@@ -60,33 +61,6 @@ _FIRST_SAFE_RETRACT = (0, 5, 23)
 """Older servers crash when their cache is flushed while requests are retracted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    url: str = ""
-    """http://HOST:PORT of a running server; empty launches one on a free port."""
-    tensor_parallel: int = 1
-    """GPUs of the launched server."""
-    server_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.85}; true sets a flag."""
-    start_seconds: float = 600.0
-    """Timeout for the server to become healthy."""
-    request_seconds: float = 3600.0
-    """Timeout of one generation or one load."""
-    pause: Literal["in_place", "retract"] = "in_place"
-    """Generations in progress during a load: keep their KV cache, or recompute it with the new weights."""
-    version_source: Literal["auto", "spans", "stream"] = "auto"
-    """Source of each token's version: the server's version spans (0.5.23) or streamed chunks."""
-    stream_interval: int = 16
-    """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks cost throughput."""
-
-    def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"url must start with http:// or https://, got {self.url!r}")
-
-
 class SGLangEngine(EngineAdapter):
     """See Engine in protocols/engine.py."""
 
@@ -104,7 +78,14 @@ class SGLangEngine(EngineAdapter):
             log_path=run.run_directory / "logs" / f"{name}.engine.log",
             lora=run.learner.lora if run.learner.lora.publish == "adapter" else None,
             quantized=run.run_directory / "model-fp8" if run.weights.quantization else None,
+            tells_experts=run.rollout.routing_replay == "on",
         )
+
+    @classmethod
+    def tells_experts(cls, run: RunConfig) -> bool:
+        """Of a server that is not ours nobody knows before it is asked, so it has to be asked for."""
+        options: Options = cls.options(run)
+        return not options.url or run.rollout.routing_replay == "on"
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -143,11 +124,13 @@ class SGLangEngine(EngineAdapter):
         log_path: Path,
         lora: LoraSection | None = None,
         quantized: Path | None = None,
+        tells_experts: bool = False,
     ) -> None:
         """
-        log_path   where the output of a launched server goes
-        lora       its versions are adapters of that kind; None: they are whole models
-        quantized  folder for the model in 8 bits, as all its versions are; None: they are as trained
+        log_path       where the output of a launched server goes
+        lora           its versions are adapters of that kind; None: they are whole models
+        quantized      folder for the model in 8 bits, as all its versions are; None: they are as trained
+        tells_experts  which each token of an answer to be trained went to
         """
         self._model_path = model_path
         self._quantized = quantized
@@ -160,6 +143,8 @@ class SGLangEngine(EngineAdapter):
             options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
         )
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="engine-read")
+        self._tells_experts = tells_experts
+        self._experts: ExpertShape | None = None  # until config.json is read
         self._shapes: Shapes = {}
         self._optional_names: frozenset[str] = frozenset()
         self._vocabulary_size = self._context_tokens = self._max_running = 2**31
@@ -219,7 +204,13 @@ class SGLangEngine(EngineAdapter):
         )
         async with self._place():
             with (self._adapters or self._loader).in_use() as (version, names):
-                reply = Reply(sent_version=version, first_version=self._first_version, keeps_version=bool(names))
+                reply = Reply(
+                    sent_version=version,
+                    first_version=self._first_version,
+                    keeps_version=bool(names),
+                    experts=self._experts if sampling.is_trained else None,
+                    num_prompt_tokens=len(prompt_tokens),
+                )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)
                 await self._sample(reply, request | names)
@@ -279,6 +270,7 @@ class SGLangEngine(EngineAdapter):
         self._context_tokens = int(config.get("max_position_embeddings", self._context_tokens))
         if config.get("tie_word_embeddings"):
             self._optional_names = frozenset({"lm_head.weight"})
+        self._experts = ExpertShape.of(config) if self._tells_experts else None
 
     async def _launch(self) -> None:
         check_installed()
@@ -296,6 +288,7 @@ class SGLangEngine(EngineAdapter):
             is_fp8=self._quantized is not None,
             stream_interval=self._options.stream_interval,
             server_arguments=server_arguments(self._lora, self._shapes, device=self._device) | given,
+            tells_experts=self._tells_experts,
         )
         log.info("starting SGLang, output in %s: %s", self._log_path, " ".join(command))
         environment = server_environment(os.environ, device=self._device, tensor_parallel=self._options.tensor_parallel)
@@ -312,6 +305,8 @@ class SGLangEngine(EngineAdapter):
         self._loader.version = parse_version(str(model.get("weight_version", "")), default=self._first_version)
         self._loader.has_sessions = await self._client.knows("/begin_weight_update")
         self._loader.ranks_with_loader = ranks_with_loader(info) if self._server else 0
+        if self._tells_experts and not info.get(OPTION.replace("-", "_")):
+            raise ConfigError(f'rollout.routing_replay = "on" needs --{OPTION} of the server at {self.url}')
         self._intake = SGLangIntake(
             self._client.order,
             self._loader,
@@ -365,6 +360,7 @@ class SGLangEngine(EngineAdapter):
                 **({"stream_interval": self._options.stream_interval} if stream and self._has_spans else {}),
             },
             "return_logprob": True,
+            "return_routed_experts": self._experts is not None and sampling.is_trained,
             "stream": stream,
             # Key of the prefix cache: unique to us, and new after every load.
             "extra_key": f"{self._cache_owner}:{self._loader.num_loads}",
@@ -378,7 +374,7 @@ class SGLangEngine(EngineAdapter):
                     reply.take_whole(await response.json(), late_tokens=self._late_tokens)
                     self._tokens_generated += len(reply)
                     return
-                async for line in response.content:
+                async for line in lines(response.content):
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         before = len(reply)

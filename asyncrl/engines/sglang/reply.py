@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.engines.version_spans import SpanRecorder, Version, parse_version
 from asyncrl.errors import EngineError
+from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, last
 from asyncrl.protocols import Generation
 
 
@@ -27,9 +29,18 @@ class Reply:
     sent_version   version of the weights when the request was sent; no token is older
     first_version  used for version strings that are not ours
     keeps_version  all tokens are of ``sent_version``, whatever the server says: it knows its model's only
+    experts        of the model, if the server tells which it sends tokens to;  num_prompt_tokens: of the request
     """
 
-    def __init__(self, *, sent_version: Version, first_version: Version, keeps_version: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        sent_version: Version,
+        first_version: Version,
+        keeps_version: bool = False,
+        experts: ExpertShape | None = None,
+        num_prompt_tokens: int = 0,
+    ) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._spans = SpanRecorder()
@@ -38,6 +49,8 @@ class Reply:
         self._first_version = first_version
         self._keeps_version = keeps_version
         self._finish: Mapping[str, Any] | None = None
+        self._expert_shape, self._num_prompt_tokens = experts, num_prompt_tokens
+        self._experts: ExpertArray = NO_EXPERTS
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -73,6 +86,7 @@ class Reply:
             logprobs=np.array(self._logprobs[begin:], dtype=np.float32),
             version_spans=self._spans.spans(len(self._tokens), begin=begin),
             finish_reason=str(self._finish.get("type")) if self._finish is not None else "",
+            experts=last(self._experts, len(self._tokens) - begin + 1) if begin else self._experts,
         )
 
     def generation(self) -> Generation:
@@ -101,6 +115,9 @@ class Reply:
         self._tokens[begin:] = [int(entry[1]) for entry in entries]
         self._logprobs[begin:] = [float("nan") if entry[0] is None else float(entry[0]) for entry in entries]
         self._finish = meta.get("finish_reason")
+        if self._expert_shape is not None and (text := meta.get("routed_experts")):
+            num_tokens = self._num_prompt_tokens + len(self._tokens)
+            self._experts = self._expert_shape.read(text, num_tokens=num_tokens)
 
     def _version(self, text: str) -> Version:
         return self._sent_version if self._keeps_version else parse_version(text, default=self._first_version)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.engines.sglang.arguments import option_name
+from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError
 
 _HERE = Path(__file__).parent
@@ -98,6 +99,7 @@ def server_command(
     stream_interval: int,
     server_arguments: Mapping[str, Any],
     is_fp8: bool = False,
+    tells_experts: bool = False,
 ) -> list[str]:
     """The server's command line. ``server_arguments`` override every default. ``is_fp8``: the folder's weights are.
 
@@ -115,6 +117,7 @@ def server_command(
         "incremental-streaming-output": True,
         "skip-server-warmup": True,  # its prompt crashes a server on a GPU if the tokenizer knows none of its words
         "custom-weight-loader": [LOADER],
+        **({OPTION: True} if tells_experts else {}),
         **(_CPU_ARGUMENTS if device == "cpu" else {}),
         **({"quantization": "fp8"} if is_fp8 else {}),
         **{option_name(key): value for key, value in server_arguments.items()},
@@ -146,9 +149,9 @@ def server_environment(base: Mapping[str, str], *, device: str, tensor_parallel:
         environment.setdefault("OMP_NUM_THREADS", "1")
         if tensor_parallel > 1:
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares_of_cores(tensor_parallel))
-        if importlib.util.find_spec("sgl_kernel") is None:
-            paths = [str(_HERE / "cpu_stubs"), base.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        stubs = [_HERE / "cpu_stubs"] if importlib.util.find_spec("sgl_kernel") is None else []
+        paths = [*map(str, [*stubs, _HERE / "cpu_plugin"]), base.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
 
 

@@ -121,6 +121,20 @@ def test_in_float32_replay_changes_no_bit_of_the_scores(folder: Path) -> None:
     assert np.abs(mismatch(own, packed)).max() < 1e-5
 
 
+@pytest.mark.parametrize("architecture", ["glm4_moe", "deepseek_v3"])
+def test_experts_are_those_of_their_layer_where_the_first_has_none(tmp_path: Path, architecture: str) -> None:
+    """Beside shared experts, and with DeepSeek-V3's groups of experts."""
+    folder = tiny_model(tmp_path, architecture=architecture, num_layers=3)
+    packed = row(answers(folder, "float32"))
+    assert (packed.experts[:, 0] == 255).all()
+    others = dataclasses.replace(packed, experts=np.concatenate([packed.experts[:, :1], packed.experts[:, :0:-1]], 1))
+    with started("megatron-1", folder) as backend:
+        own, replayed, wrong = (scored(backend, "megatron-1", one) for one in (without(packed), packed, others))
+    np.testing.assert_allclose(own, replayed, atol=1e-5)  # an engine may name a token's experts in another order
+    assert np.abs(mismatch(replayed, packed)).max() < 1e-5
+    assert np.abs(mismatch(wrong, packed)).max() > 0.1
+
+
 def far_from_its_own(number: int) -> list[Document]:
     """Documents whose experts no router would choose, but for the second, which names none."""
     random = np.random.default_rng(number)

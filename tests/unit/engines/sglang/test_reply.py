@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.engines.sglang.client import lines
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.sglang.routed_experts import ExpertShape
 from asyncrl.errors import EngineError
 from asyncrl.protocols import Generation
 
@@ -100,3 +104,65 @@ def test_a_reply_that_is_no_answer_is_an_error(chunk: dict[str, Any], problem: s
     with pytest.raises(EngineError, match=problem):
         reply.take_chunk(chunk)
         reply.generation()
+
+
+async def test_a_line_may_come_in_any_pieces_and_be_of_any_length() -> None:
+    class Content:
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            for piece in (b"data: a", b"b\n\nda", b"ta: " + bytes(2**20), bytes(2**20) + b"\n"):
+                yield piece
+
+    found = [line async for line in lines(Content())]  # type: ignore[arg-type]
+    assert found == [b"data: ab", b"", b"data: " + bytes(2**21), b""]
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+SHAPE = ExpertShape.of({"num_experts": 8, "num_hidden_layers": 2, "num_experts_per_tok": 2})
+
+
+def told(*tokens: list[list[int]]) -> str:
+    return base64.b64encode(np.array(tokens, "<i4").tobytes()).decode()
+
+
+def with_experts() -> Reply:
+    return Reply(sent_version=(0, 0), first_version=(0, 0), experts=SHAPE, num_prompt_tokens=2)
+
+
+TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])
+"""Of a prompt of 2 and an answer of 2: the first layer is dense, for which the server leaves zeros."""
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_have_none(is_streamed: bool) -> None:
+    reply, none = with_experts(), [255, 255]
+    if is_streamed:
+        reply.take_chunk(body([5], finish_reason=None))
+        assert len(reply.so_far().experts) == 0  # it tells them at the end
+        reply.take_chunk(body([6], total=2, finish_reason=LENGTH, routed_experts=TOLD))
+    else:
+        spans = [{"version": "0:0", "start": 0, "end": 2}]
+        whole = body([5, 6], weight_versions=spans, finish_reason=LENGTH, routed_experts=TOLD)
+        reply.take_whole(whole, late_tokens=1)
+    found = reply.generation().experts
+    assert found.dtype == np.uint8
+    assert found.tolist() == [[none, [1, 2]], [none, [3, 0]], [none, [7, 1]], [none, none]]
+    assert reply.so_far(1).experts.tolist() == found[2:].tolist()  # of the token before, and the rest
+
+
+def test_tokens_that_the_server_says_nothing_of_are_left_to_the_router() -> None:
+    reply = with_experts()
+    reply.take_chunk(body([5, 6], finish_reason=LENGTH, routed_experts=told([[0, 0], [1, 2]])))
+    assert (reply.generation().experts[1:] == 255).all()
+
+
+@pytest.mark.parametrize("text", ["AAAA", "%%"])
+def test_experts_of_another_model_are_an_error(text: str) -> None:
+    with pytest.raises(EngineError, match="routed experts are not those of this model"):
+        with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text))
+
+
+def test_many_experts_take_two_bytes() -> None:
+    many = ExpertShape.of({"n_routed_experts": 384, "num_hidden_layers": 1, "num_experts_per_tok": 1})
+    found = many.read(told([[0]], [[383]]), num_tokens=3)
+    assert (found.dtype, found.ravel().tolist()) == (np.uint16, [0, 383, 65535])

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Collection
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
 from tests import ROOT
@@ -114,6 +116,32 @@ def test_the_loader_that_servers_are_told_of_is_there() -> None:
     assert value_of(command("cuda"), "--custom-weight-loader") == sglang_server.LOADER
 
 
+def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
+    """The group of entry points is SGLang's, the module is beside the folder that names it."""
+    folder = Path(sglang_server.__file__).parent / "cpu_plugin"
+    (found,) = (one for of in metadata.distributions(path=[str(folder)]) for one in of.entry_points)
+    assert (found.group, found.attr) == ("sglang.srt.plugins", "register")
+    assert (folder / f"{found.module}.py").is_file()
+
+
+def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
+    words = {
+        wanted: sglang_server.server_command(
+            Path("/model"),
+            device="cuda",
+            dtype="bfloat16",
+            port=1234,
+            weight_version="0:3",
+            tensor_parallel=1,
+            stream_interval=16,
+            server_arguments={},
+            tells_experts=wanted,
+        )
+        for wanted in (True, False)
+    }
+    assert [f"--{OPTION}" in words[wanted] for wanted in (True, False)] == [True, False]
+
+
 def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else SGLang refuses more ranks than NUMA nodes. What the user says himself stays."""
 
@@ -129,9 +157,9 @@ def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.Monkey
 
 
 def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
-    stubs = str(Path(sglang_server.__file__).parent / "cpu_stubs")
-    base = {"PYTHONPATH": "/mine"}
-    assert sglang_server.server_environment(base, device="cpu")["PYTHONPATH"] == f"{stubs}{os.pathsep}/mine"
+    here, base = Path(sglang_server.__file__).parent, {"PYTHONPATH": "/mine"}
+    paths = sglang_server.server_environment(base, device="cpu")["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(here / "cpu_stubs"), str(here / "cpu_plugin"), "/mine"]
     assert sglang_server.server_environment(base, device="cuda")["PYTHONPATH"] == "/mine"
     assert base == {"PYTHONPATH": "/mine"}
 

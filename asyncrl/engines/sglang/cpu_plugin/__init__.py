@@ -1,0 +1,1 @@
+"""On PYTHONPATH of a CPU server, and of nothing else."""

@@ -1,0 +1,36 @@
+"""[engine.options] of engine.kind = "sglang"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    url: str = ""
+    """http://HOST:PORT of a running server; empty launches one on a free port."""
+    tensor_parallel: int = 1
+    """GPUs of the launched server."""
+    server_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Any options of `python -m sglang.launch_server`, such as {mem-fraction-static = 0.85}; true sets a flag."""
+    start_seconds: float = 600.0
+    """Timeout for the server to become healthy."""
+    request_seconds: float = 3600.0
+    """Timeout of one generation or one load."""
+    pause: Literal["in_place", "retract"] = "in_place"
+    """Generations in progress during a load: keep their KV cache, or recompute it with the new weights."""
+    version_source: Literal["auto", "spans", "stream"] = "auto"
+    """Source of each token's version: the server's version spans (0.5.23) or streamed chunks."""
+    stream_interval: int = 16
+    """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks cost throughput."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url must start with http:// or https://, got {self.url!r}")

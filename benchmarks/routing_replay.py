@@ -1,0 +1,217 @@
+"""How far trainer and engine are apart in a mixture of experts, by the trainer's routing and by the engine's, replayed.
+
+    python -m benchmarks.routing_replay --json docs/results/routing_replay.jsonl     SGLang and Megatron, on a CPU
+
+A tiny random model (four layers, two of eight experts a token) samples 320 tokens; the trainer scores them twice.
+
+decisions, tokens     share of (token, layer) that the trainer's own router sends to other experts than the engine did,
+                      and of tokens with any of these
+own, replayed         |trainer - engine| in nats per token: mean and max; k3 of KL(engine || trainer)
+outside               share of ratios outside [0.8, 1.25]
+noise                 what the trainer's weights differ by from the engine's, in standard deviations of each tensor:
+                      an engine that is a few versions behind
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.backends.megatron.backend import MegatronBackend
+from asyncrl.backends.megatron.backend import Options as MegatronOptions
+from asyncrl.backends.optimizer_settings import OptimizerSettings
+from asyncrl.data.tiny_model import Architecture, make_tiny_model
+from asyncrl.engines.inprocess import engine as inprocess
+from asyncrl.engines.sglang import engine as sglang
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.routing import NO_EXPERTS, unrouted
+from asyncrl.policies.algorithms.spec import resolve
+from asyncrl.policies.algorithms.table import ALGORITHMS
+from asyncrl.policies.batching.packing import Document, MicroBatch, pack
+from asyncrl.protocols import Engine, Generation
+
+ARMS: Final = (
+    ("float32", "float32", 0.0),
+    ("bfloat16", "float32", 0.0),
+    ("bfloat16", "bfloat16", 0.0),
+    ("bfloat16", "bfloat16", 0.02),
+)
+"""Engine, trainer, noise."""
+PROMPTS: Final = [np.arange(4 + n, 10 + 4 * n, dtype=np.int32) % 40 + 4 for n in range(8)]
+SAMPLING: Final = SamplingParams(max_new_tokens=40, ignore_eos=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", default="qwen3_moe", help="qwen3_moe, glm4_moe, deepseek_v3")
+    parser.add_argument("--engine", choices=("sglang", "inprocess"), default="sglang")
+    parser.add_argument("--json", type=Path, help="append the rows to this file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        for row in rows(Path(scratch), options.architecture, options.engine):
+            print(show(row), flush=True)
+            if options.json is not None:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dict[str, Any]]:
+    folder = make_tiny_model(scratch / "model", architecture=architecture, num_layers=4, initializer_range=0.15)
+    sampled: dict[str, MicroBatch] = {}
+    for of_engine, of_trainer, noise in ARMS:
+        if of_engine not in sampled:
+            made = _engine(engine, folder, of_engine, scratch)
+            sampled[of_engine] = _packed(asyncio.run(_answers(made)))
+        packed = sampled[of_engine]
+        with _trainer(_noisy(folder, scratch / "noisy", noise) if noise else folder, of_trainer) as backend:
+            with _routed() as routed:
+                own = backend.score([[dataclasses.replace(packed, experts=NO_EXPERTS)]])[0][0]
+            replayed = backend.score([[packed]])[0][0]
+        differs = _differs(routed, packed)
+        yield {
+            "architecture": architecture,
+            "server": engine,
+            "engine": of_engine,
+            "trainer": of_trainer,
+            "noise": noise,
+            "sampled": int(packed.response_mask.sum()),
+            "decisions": round(float(differs.mean()), 4),
+            "tokens": round(float(differs.any(-1).mean()), 4),
+            "own": _distance(own, packed),
+            "replayed": _distance(replayed, packed),
+        }
+
+
+def show(row: dict[str, Any]) -> str:
+    first = f"{row['engine']} / {row['trainer']}" + (f", noise {row['noise']}" if row["noise"] else "")
+    parts = [
+        f"{name}: mean {of['mean']:.1e}, max {of['max']:.3f}, k3 {of['k3']:.1e}, outside {of['outside']:.1%}"
+        for name, of in (("own", row["own"]), ("replayed", row["replayed"]))
+    ]
+    return f"{first:32s} {row['decisions']:.1%} of decisions ({row['tokens']:.1%} of tokens)  " + "  ".join(parts)
+
+
+def _engine(kind: str, folder: Path, dtype: str, scratch: Path) -> Engine:
+    common: dict[str, Any] = {"device": "cpu", "dtype": dtype, "version": (0, 0), "tells_experts": True}
+    if kind == "inprocess":
+        return inprocess.InProcessEngine(folder, options=inprocess.Options(threads=1), **common)
+    options = sglang.Options(server_arguments={"max-total-tokens": 20_000}, start_seconds=3600.0)
+    return sglang.SGLangEngine(folder, options=options, log_path=scratch / f"{dtype}.log", **common)
+
+
+async def _answers(engine: Engine) -> list[Generation]:
+    await engine.start()
+    try:
+        return await asyncio.gather(*(engine.generate(p, SAMPLING, seed=n) for n, p in enumerate(PROMPTS)))
+    finally:
+        await engine.close()
+
+
+def _packed(answers: Sequence[Generation]) -> MicroBatch:
+    documents = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = np.concatenate([prompt, answer.tokens])
+        mask = np.arange(len(tokens)) >= len(prompt)
+        zeros = np.zeros(len(tokens), np.float32)
+        documents.append(
+            Document(
+                tokens=tokens,
+                response_mask=mask,
+                behavior_logprobs=np.concatenate([zeros[: len(prompt)], answer.logprobs]),
+                advantages=zeros,
+                loss_weights=zeros,
+                staleness=np.zeros(len(tokens), np.int32),
+                experts=answer.experts,
+            )
+        )
+    (packed,) = pack(documents, max_tokens=10_000)
+    return packed
+
+
+@contextmanager
+def _trainer(folder: Path, dtype: str) -> Iterator[MegatronBackend]:
+    backend = MegatronBackend(
+        folder,
+        algorithm=resolve(ALGORITHMS["grpo"]),
+        optimizer=OptimizerSettings(),
+        temperature=1.0,
+        device="cpu",
+        dtype=dtype,
+        threads=1,
+        options=MegatronOptions(),
+    )
+    try:
+        backend.start()
+        yield backend
+    finally:
+        backend.close()
+
+
+@contextmanager
+def _routed() -> Iterator[dict[int, NDArray[np.bool_]]]:
+    """Layer, from 0 -> [tokens, experts] that its router chose in the one forward pass meanwhile."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    found: dict[int, NDArray[np.bool_]] = {}
+
+    def note(module: torch.nn.Module, _: Any, output: Any) -> None:
+        if isinstance(module, TopKRouter):
+            found[module.layer_number - 1] = output[1].bool().numpy()
+
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _differs(routed: dict[int, NDArray[np.bool_]], packed: MicroBatch) -> NDArray[np.bool_]:
+    """[tokens that the engine routed, layers with experts]"""
+    is_told = (packed.experts[:, sorted(routed)] != unrouted(packed.experts)).all((1, 2))
+    each = []
+    for layer, chosen in sorted(routed.items()):
+        of_engine = np.zeros_like(chosen)
+        told = packed.experts[is_told, layer].astype(np.int64)
+        of_engine[np.flatnonzero(is_told)[:, None], told] = True
+        each.append((of_engine != chosen)[is_told].any(-1))
+    return np.stack(each, -1)
+
+
+def _distance(logprobs: NDArray[np.float32], packed: MicroBatch) -> dict[str, float]:
+    difference = (logprobs.astype(np.float64) - packed.behavior_logprobs)[packed.response_mask]
+    ratio = np.exp(difference)
+    return {
+        "mean": float(np.abs(difference).mean()),
+        "max": float(np.abs(difference).max()),
+        "k3": float((ratio - 1 - difference).mean()),
+        "outside": float(((ratio < 0.8) | (ratio > 1.25)).mean()),
+    }
+
+
+def _noisy(folder: Path, to: Path, noise: float) -> Path:
+    to.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(5)
+    weights = safetensors.torch.load_file(to / "model.safetensors")
+    for name, weight in weights.items():
+        spread = weight.std().nan_to_num() if weight.numel() > 1 else 0.0
+        weights[name] = weight + noise * spread * torch.randn(weight.shape, generator=generator)
+    safetensors.torch.save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+if __name__ == "__main__":
+    main()
