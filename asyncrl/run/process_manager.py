@@ -218,6 +218,8 @@ class ProcessManager:
             self._fail(code, "learner was drained by somebody else before the run was done; continue with --resume")
         elif is_learner and code == 0:
             self._over.set()
+        elif is_learner:
+            self._end_ranks()
         if child.is_leaving:
             self.say(f"{child.name} has left" if code == 0 else f"{ended.reason} while it left; others have its work")
             return None
@@ -251,6 +253,12 @@ class ProcessManager:
         else:
             self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
         return delay
+
+    def _end_ranks(self) -> None:
+        """Of a learner that has ended. They would end by themselves, but for one that hangs."""
+        for child in self._children:
+            if child.spec.role == LEARNER_RANK and child.process is not None:
+                child.signal(signal.SIGKILL)
 
     def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
         """A worker that is not ours has this name: restart ours under another one."""

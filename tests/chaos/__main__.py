@@ -49,14 +49,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=1000, help="total kills (default 1000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=1, metavar="K", help="concurrent runs (default 1)")
-    parser.add_argument("--answers", choices=ANSWERS, default="short", help="answers of 6 tokens (default) or of 400")
+    parser.add_argument(
+        "--answers",
+        choices=ANSWERS,
+        help="answers of 6 tokens (default), of 400, or of 16 of a mixture whose learner has four ranks (with --faults "
+        "ranks)",
+    )
     parser.add_argument(
         "--faults",
         choices=FAULTS,
         default="kills",
         help="kills (default), victims (each killed once, at any time), "
         "others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), "
-        "resources (no disk, descriptors or memory for 5 to 15 s, clocks set back), all",
+        "resources (no disk, descriptors or memory for 5 to 15 s, clocks set back), all; "
+        "ranks (a learner's, and all of one machine, killed and stopped)",
     )
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
     parser.add_argument("--liar", action="store_true", help="a worker in each run answers prompts with lies")
@@ -65,7 +71,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="a line per kill as it happens, then the totals")
     parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary one)")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)  # one of several concurrent storms
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.answers = options.answers or ("ranks" if options.faults == "ranks" else "short")
+    if (options.answers == "ranks") != (options.faults == "ranks"):
+        parser.error("--faults ranks and --answers ranks go together")
+    return options
 
 
 def one(options: argparse.Namespace, folder: Path) -> int:

@@ -26,9 +26,18 @@ class MeteredModel(InProcessEngine):
     options_type = Options
 
     def __init__(
-        self, model_path: Path, *, device: str, dtype: str, version: tuple[int, int], options: Options
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        version: tuple[int, int],
+        options: Options,
+        tells_experts: bool = False,
     ) -> None:
-        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
+        super().__init__(
+            model_path, device=device, dtype=dtype, version=version, options=options, tells_experts=tells_experts
+        )
         self._meter = Meter(Path(options.meter))
         self._step_seconds = options.step_seconds
 

@@ -49,7 +49,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A row for each kind of kill: how often, and how long recovery took."""
     found = []
-    for kind in map(str, FAULTS["all"]):
+    for kind in dict.fromkeys(str(kind) for kinds in FAULTS.values() for kind in kinds):
         seconds = [row["seconds"] for row in rows if row.get("kill") == kind]
         if seconds:
             p50, p95 = quantile(seconds, 0.5), quantile(seconds, 0.95)

@@ -4,6 +4,7 @@ short  the tiny net of the staleness benchmark: six tokens per answer, a step ev
 long   a tiny Hugging Face model on the in-process engine and the reference backend: 400 tokens per answer, 10 s each,
        so that a killed worker always has unfinished answers, and the window takes longer to fill than a learner to
        restart
+ranks  a tiny mixture of experts, whose learner has two stages on two "machines", each with its experts on two ranks
 """
 
 from __future__ import annotations
@@ -98,6 +99,35 @@ learning_rate = 1e-4
 """
 
 
+RANKS: Final = """
+[rollout]
+workers = 1
+group_size = 4
+max_new_tokens = 16
+ignore_eos = true
+
+[engine]
+kind = "tests.chaos.metered_model:MeteredModel"
+device = "cpu"
+options = {{ threads = 1, meter = "{folder}/meters" }}
+
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+
+[learner]
+backend = "megatron"
+device = "cpu"
+threads = 1
+ranks = 4
+machines = 2
+pipeline_parallel = 2
+expert_parallel = 2
+groups_per_batch = 4
+micro_batch_tokens = 128
+learning_rate = 1e-4
+"""
+
+
 def evaluating(folder: Path, place: str) -> list[str]:
     """Overrides with which a storm's run evaluates its own prompts all the time. place: shared or dedicated"""
     return [
@@ -126,6 +156,11 @@ def _long(folder: Path, seed: int) -> None:
     make_tiny_model(folder / "model", seed=seed, characters=demo_task.DIGITS, max_positions=512)
 
 
+def _ranks(folder: Path, seed: int) -> None:
+    demo_task.write(folder, seed=seed)
+    make_tiny_model(folder / "model", seed=seed, characters=demo_task.DIGITS, architecture="qwen3_moe")
+
+
 ANSWERS: Final[Mapping[str, Answers]] = {
     "short": Answers(
         run_file=COMMON + SHORT,
@@ -136,5 +171,13 @@ ANSWERS: Final[Mapping[str, Answers]] = {
         run_file=COMMON + LONG,
         write=_long,
         modules=("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.reference.backend"),
+    ),
+    "ranks": Answers(
+        run_file=COMMON + RANKS,
+        write=_ranks,
+        modules=(
+            *("tests.chaos.metered_model", "asyncrl.data.demo_task", "asyncrl.backends.megatron.backend"),
+            *("asyncrl.backends.megatron.rank", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
+        ),
     ),
 }

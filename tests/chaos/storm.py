@@ -53,7 +53,7 @@ from tests.chaos.victims import (
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
-RECOVERY_SECONDS: Final = 300.0
+RECOVERY_SECONDS: Final = 600.0
 """If a process is not back after this, the storm fails and names it."""
 _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3
@@ -197,7 +197,7 @@ class Storm:
         published = dict(self.seen.published)
 
         def is_as_before() -> bool:
-            if kind.role == "everybody" or (kind.role in ("learner", "run") and kind.is_deadly):
+            if kind.role == "everybody" or (kind.role in ("learner", "run", "rank", "machine") and kind.is_deadly):
                 return self.seen.has_trained_since(before[0])
             has_published = kind.role != "rollout-worker" or all(
                 self.seen.published.get(name, 0) > published.get(name, 0) for name in names
@@ -280,13 +280,23 @@ class Storm:
             return self.random.sample(self._workers, kind.count)
         if kind.role == "everybody":  # the launcher first: it would say what became of the others
             return ["run", "nats-server", "learner", *self._workers]
+        learner = self._config.learner
+        ranks = ["learner", *(f"learner-{rank}" for rank in range(1, learner.ranks))]
+        if kind.role == "rank":
+            return self.random.sample(ranks[1:], kind.count)
+        if kind.role == "machine":
+            each = learner.ranks // learner.machines
+            first = self.random.randrange(learner.machines) * each
+            return ranks[first : first + each]
         return [kind.role]
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
-        """Seconds until `asyncrl run` said something of each of ``names``; None if it cannot."""
+        """Seconds until `asyncrl run` said something of each of ``names``, of a rank that it has ended the learner;
+        None if it cannot."""
         if "run" in names:
             return None
         words = ["clock"] if kind.deed == "clock set back" else names
+        words = ["learner ended with"] if kind.role in ("rank", "machine") else words
         while not all(word in self.output[behind:] for word in words):
             await asyncio.sleep(_LOOK_SECONDS)
         return time.monotonic() - began

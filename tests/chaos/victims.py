@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Role = Literal["learner", "rollout-worker", "nats-server", "run", "everybody"]
+Role = Literal["learner", "rollout-worker", "nats-server", "run", "everybody", "rank", "machine"]
 Deed = Literal["kill", "stop", "kill twice", "no disk", "no descriptors", "no memory", "clock set back"]
 Moment = Literal[
     "any time", "after a step", "writing a checkpoint", "renaming a checkpoint", "writing weights", "starting",
@@ -25,6 +25,8 @@ MOST_SHORT_SECONDS: Final = 15.0
 @dataclass(frozen=True, slots=True)
 class Kind:
     """count: number of processes of the role struck at once.
+
+    A rank is one of the learner's besides the first; a machine is all ranks of one of its groups (learner.machines).
 
     kill is SIGKILL; stop is SIGSTOP for 5 to 40 s, then SIGCONT to those that are still there; kill twice kills what
     was started in its place as soon as it is up. The others last for 5 to 15 s: no file of the process may grow, it
@@ -82,6 +84,18 @@ RESOURCES: Final = (
     Kind("nats-server", "any time", deed="no memory"),
     Kind("rollout-worker", "any time", 3, deed="clock set back"),
 )
+RANKS: Final = (
+    Kind("rank", "any time"),
+    Kind("rank", "any time", 2),
+    Kind("rank", "after a step"),
+    Kind("rank", "writing a checkpoint"),
+    Kind("rank", "any time", deed="kill twice"),
+    Kind("rank", "any time", deed="stop"),
+    Kind("machine", "any time"),
+    Kind("machine", "writing a checkpoint"),
+    Kind("learner", "any time"),
+    Kind("learner", "starting"),
+)
 VICTIMS: Final = (
     Kind("learner", "any time"),
     Kind("rollout-worker", "any time"),
@@ -94,8 +108,9 @@ FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "others": OTHERS,
     "resources": RESOURCES,
     "all": KILLS + OTHERS + RESOURCES,
+    "ranks": RANKS,
 }
-"""What a storm may be made of."""
+"""What a storm may be made of; "ranks" needs a learner that has several (run_files.py)."""
 
 
 def deal(seed: int, kinds: tuple[Kind, ...] = KILLS) -> Iterator[Kind]:

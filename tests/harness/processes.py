@@ -15,8 +15,21 @@ def processes_below(pid: int) -> dict[str, int]:
         except (OSError, ValueError, IndexError):  # it has just ended
             continue
         if parent == pid and (name := _name(words)):
-            found[name] = int(folder.name)
+            found[name if name != "learner" else rank_name(_rank(folder))] = int(folder.name)
     return found
+
+
+def rank_name(rank: str) -> str:
+    """Of the learner's rank whose environment says RANK=``rank``; "" says nothing."""
+    return f"learner-{rank}" if rank not in ("", "0") else "learner"
+
+
+def _rank(folder: Path) -> str:
+    try:
+        variables = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((one.removeprefix(b"RANK=").decode() for one in variables if one.startswith(b"RANK=")), "")
 
 
 def _name(words: list[str]) -> str:

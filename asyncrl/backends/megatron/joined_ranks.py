@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.backends.megatron.followers import GOODBYE, Followers, Rank, obey
-from asyncrl.backends.megatron.rank_commands import Job, Place
-from asyncrl.backends.megatron.tcp_link import TcpLink, receive, send
+from asyncrl.backends.megatron.rank_commands import Command, Job, Place
+from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink, receive, send
 from asyncrl.backends.megatron.torchrun import Seat
 from asyncrl.errors import BackendError, ConfigError, MessageError
 from asyncrl.messages import codec
@@ -104,7 +104,7 @@ class JoinedRanks(Followers):
 
     def _watch(self, name: str, link: TcpLink) -> None:
         link.gone.wait()
-        self._lost.append(f"{name} is gone: its connection has ended")
+        self._lost.append(f"{name} is gone: {link.problem}")
         if self._is_told.wait(_GRACE_SECONDS):
             return
         print(f"asyncrl learner: {self._lost[0]}", file=sys.stderr, flush=True)
@@ -139,7 +139,7 @@ def gather(seat: Seat, common: Mapping[str, str], *, port: int, timeout_seconds:
                 connection.close()
                 continue
             place = Place(rank=hello.rank, ranks=seat.ranks, host=seat.host, port=port, timeout_seconds=timeout_seconds)
-            joined[hello.rank] = (place, hello, TcpLink(connection))
+            joined[hello.rank] = (place, hello, TcpLink(connection, patience=timeout_seconds))
             log.info("%s has joined", _name(hello))
     return JoinedRanks(joined)
 
@@ -216,7 +216,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     try:
         link.send_bytes(b"ready")
         rank: Rank = MegatronRank(job, place)
-        if obey(rank, link):
+        if obey(HeardRank(rank, link, patience=timeout_seconds), link):
             is_over.set()
     except Exception:
         # Another rank may be what is gone: then the learner hears of that one first, and not of us.
@@ -225,6 +225,27 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     if not is_over.is_set():
         raise BackendError(f"learner rank {seat.rank}: the learner at {seat.host} is gone")
     rank.close()
+
+
+class HeardRank:
+    """A rank that is heard while it computes. Files are read and written in calls that hold Python's lock: for these
+    the learner is to have ``patience``, in seconds."""
+
+    def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
+        self._rank, self._link, self._patience = rank, link, patience
+        link.may_be_silent(HUNG_SECONDS)
+
+    def obey(self, command: Command) -> object:
+        if command.name in ("step", "rehearse", "score"):
+            return self._rank.obey(command)
+        self._link.may_be_silent(self._patience)
+        try:
+            return self._rank.obey(command)
+        finally:
+            self._link.may_be_silent(HUNG_SECONDS)
+
+    def close(self) -> None:
+        self._rank.close()
 
 
 def _end_with(link: TcpLink, is_over: threading.Event) -> None:
@@ -262,7 +283,7 @@ def _join(seat: Seat, common: Mapping[str, str], *, timeout_seconds: float) -> t
             port=welcome.port,
             timeout_seconds=welcome.timeout_seconds,
         )
-        return TcpLink(connection), place
+        return TcpLink(connection, patience=welcome.timeout_seconds), place
     raise BackendError(
         f"learner rank {seat.rank}: no learner at {seat.host}:{seat.port} within {timeout_seconds:g} s; is rank 0 up?"
     )

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.backends.megatron import joined_ranks, torchrun
 from asyncrl.backends.megatron.joined_ranks import JoinedRanks
 from asyncrl.backends.megatron.rank_commands import Command, Place
-from asyncrl.backends.megatron.tcp_link import TcpLink
+from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink
 from asyncrl.errors import BackendError, ConfigError
 from asyncrl.messages import codec
 from tests.harness.ports import free_ports
@@ -108,7 +108,7 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pyt
     ours, theirs = _pair()
     hello = joined_ranks.Hello(rank=1, host="host-b", pid=5, nonce=b"", common={})
     place = Place(rank=1, ranks=2, host="", port=0, timeout_seconds=60.0)
-    ranks = JoinedRanks({1: (place, hello, TcpLink(ours))}, end=end)
+    ranks = JoinedRanks({1: (place, hello, TcpLink(ours, patience=60))}, end=end)
     theirs.close()
     assert ended.wait(60)
     assert ends == [1]
@@ -122,7 +122,7 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pyt
 
 def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
     """More than any buffer of the kernel holds."""
-    ours, theirs = map(TcpLink, _pair())
+    ours, theirs = (TcpLink(end, patience=60) for end in _pair())
     large = bytes(64 << 20)
     ours.send_bytes(large)
     ours.send_bytes(b"next")
@@ -132,6 +132,54 @@ def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
     with pytest.raises(EOFError):
         theirs.recv_bytes()
     theirs.close()
+
+
+def test_a_rank_that_hangs_is_gone_once_it_was_silent_for_longer_than_it_said() -> None:
+    """Ticks of our own, so that a stop of this process is not taken for the other's."""
+    ours, raw = _pair()
+    link = TcpLink(ours, patience=3, tick_seconds=60)
+    link.tick()  # after 60 of its seconds
+    assert link.gone.wait(60)
+    assert link.problem == "it hangs: it has said nothing for 3 s"
+    raw.close()
+
+
+def test_a_rank_is_given_the_time_that_it_announced() -> None:
+    ours, theirs = (TcpLink(end, patience=600, tick_seconds=60) for end in _pair())
+    theirs.may_be_silent(100)
+    theirs.send_bytes(b"now it is known")
+    ours.recv_bytes()
+    ours.tick()
+    assert not ours.gone.is_set()  # 60 of 100 s
+    theirs.tick()  # it is heard: the count begins anew
+    theirs.send_bytes(b"")
+    ours.recv_bytes()
+    ours.tick()
+    assert not ours.gone.is_set()
+    ours.tick()
+    assert ours.gone.wait(60)
+    assert ours.problem == "it hangs: it has said nothing for 100 s"
+    theirs.close()
+
+
+def test_a_rank_may_be_silent_while_it_reads_and_writes_files() -> None:
+    said: list[tuple[str, float]] = []
+
+    class Link:
+        def may_be_silent(self, seconds: float) -> None:
+            said.append(("may be silent", seconds))
+
+    class Rank:
+        def obey(self, command: Command) -> None:
+            said.append((command.name, 0))
+
+        def close(self) -> None: ...
+
+    rank = joined_ranks.HeardRank(Rank(), Link(), patience=600)  # type: ignore[arg-type]
+    for name in ("step", "save"):
+        rank.obey(Command(name=name))
+    silent = "may be silent"
+    assert said == [(silent, HUNG_SECONDS), ("step", 0), (silent, 600), ("save", 0), (silent, HUNG_SECONDS)]
 
 
 @pytest.mark.parametrize(
