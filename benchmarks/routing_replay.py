@@ -69,11 +69,8 @@ def main() -> None:
 
 def rows(scratch: Path, architecture: Architecture, engine: str) -> Iterator[dict[str, Any]]:
     folder = make_tiny_model(scratch / "model", architecture=architecture, num_layers=4, initializer_range=0.15)
-    sampled: dict[str, MicroBatch] = {}
+    sampled = asyncio.run(_sampled(engine, folder, scratch))
     for of_engine, of_trainer, noise in ARMS:
-        if of_engine not in sampled:
-            made = _engine(engine, folder, of_engine, scratch)
-            sampled[of_engine] = _packed(asyncio.run(_answers(made)))
         packed = sampled[of_engine]
         with _trainer(_noisy(folder, scratch / "noisy", noise) if noise else folder, of_trainer) as backend:
             with _routed() as routed:
@@ -109,6 +106,13 @@ def _engine(kind: str, folder: Path, dtype: str, scratch: Path) -> Engine:
         return inprocess.InProcessEngine(folder, options=inprocess.Options(threads=1), **common)
     options = sglang.Options(server_arguments={"max-total-tokens": 20_000}, start_seconds=3600.0)
     return sglang.SGLangEngine(folder, options=options, log_path=scratch / f"{dtype}.log", **common)
+
+
+async def _sampled(kind: str, folder: Path, scratch: Path) -> dict[str, MicroBatch]:
+    """By the engine's dtype."""
+    kinds = list(dict.fromkeys(of_engine for of_engine, _, _ in ARMS))
+    answers = await asyncio.gather(*(_answers(_engine(kind, folder, dtype, scratch)) for dtype in kinds))
+    return dict(zip(kinds, map(_packed, answers), strict=True))
 
 
 async def _answers(engine: Engine) -> list[Generation]:
