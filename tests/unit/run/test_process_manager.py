@@ -270,3 +270,20 @@ async def test_an_interrupted_run_says_who_still_drains_and_for_how_long(
         await asyncio.sleep(0.01)
     it.manager.interrupt()
     assert (await it.task).exit_code == INTERRUPTED
+
+
+async def test_a_rank_that_hangs_is_killed_when_its_learner_has_ended_and_both_come_back(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank joins two learners. A rank that waits for its next start is not struck by what is the last one's end."""
+    monkeypatch.setattr(process_manager, "RANK_PAUSE_SECONDS", 0.0)
+    launcher = Launcher()
+    it = stage(launcher, "learner.backend=megatron", "learner.ranks=2", "learner.machines=2")
+    await it.until_up("learner-1", "w0", "w1")
+    learner, rank = launcher.named("learner"), launcher.named("learner-1")
+    learner.code.set_result(1)
+    await it.until(lambda: launcher.named("learner") is not learner and launcher.named("learner-1") is not rank)
+    await it.until_up("learner-1", "w0", "w1")
+    assert rank.signals == [signal.SIGKILL]
+    assert launcher.named("learner-1").signals == []
+    assert await it.end() == 0
