@@ -110,3 +110,21 @@ async def start_inprocess(model: Model, *, max_batch_size: int = 64) -> inproces
     made = inprocess.InProcessEngine(model.folder, device="cpu", dtype="float32", version=(0, 1), options=options)
     await made.start()
     return made
+
+
+def chosen_experts(model: Model, prompt: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Experts that transformers sends prompt and tokens to, [P + T, layers, k], sorted; 255 in layers without any."""
+    found: dict[int, torch.Tensor] = {}
+    layers = model.network.model.layers
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda _, inputs, i=i: found.__setitem__(i, inputs[1]))
+        for i, layer in enumerate(layers)
+        if hasattr(layer.mlp, "experts")
+    ]
+    with torch.no_grad():
+        model.network(_ids(prompt, tokens))
+    for hook in hooks:
+        hook.remove()
+    none = torch.full_like(next(iter(found.values())), 255)
+    stacked = torch.stack([found.get(i, none) for i in range(len(layers))], 1)
+    return stacked.sort(-1).values.to(torch.uint8).numpy()

@@ -4,7 +4,7 @@ The server keeps the experts of a token beside its KV cache, so a token that was
 those of its time, and a prefix that is found in the cache has those with which its keys were made. It tells them when
 the answer is finished, not while it grows: what another engine goes on from has the experts of the prefix computed
 again.
-Tests: tests/unit/engines/sglang/test_reply.py.
+Tests: tests/unit/engines/sglang/test_reply.py, tests/integration/sglang/test_transfers.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from asyncrl.protocols import Generation, LoadReport
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.collective import CollectiveReceiver
 from asyncrl.weights.nccl import Sender
-from tests.harness.engines import PROMPT, Check, Model, announce, switched_logprobs
+from tests.harness.engines import PROMPT, Check, Model, announce, chosen_experts, switched_logprobs
 from tests.harness.fakes import until
 from tests.harness.transfers import changed, layouts, receiver_of, snapshot
 from tests.integration.extending import toy_sockets
@@ -255,13 +255,18 @@ async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder
         version=(0, 0),
         options=sglang.Options(tensor_parallel=2, server_arguments={"max-total-tokens": 5_000}),
         log_path=tmp_path / "w0.engine.log",
+        tells_experts=True,
     )
     await engine.start()
     try:
-        assert Check(old)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+        answer = await engine.generate(PROMPT, SHORT, seed=0)
+        assert Check(old)(answer) < TOLERANCE
+        np.testing.assert_array_equal(np.sort(answer.experts[:-1], -1), chosen_experts(old, PROMPT, answer.tokens)[:-1])
         assert engine._loader.ranks_with_loader == 2
         await engine.load(new.version(1))
-        assert Check(new)(await engine.generate(PROMPT, SHORT, seed=0)) < TOLERANCE
+        answer = await engine.generate(PROMPT, SHORT, seed=0)
+        assert Check(new)(answer) < TOLERANCE
+        np.testing.assert_array_equal(np.sort(answer.experts[:-1], -1), chosen_experts(new, PROMPT, answer.tokens)[:-1])
         sender, receiver = holding(old, 2), receiver_of(engine)
         await meet(receiver, sender)
         await receive(receiver, sender)
