@@ -2,7 +2,7 @@
 A matrix W becomes W + alpha / rank x up x down; W stays as it is.
 
 A parameter made of several Hugging Face matrices has one pair for each of them, so exported adapters have PEFT's names.
-Test: tests/unit/backends/test_lora.py.
+Test: tests/unit/backends/megatron/test_lora.py.
 """
 
 from __future__ import annotations
