@@ -26,7 +26,7 @@ from tests.harness.backends import (
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), architecture=request.param)
 
@@ -44,16 +44,18 @@ def test_a_step_in_bfloat16_is_close_to_the_reference(folder: Path) -> None:
     assert distance(exported, expected_weights) < 2**-7 * 2 + 2 * LEARNING_RATE
 
 
-def test_logprobs_in_bfloat16_are_close_to_those_of_hugging_face(folder: Path) -> None:
-    """Packed documents, each seen alone; 8 bits make an error of a few hundredths."""
+@pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.05, 1.0)])
+def test_logprobs_are_close_to_those_of_hugging_face(folder: Path, dtype: str, mean: float, largest: float) -> None:
+    """Packed documents, each seen alone. 8 bits make an error of a few hundredths, and of a mixture one far larger
+    where they choose other experts: transformers' own mixture in bfloat16 has 0.034 and 0.75 on these."""
     model = hugging_face(folder)
     (packed,) = pack(documents(), max_tokens=1000)
-    with started("megatron-1", folder, device="cuda", dtype="bfloat16") as backend:
+    with started("megatron-1", folder, device="cuda", dtype=dtype) as backend:
         logprobs = scored(backend, "megatron-1", packed)
-    for where in document_slices(packed):
-        expected = expected_logprobs(model, packed.tokens[where])
-        np.testing.assert_allclose(logprobs[where], expected, atol=0.5)
-        assert np.abs(logprobs[where] - expected).mean() < 0.05
+    expected = np.concatenate([expected_logprobs(model, packed.tokens[where]) for where in document_slices(packed)])
+    errors = np.abs(logprobs - expected)
+    assert errors.mean() < mean
+    assert errors.max() < largest
 
 
 def test_a_checkpoint_restores_to_the_last_bit(folder: Path, tmp_path: Path) -> None:
