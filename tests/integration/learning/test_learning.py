@@ -69,6 +69,7 @@ async def test_two_optimizer_steps_a_batch_make_one_version_and_the_clip_binds(b
         "groups_per_batch": 4,
         "schedule": "linear",
         "min_learning_rate": 1e-3,
+        "decay_steps": 0,
         "warmup_steps": 0,
     }
     run = changed(changed(base, "run", mode="sync", steps=4), "learner", **learner)
