@@ -15,6 +15,7 @@ from asyncrl.backends.families.table import FAMILIES
 from asyncrl.backends.models import Head
 
 _EMBEDDING = "model.embed_tokens.weight"
+_OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,11 @@ class Mapping:
     def is_adapter(self) -> bool:
         """Whether it is of an adapter, which no folder has."""
         return self.megatron.endswith(("_adapter.down", "_adapter.up"))
+
+    @property
+    def is_copy_of_embedding(self) -> bool:
+        """Whether it is the output layer of tied embeddings, on another stage than the embedding."""
+        return self.megatron == _OUTPUT and self.huggingface == (_EMBEDDING,)
 
     @property
     def is_bias_of_choice(self) -> bool:
@@ -72,9 +78,9 @@ def weight_map(shape: ModelShape, *, head: Head = "logprobs", part: Part | None 
     if part.has_output:
         maps.append(_mapping("", "", ("decoder.final_layernorm.weight", "whole", ("model.norm.weight",))))
         if head == "logprobs" and not shape.is_tied:
-            maps.append(_mapping("", "", _row("output_layer.weight", "lm_head.weight")))
+            maps.append(_mapping("", "", _row(_OUTPUT, "lm_head.weight")))
         elif head == "logprobs" and not part.has_embedding:  # a copy: its gradients are added to the embedding's
-            maps.append(_mapping("", "", _row("output_layer.weight", _EMBEDDING)))
+            maps.append(_mapping("", "", _row(_OUTPUT, _EMBEDDING)))
     return maps
 
 

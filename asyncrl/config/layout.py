@@ -99,10 +99,18 @@ class Layout:
         return last[:: self.tensor * self.context]
 
     def is_exporter(self, rank: int) -> bool:
-        """Whether a rank takes part in an export: one of the first copy's, with the first part of a row, or one that
-        shares its experts."""
-        in_stage = rank % (self.ranks // self.pipeline)
-        return in_stage < max(self.tensor, self.expert * self.expert_tensor)
+        """Whether a rank exports a part of the model, of its stage's first ``exporters_of_stage``."""
+        return rank % (self.ranks // self.pipeline) < self.exporters_of_stage
+
+    @property
+    def exporters(self) -> int:
+        """Ranks that export a part of the model, in all."""
+        return self.pipeline * self.exporters_of_stage
+
+    @property
+    def exporters_of_stage(self) -> int:
+        """Ranks that hold all of a stage between them: they share its layers, or its experts and have the rest."""
+        return max(self.tensor, self.expert * self.expert_tensor)
 
 
 _KEYS = {

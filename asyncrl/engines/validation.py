@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import safetensors
 from numpy.typing import NDArray
 
 from asyncrl.errors import ConfigError, PromptError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
-
-Shapes = Mapping[str, tuple[int, ...]]
-"""Tensor names of a checkpoint and their shapes."""
-
-WEIGHTS_FILE = "model.safetensors"
+from asyncrl.tensors import weight_files
+from asyncrl.tensors.model_tensors import Shapes, check_layout, read_shapes
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -58,31 +51,6 @@ def check_stop_tokens(sampling: SamplingParams, *, vocabulary_size: int) -> None
         raise PromptError(f"stop_token_ids holds token {unknown[0]}; the model knows 0..{vocabulary_size - 1}")
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face folder's tensors, from the headers alone. Raises WeightsError."""
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    try:
-        names = [WEIGHTS_FILE]
-        if not (folder / WEIGHTS_FILE).exists() and index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name in names:
-            with safetensors.safe_open(folder / name, framework="np") as file:
-                shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise WeightsError(f"{folder}: cannot read {WEIGHTS_FILE}: {error}") from error
-    return shapes
-
-
-def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
-    """Without those of layers behind ``num_hidden_layers``, which predict further tokens: no learner exports them."""
-    num_layers = config.get("num_hidden_layers", 0)
-    if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
-        return shapes
-    further = tuple(f"model.layers.{num_layers + extra}." for extra in range(config["num_nextn_predict_layers"]))
-    return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
-
-
 def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozenset[str] = frozenset()) -> Path:
     """The folder of a weight version, checked to hold exactly the ``expected`` tensors and shapes.
 
@@ -92,24 +60,10 @@ def check_weights(weights: WeightVersion, *, expected: Shapes, optional: frozens
     folder = Path(weights.uri)
     where = f"weights {weights.incarnation}:{weights.policy_version} at {folder}"
     try:
-        num_bytes = (folder / WEIGHTS_FILE).stat().st_size
+        num_bytes = weight_files.num_bytes(folder)
     except OSError as error:
         raise WeightsError(f"{where}: {error}") from error
     if num_bytes != weights.num_bytes:
-        raise WeightsError(f"{where}: {WEIGHTS_FILE} has {num_bytes} bytes, but {weights.num_bytes} were published")
+        raise WeightsError(f"{where}: has {num_bytes} bytes of weights, but {weights.num_bytes} were published")
     check_layout(read_shapes(folder), expected=expected, optional=optional, where=where)
     return folder
-
-
-def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:
-    """Raise WeightsError unless ``found`` matches ``expected`` exactly; ``optional`` tensors may be absent."""
-    problems = [f"{name} is missing" for name in expected if name not in found and name not in optional]
-    problems += [f"{name} is not in the model" for name in found if name not in expected and name not in optional]
-    problems += [
-        f"{name} has shape {list(shape)}, the model's is {list(expected[name])}"
-        for name, shape in found.items()
-        if name in expected and shape != tuple(expected[name])
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise WeightsError(f"{where}: {'; '.join(problems[:3])}{more}")

@@ -13,10 +13,11 @@ from asyncrl.messages.validation import counts, require
 class WeightVersion:
     """Where the weights of one policy version are.  Topic ``weights``: learner -> weight followers.
 
-    uri          folder with config.json and model.safetensors, at the path that workers see; empty under the key
-                 ``sent``, where the learner keeps the weights in memory and sends them on request (service
-                 ``transfers``)
-    sha256       of model.safetensors
+    uri          folder with config.json and model.safetensors, or several files and their index, at the path that
+                 workers see; empty under the key ``sent``, where the learner keeps the weights in memory and sends
+                 them on request (service ``transfers``)
+    sha256       of model.safetensors, or of the index
+    num_bytes    of all weight files
     num_engines  engines that the learner knows of; an eighth of them may load at once
     fork         policy version that this incarnation started from
     schema       message schema of the learner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from asyncrl.messages.validation import counts, require
@@ -37,6 +38,10 @@ class BucketLayout:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
 
     def __post_init__(self) -> None:
         require(len(self.names) == len(self.dtypes) == len(self.shapes), "names, dtypes and shapes differ in number")

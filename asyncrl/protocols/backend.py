@@ -66,7 +66,10 @@ class Backend(Protocol):
         ...
 
     def export(self) -> Snapshot:
-        """The policy's weights under their Hugging Face names, in the dtype of its folder, on the training device."""
+        """The policy's weights under their Hugging Face names, in the dtype of its folder, on the training device.
+
+        Of several ranks each may keep a part (Snapshot.others): no rank needs to hold the whole model.
+        """
         ...
 
     def save(self, folder: Path) -> None:

@@ -260,7 +260,15 @@ class ObjectInfo:
 
 
 class ObjectStore(Protocol):
-    """Named objects too large for a message. Blocking and thread-safe; one writer. May raise BusError."""
+    """Named objects too large for a message. Blocking and thread-safe; one writer of each. May raise BusError."""
+
+    @property
+    def elsewhere(self) -> tuple[str, bytes]:
+        """For another rank of the learner: MODULE:FUNCTION, and the bytes of which that opens the same store there.
+
+        Two empty ones where only this process has it.
+        """
+        ...
 
     def put(self, name: str, blocks: Iterable[bytes | memoryview], *, metadata: Mapping[str, str]) -> ObjectInfo:
         """Store an object atomically, replacing one of the same name. Consumes ``blocks`` as it sends them."""

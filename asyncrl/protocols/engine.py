@@ -114,14 +114,18 @@ class Intake(Protocol):
 
 
 class Collectives(Protocol):
-    """An engine's processes as ranks 1 and up of torch.distributed groups, of which the learner is rank 0."""
+    """An engine's processes as ranks 1 and up of torch.distributed groups, of which a rank of the learner is rank 0."""
 
     async def join(self, group: str, *, host: str, port: int, kind: str) -> None:
         """Meet the learner, who listens there, in a group of ``kind`` nccl or gloo. Raises WeightsError."""
         ...
 
-    async def receive(self, group: str, version: tuple[int, int], buckets: Sequence[BucketLayout]) -> LoadReport:
-        """Take the buckets that the learner broadcasts now. Raises WeightsError.
+    async def receive(
+        self, version: tuple[int, int], parts: Sequence[tuple[str, Sequence[BucketLayout]]]
+    ) -> LoadReport:
+        """Take the buckets that the learner broadcasts now: of each group its own, one group after the other.
+
+        All of them are one version: the engine switches when it has the last. Raises WeightsError.
 
         If it fails half-way, the engine stays paused until a load succeeds: it never samples from mixed weights.
         """

@@ -48,7 +48,7 @@ BACKENDS = {
 }
 CHANNELS = {
     "files": "asyncrl.weights.files:FilesChannel",
-    "nccl": "asyncrl.weights.nccl:NCCLChannel",
+    "nccl": "asyncrl.weights.nccl_channel:NCCLChannel",
     "objects": "asyncrl.weights.objects.channel:ObjectsChannel",
 }
 LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}

@@ -31,6 +31,10 @@ def names(base: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
+def are_adapters(entries: Iterable[TensorEntry]) -> bool:
+    return any(entry.name.endswith((".lora_A.weight", ".lora_B.weight")) for entry in entries)
+
+
 def config(entries: Iterable[TensorEntry], *, base: Path) -> dict[str, Any] | None:
     """adapter_config.json of these tensors, whose scale is in B; None if they are no adapters."""
     downs = [entry for entry in entries if entry.name.endswith(".lora_A.weight")]

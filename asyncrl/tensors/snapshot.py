@@ -9,9 +9,10 @@ Test: tests/unit/tensors/test_snapshot.py.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import torch
 
@@ -63,9 +64,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A copy that later steps do not change."""
+    """A copy that later steps do not change: of the model, or of this rank's part with the way to the others'."""
 
     buckets: tuple[Bucket, ...]
+    others: tuple[Part, ...] = ()
+    """Parts of the model that other ranks hold; everything else here is about our own."""
 
     @classmethod
     @torch.no_grad()
@@ -114,12 +117,34 @@ class Snapshot:
 
     def cut(self, bucket_bytes: int) -> Snapshot:
         """See Bucket.cut."""
-        return Snapshot(buckets=tuple(part for bucket in self.buckets for part in bucket.cut(bucket_bytes)))
+        return replace(self, buckets=tuple(part for bucket in self.buckets for part in bucket.cut(bucket_bytes)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, view) in file order."""
         for bucket in self.buckets:
             yield from bucket.tensors()
+
+
+class PartWorker(ABC):
+    """What a channel does with one part, in the process that holds it.
+
+    A class at the top of a module, without arguments: each process makes one, and keeps it. Calls may overlap.
+    """
+
+    @abstractmethod
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        """``snapshot``: the part. What it raises is a WeightsError for whoever gave the order."""
+
+
+class Part(Protocol):
+    """A snapshot that another rank of the learner holds, for as long as anybody has this."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+        """The answer of that rank's ``worker``. Blocks. Raises WeightsError, or BackendError when the rank is gone."""
+        ...
 
 
 def _dtype(tensor: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from asyncrl.errors import ConfigError
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols import Bus, Intake, Receiver, Sender, WeightChannel
 from asyncrl.protocols.adapter import Adapter, RunConfig
@@ -22,6 +23,19 @@ class ChannelAdapter(Adapter):
     takes: ClassVar[frozenset[str]] = frozenset()
     """What it stores besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
+
+    takes_parts: ClassVar[bool] = False
+    """Whether it carries the parts of a model that several ranks of the learner export (tensors/parts.py)."""
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        super().check(run)
+        exporters = run.learner.layout.exporters
+        if exporters > 1 and not cls.takes_parts:
+            raise ConfigError(
+                f'weights.channel: "{run.weights.channel}" carries models that one rank exports, and {exporters} ranks '
+                "of this learner have a part each; use another channel, or tensor_, pipeline_ and expert_parallel = 1"
+            )
 
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> WeightChannel:

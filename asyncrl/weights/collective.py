@@ -21,19 +21,26 @@ class CollectiveOffer:
     """Payload of an offer: the rendezvous, and the buckets that are sent now, in order, each in one broadcast.
 
     host, port, collective  rendezvous of the group, and its kind: nccl or gloo
+    others                  the same of each other rank of the learner that has a part of the model
     """
 
     host: str
     port: int
     collective: str
     buckets: tuple[BucketLayout, ...]
+    others: tuple[CollectiveOffer, ...] = ()
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
 
 
+def group_of_part(group: str, number: int) -> str:
+    """The name of an engine's group with the ``number``-th rank that has a part of the model, from 0."""
+    return f"{group}.{number}" if number else group
+
+
 class CollectiveReceiver:
-    """See Receiver in protocols/weights.py. The engine has one group with the learner until something fails."""
+    """See Receiver in protocols/weights.py. The engine has a group with every exporting rank until something fails."""
 
     def __init__(self, collectives: Collectives, *, engine: str, num_ranks: int) -> None:
         """``engine``: its name in the run."""
@@ -51,30 +58,38 @@ class CollectiveReceiver:
         )
 
     async def join(self, offer: TransferOffer) -> None:
-        found = _decoded(offer)
-        await _reach(found.host, found.port)  # the engine might wait for minutes, and do nothing else
+        own = _decoded(offer)
+        parts = (own, *own.others)
+        for found in parts:
+            await _reach(found.host, found.port)  # the engine might wait for minutes, and do nothing else
         try:
-            await self._collectives.join(self._group, host=found.host, port=found.port, kind=found.collective)
+            for number, found in enumerate(parts):
+                group = group_of_part(self._group, number)
+                await self._collectives.join(group, host=found.host, port=found.port, kind=found.collective)
+                self._joined.append(group)
         except WeightsError:
-            self._rename()
+            await self.leave()
             raise
         self._has_joined = True
 
     async def receive(self, offer: TransferOffer) -> LoadReport:
+        own = _decoded(offer)
+        parts = [(group_of_part(self._group, number), one.buckets) for number, one in enumerate((own, *own.others))]
         try:
-            return await self._collectives.receive(self._group, offer.order, _decoded(offer).buckets)
+            return await self._collectives.receive(offer.order, parts)
         except WeightsError:
             await self.leave()
             raise
 
     async def leave(self) -> None:
-        left, has_joined = self._group, self._has_joined
+        left = self._joined
         self._rename()
-        if has_joined:
-            await self._collectives.leave(left)
+        for group in left:
+            await self._collectives.leave(group)
 
     def _rename(self) -> None:
         self._group = f"{self._engine}-{uuid.uuid4().hex[:8]}"
+        self._joined: list[str] = []
         self._has_joined = False
 
 

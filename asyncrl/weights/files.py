@@ -1,7 +1,9 @@
 """Weight versions as model folders in a directory shared by the learner and every engine.
 
+Of a learner whose ranks each export a part of the model, each writes a file of its own; the index comes last.
+
 Invariants (tests/contracts/test_weights.py):
-  C1 a version's folder appears atomically: it is written under another name, synced, and renamed.
+  C1 a version's folder appears atomically: it is written under another name, synced, and renamed when all parts are in.
   C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay, and those that are retained.
   C3 a reader gets exactly the bytes that were published, or WeightsError.
   C4 files of the newest version that somebody removes are written again: the writer has the weights open.
@@ -11,39 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import hashlib
 import json
 import logging
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from asyncrl.errors import WeightsError
 from asyncrl.logs import is_at
 from asyncrl.messages import WeightVersion
+from asyncrl.messages.codec import decode, encode
 from asyncrl.protocols.adapter import RunConfig
-from asyncrl.tensors import adapter_names, fp8, safetensors_file
-from asyncrl.tensors.adapter_names import ADAPTER_FILE, CONFIG_FILE
-from asyncrl.tensors.snapshot import Bucket, Snapshot
+from asyncrl.tensors import adapter_names, fp8, safetensors_file, weight_files
+from asyncrl.tensors.adapter_names import CONFIG_FILE
+from asyncrl.tensors.parts import on_every_part
+from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.weight_files import WeightFile
 from asyncrl.weights.adapter import ChannelAdapter
+from asyncrl.weights.part_writer import PartWriter, WriteOrder, Written, whole_adapters
 
 log = logging.getLogger("asyncrl.learner")
 
-WEIGHTS_FILE: Final = "model.safetensors"
 
-
-def weights_file(folder: Path) -> Path:
-    """Of a model, or of adapters, which have another name."""
-    return folder / (ADAPTER_FILE if (folder / CONFIG_FILE).exists() else WEIGHTS_FILE)
-
-
-_STAGING_BYTES: Final = 512 * 2**20
-"""Copied from the device at once, and pinned on the host."""
 _COPIED_BYTES: Final = 2**20
 _TEMPORARY: Final = ".tmp-"
 _COMPANIONS: Final = (".json", ".jinja", ".txt", ".model")
@@ -54,6 +49,7 @@ class FilesChannel(ChannelAdapter):
     """Folders DIRECTORY/INCARNATION-POLICY_VERSION. One writer; any number of readers, in any process."""
 
     takes = frozenset({"adapters", "fp8"})
+    takes_parts = True
 
     @classmethod
     def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
@@ -75,30 +71,46 @@ class FilesChannel(ChannelAdapter):
         self._adapters: Mapping[str, Any] | None = None  # adapter_config.json, if it is adapters that are published
         self._is_quantized = False
         self._published: WeightVersion | None = None
-        self._weights: _OpenFile | None = None  # its file: the bytes outlive their name
+        self._weights: dict[str, _OpenFile] = {}  # its files: the bytes outlive their names
         self._companions: frozenset[str] = frozenset()
         self._retained: set[tuple[int, int]] = set()
-        self._staging = torch.empty(0, dtype=torch.uint8)
-        self.progress = 0
+        self._writer = PartWriter()
+        self._by_others: list[Path] = []  # what other ranks write now
+        self._written_by_others = 0
         self.published_bytes = 0
+
+    @property
+    def progress(self) -> int:
+        """See WeightChannel. Of what other ranks write, the lengths of their files rise."""
+        return self._writer.progress + self._written_by_others + sum(map(_length, tuple(self._by_others)))
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         """Write one version and remove old ones. Raises WeightsError when it cannot be written (disk full)."""
-        header = safetensors_file.header(snapshot.entries)
-        num_bytes = len(header) + snapshot.num_bytes
         name = f"{incarnation}-{policy_version}"
+        num_bytes = snapshot.num_bytes
         folder, temporary = self._directory / name, self._directory / f"{_TEMPORARY}{name}"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-            sha256 = self._write(temporary, snapshot, header)
+            temporary.mkdir()
+            if adapter_names.are_adapters(snapshot.entries):
+                snapshot = whole_adapters(snapshot)  # small, and one file is what PEFT reads
+            self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
+            files = self._write_parts(temporary, snapshot)
+            self._is_quantized = any(fp8.is_scale(name) for one in files for name in one.names)
+            self._add_companions(temporary)
+            num_bytes = sum(one.num_bytes for one in files)
+            sha256 = _complete(temporary, files)
             if os.path.lexists(folder):  # published by an earlier process that crashed before its checkpoint
                 self._discard(folder)
             temporary.rename(folder)
             _sync(self._directory)
+        except WeightsError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise self._cannot_write(name, num_bytes, error) from error
+            raise self._cannot_write(name, num_bytes, error.strerror, error.errno) from error
         self._previous = folder if self._links else None
         self._collect(newest=(incarnation, policy_version))
         self.published_bytes = num_bytes
@@ -122,16 +134,22 @@ class FilesChannel(ChannelAdapter):
             self._remove_leftovers()
             temporary.mkdir()
             self._write_companions(temporary)
-            found = self._copied(weights_file(temporary))
-            if found != version.sha256:
+            self._copy_weights(temporary)
+            try:
+                weight_files.verify(temporary, sha256=version.sha256, num_bytes=version.num_bytes)
+            except WeightsError as error:
                 self._published = None
-                raise WeightsError(f"{folder}: files of it were removed or damaged; engines wait for the next version")
+                raise WeightsError(
+                    f"{folder}: files of it were removed or damaged; engines wait for the next version"
+                ) from error
             if os.path.lexists(folder):
                 self._discard(folder)
             temporary.rename(folder)
             _sync(self._directory)
         except OSError as error:
-            raise self._cannot_write(folder.name, version.num_bytes, error) from error
+            raise self._cannot_write(
+                folder.name, version.num_bytes, error.strerror or str(error), error.errno
+            ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         self._hold(version)
@@ -148,74 +166,69 @@ class FilesChannel(ChannelAdapter):
     def release(self, weights: WeightVersion) -> None:
         self._retained.discard(weights.order)
 
-    def _write(self, temporary: Path, snapshot: Snapshot, header: bytes) -> str:
-        """Write a whole model folder, synced to disk; returns the checksum of its weights."""
-        temporary.mkdir()
-        self._adapters = adapter_names.config(snapshot.entries, base=self._model_path)
-        self._is_quantized = any(fp8.is_scale(entry.name) for entry in snapshot.entries)
-        self._add_companions(temporary)
-        with weights_file(temporary).open("wb") as stream:
-            sha256 = safetensors_file.write(stream, itertools.chain([header], self._blocks(snapshot)))
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(temporary)
-        return sha256
+    def _write_parts(self, temporary: Path, snapshot: Snapshot) -> list[WeightFile]:
+        """Every rank writes its part, side by side. Raises OSError, WeightsError."""
+        count = 1 + len(snapshot.others)
+        whole = weight_files.WEIGHTS_FILE if self._adapters is None else adapter_names.ADAPTER_FILE
+        paths = [temporary / weight_files.file_name(number, count, whole=whole) for number in range(count)]
+        self._by_others = paths[1:]
+        try:
+            orders = [encode(WriteOrder(file=str(path))) for path in paths]
+            answers = [decode(one, Written) for one in on_every_part(snapshot, self._writer, orders)]
+            self._written_by_others += sum(map(_length, paths[1:]))
+        finally:
+            self._by_others = []
+        for path, answer in zip(paths, answers, strict=True):
+            if answer.problem:
+                needed = sum(one.num_bytes for one in answers)
+                raise self._cannot_write(temporary.name.removeprefix(_TEMPORARY), needed, answer.problem, answer.error)
+            if _length(path) != answer.num_bytes:
+                raise WeightsError(
+                    f"{path}: has {_length(path)} bytes here, and another rank of the learner wrote "
+                    f"{answer.num_bytes:,}; set weights.directory to a folder that all of its machines share"
+                )
+        return [
+            WeightFile(file=path.name, sha256=answer.sha256, num_bytes=answer.num_bytes, names=answer.names)
+            for path, answer in zip(paths, answers, strict=True)
+        ]
 
     def _hold(self, version: WeightVersion) -> None:
         """It is the one to write again. Never fails: without what it needs for that, it is none."""
-        if self._weights is not None:
-            self._weights.close()
-        self._published, self._weights = None, None
+        for file in self._weights.values():
+            file.close()
+        self._published, self._weights = None, {}
         with contextlib.suppress(OSError):
-            self._weights = _OpenFile(weights_file(Path(version.uri)))
-            self._companions = frozenset(os.listdir(version.uri))
+            folder = Path(version.uri)
+            self._companions = frozenset(os.listdir(folder))
+            names = sorted(filter(weight_files.is_of_weights, self._companions))
+            self._weights = {name: _OpenFile(folder / name) for name in names}
             self._published = version
 
     def _stands(self, version: WeightVersion) -> bool:
         """Whether the files of a version have their names and their lengths."""
-        folder, file = Path(version.uri), self._weights
-        assert file is not None
+        folder = Path(version.uri)
         try:
-            is_there = is_at(weights_file(folder), file.descriptor) and self._companions <= frozenset(
-                os.listdir(folder)
-            )
-            return is_there and os.fstat(file.descriptor).st_size == version.num_bytes
+            are_there = all(is_at(folder / name, file.descriptor) for name, file in self._weights.items())
+            is_whole = self._companions <= frozenset(os.listdir(folder))
+            lengths = [file.length for name, file in self._weights.items() if name != weight_files.INDEX_FILE]
+            return are_there and is_whole and sum(lengths) == version.num_bytes
         except OSError:
             return False
 
-    def _copied(self, path: Path) -> str:
-        """Write what is open to ``path``, synced to disk; returns its checksum."""
-        assert self._weights is not None
-        with path.open("wb") as stream:
-            sha256 = safetensors_file.write(stream, self._weights.blocks())
-            stream.flush()
-            os.fsync(stream.fileno())
-        _sync(path.parent)
-        return sha256
-
-    def _blocks(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        for bucket in snapshot.cut(_STAGING_BYTES).buckets:
-            yield self._to_host(bucket)
-            self.progress += bucket.data.numel()
-
-    def _to_host(self, bucket: Bucket) -> memoryview:
-        """The bucket's bytes on the CPU, valid until the next call; does not block the device's other work."""
-        data = bucket.data
-        if data.is_cuda:
-            if self._staging.numel() < data.numel():
-                self._staging = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
-            stream = torch.cuda.Stream(data.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                self._staging[: data.numel()].copy_(data, non_blocking=True)
-            stream.synchronize()
-            data = self._staging[: data.numel()]
-        return memoryview(data.numpy())  # type: ignore[arg-type]
+    def _copy_weights(self, folder: Path) -> None:
+        """Write what is open into ``folder``, synced to disk."""
+        for name, file in self._weights.items():
+            with (folder / name).open("wb") as stream:
+                safetensors_file.write(stream, file.blocks())
+                stream.flush()
+                os.fsync(stream.fileno())
+        _sync(folder)
 
     def _add_companions(self, folder: Path) -> None:
         """Config and tokenizer: links to those of the previous version, or copies of the model's."""
         if self._previous is not None and self._previous.is_dir():
             for file in self._previous.iterdir():
-                if file.name not in (WEIGHTS_FILE, ADAPTER_FILE):
+                if not weight_files.is_of_weights(file.name):
                     _link(file, folder / file.name)
             return
         self._write_companions(folder)
@@ -248,13 +261,13 @@ class FilesChannel(ChannelAdapter):
         for path in self._directory.glob(f"{_TEMPORARY}*"):
             _remove(path)
 
-    def _cannot_write(self, name: str, num_bytes: int, error: OSError) -> WeightsError:
+    def _cannot_write(self, name: str, num_bytes: int, problem: str | None, number: int | None) -> WeightsError:
         free = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if number in (errno.ENOSPC, errno.EDQUOT):
             there = shutil.disk_usage(self._directory).free
             free = f", {there:,} are free; make room, lower weights.keep, or set weights.directory"
         return WeightsError(
-            f"{self._directory}: cannot write weights {name}: {error.strerror}; it needs {num_bytes:,} bytes{free}"
+            f"{self._directory}: cannot write weights {name}: {problem}; it needs {num_bytes:,} bytes{free}"
         )
 
 
@@ -265,6 +278,10 @@ class _OpenFile:
         self.descriptor = os.open(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self.descriptor)
 
+    @property
+    def length(self) -> int:
+        return os.fstat(self.descriptor).st_size
+
     def blocks(self) -> Iterator[bytes]:
         """All of it."""
         position = 0
@@ -274,21 +291,32 @@ class _OpenFile:
 
 
 def verified(weights: WeightVersion) -> Path:
-    """The folder of a version whose size and checksum are right. Raises WeightsError."""
+    """The folder of a version whose sizes and checksums are right. Raises WeightsError."""
     folder = Path(weights.uri)
-    file = weights_file(folder)
-    try:
-        num_bytes = file.stat().st_size
-        if num_bytes != weights.num_bytes:
-            raise WeightsError(f"{file}: has {num_bytes} bytes, but {weights.num_bytes} were published")
-        found = safetensors_file.sha256(file)
-    except FileNotFoundError:
-        raise WeightsError(f"{file}: not found; removed for newer versions, or not on this machine") from None
-    except OSError as error:
-        raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
-    if found != weights.sha256:
-        raise WeightsError(f"{file}: sha256 is {found[:12]}..., but {weights.sha256[:12]}... was published")
+    weight_files.verify(folder, sha256=weights.sha256, num_bytes=weights.num_bytes)
     return folder
+
+
+def _complete(folder: Path, files: Sequence[WeightFile]) -> str:
+    """Write the index, if there are several files, and sync the folder; returns the checksum to announce."""
+    sha256 = files[0].sha256
+    if len(files) > 1:
+        index = weight_files.index_of(files)
+        sha256 = hashlib.sha256(index).hexdigest()
+        with (folder / weight_files.INDEX_FILE).open("wb") as stream:
+            stream.write(index)
+            stream.flush()
+            os.fsync(stream.fileno())
+    _sync(folder)
+    return sha256
+
+
+def _length(path: Path) -> int:
+    """0 where there is no such file."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def add_companions(folder: Path, model_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Sends weights from the learner's memory to the engines'; engines that cannot receive load folders.
 
-Each engine has its own process group with the learner: the learner is rank 0, the engine's processes are the others. No
-engine waits for another, and an engine that dies loses only its own transfer. NCCL between GPUs (two processes on one
-GPU cannot use it and load the folder instead), gloo on a CPU.
+Each engine has its own process group with every rank of the learner that has a part of the model: that is rank 0, the
+engine's processes are the others. No engine waits for another, and one that dies loses only its own transfer. NCCL
+between GPUs (two processes on one GPU cannot use it and load the folder instead), gloo on a CPU.
 NCCL_CUMEM_ENABLE must be 0 in the learner's environment, because SGLang sets it in its own; cli/learner.py does so.
 Tests: tests/unit/weights/test_nccl.py.
 """
@@ -14,26 +14,19 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.messages import WeightVersion
+from asyncrl.errors import WeightsError
 from asyncrl.messages.codec import encode
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
-from asyncrl.protocols import Bus, Intake
-from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors.snapshot import BUCKET_BYTES, Bucket, Snapshot
-from asyncrl.weights.adapter import ChannelAdapter
-from asyncrl.weights.collective import CollectiveOffer, CollectiveReceiver
-from asyncrl.weights.files import FilesChannel
+from asyncrl.weights.collective import CollectiveOffer
 
 _SLOWEST_BYTES_PER_SECOND: Final = 2e8
 """Slowest transfer rate that is tolerated, apart from a fixed allowance."""
@@ -48,76 +41,6 @@ _HANDOVER_SECONDS: Final = 1.0
 _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT: Final = threading.Lock()
 """The environment is shared by the process, so concurrent joins must take turns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """[weights.options] of the nccl channel."""
-
-    host: str = ""
-    """The learner's address as seen by engines; empty: the one it uses to reach the bus."""
-    bucket_megabytes: int = 2048
-    """MiB sent at once; an engine needs this much memory beside its weights. Smaller values pause it longer."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bucket_megabytes <= 2048:
-            raise ConfigError(f"bucket_megabytes must be 1 to 2048, got {self.bucket_megabytes}")
-
-
-class NCCLChannel(ChannelAdapter):
-    """See WeightChannel: folders as FilesChannel makes them, and a sender."""
-
-    options_type = Options
-
-    @classmethod
-    def build(cls, run: RunConfig, *, bus: Bus) -> NCCLChannel:
-        options: Options = cls.options(run)
-        return cls(
-            run.weights_directory,
-            keep=run.weights.keep,
-            model_path=Path(run.model.path),
-            host=options.host or bus.own_address,
-            bucket_bytes=options.bucket_megabytes * 2**20,
-        )
-
-    @classmethod
-    def required_paths(cls, run: RunConfig) -> Mapping[str, Path]:
-        return FilesChannel.required_paths(run)
-
-    @classmethod
-    def learner_environment(cls, run: RunConfig) -> Mapping[str, str]:
-        return {"NCCL_CUMEM_ENABLE": "0"}  # SGLang sets it so, and both ends must agree
-
-    def __init__(self, directory: Path, *, keep: int, model_path: Path, host: str, bucket_bytes: int) -> None:
-        """See Sender."""
-        self._files = FilesChannel(directory, keep=keep, model_path=model_path)
-        self._sender = Sender(host, bucket_bytes=bucket_bytes)
-
-    def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
-        return self._files.publish(snapshot, incarnation=incarnation, policy_version=policy_version)
-
-    def restore(self) -> WeightVersion | None:
-        return self._files.restore()
-
-    def verify(self, weights: WeightVersion) -> Path:
-        return self._files.verify(weights)
-
-    @property
-    def progress(self) -> int:
-        return self._files.progress
-
-    @property
-    def published_bytes(self) -> int:
-        return self._files.published_bytes
-
-    @property
-    def sender(self) -> Sender:
-        return self._sender
-
-    def receiver(self, intake: Intake, *, engine: str) -> CollectiveReceiver | None:
-        if intake.collectives is None:
-            return None
-        return CollectiveReceiver(intake.collectives, engine=engine, num_ranks=intake.num_ranks)
 
 
 class Sender:
@@ -142,14 +65,19 @@ class Sender:
             self._newest = ((incarnation, policy_version), snapshot.cut(self._bucket_bytes))
 
     def begin(self, request: TransferRequest) -> Transfer:
+        with self._lock:
+            newest = self._newest
+        if newest is None:
+            raise WeightsError("the learner has no weights to send yet")
+        return self.begin_with(request, newest[1], order=newest[0])
+
+    def begin_with(self, request: TransferRequest, snapshot: Snapshot, *, order: tuple[int, int]) -> Transfer:
+        """A transfer of these buckets, whatever is the newest."""
         if request.num_ranks > _MAX_RANKS:
             raise WeightsError(
                 f"engine {request.engine} says it has {request.num_ranks:,} ranks, at most {_MAX_RANKS:,}"
             )
         with self._lock:
-            if self._newest is None:
-                raise WeightsError("the learner has no weights to send yet")
-            (incarnation, policy_version), snapshot = self._newest
             kind = "nccl" if snapshot.buckets[0].data.is_cuda else "gloo"
             group = before = self._groups.get(request.engine)
             if group is None or group.name != request.group:
@@ -165,7 +93,7 @@ class Sender:
         meeting = CollectiveOffer(
             host=self._host, port=group.port, collective=kind, buckets=tuple(map(_layout, snapshot.buckets))
         )
-        offer = TransferOffer(incarnation=incarnation, policy_version=policy_version, payload=encode(meeting))
+        offer = TransferOffer(incarnation=order[0], policy_version=order[1], payload=encode(meeting))
         return Transfer(offer, group, snapshot if request.has_joined else None)
 
     def forget(self, *, engines: Collection[str]) -> None:
@@ -202,12 +130,13 @@ class Transfer:
         self._group = group
         self._snapshot = snapshot
 
-    def send(self) -> None:
+    def send(self, *, beside_bytes: int = 0) -> None:
+        """See Transfer. ``beside_bytes``: the engine may take so many from others first."""
         try:
             if self._snapshot is None:
                 self._group.join()
             else:
-                self._group.broadcast(self._snapshot)
+                self._group.broadcast(self._snapshot, beside_bytes=beside_bytes)
         except (RuntimeError, WeightsError) as error:
             self._group.give_up()
             raise WeightsError(f"group {self._group.name}: {error}") from error
@@ -254,9 +183,10 @@ class _Group:
         with _left_alone():
             self._collective = dist.ProcessGroupNCCL(keys, 0, self._size, options)
 
-    def broadcast(self, snapshot: Snapshot) -> None:
+    def broadcast(self, snapshot: Snapshot, *, beside_bytes: int) -> None:
         """Blocks until the engine has it all. Raises WeightsError, RuntimeError."""
-        deadline = time.monotonic() + self._seconds + snapshot.num_bytes / _SLOWEST_BYTES_PER_SECOND
+        num_bytes = snapshot.num_bytes + beside_bytes
+        deadline = time.monotonic() + self._seconds + num_bytes / _SLOWEST_BYTES_PER_SECOND
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with _own_stream(snapshot.buckets[0].data):

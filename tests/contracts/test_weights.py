@@ -21,7 +21,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.memory.stores import Objects
 from asyncrl.config import WeightsSection
 from asyncrl.data.tiny_model import make_tiny_model
-from asyncrl.errors import WeightsError
+from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import replace
 from asyncrl.protocols import WeightChannel
 from asyncrl.tensors.snapshot import Snapshot
@@ -30,7 +30,7 @@ from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.objects.channel import ObjectsChannel
 from tests.conftest import BUS_SIZES
 from tests.harness import contract_adapters
-from tests.harness.weights import object_store
+from tests.harness.weights import in_parts, object_store
 
 MODEL_CHARACTERS = "0123456789"
 
@@ -61,6 +61,13 @@ def channel(request: pytest.FixtureRequest, tmp_path: Path, model_path: Path) ->
             yield ObjectsChannel(directory, keep=2, model_path=model_path, objects=objects)
 
 
+@pytest.fixture
+def parts_channel(channel: WeightChannel) -> WeightChannel:
+    if isinstance(channel, ObjectsChannel) and isinstance(channel._objects, Objects):
+        pytest.skip("a store in the memory of one process is no other rank's")
+    return channel
+
+
 def tensors(value: float = 1.0) -> Snapshot:
     return Snapshot.of([("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))])
 
@@ -89,11 +96,22 @@ def test_what_is_read_is_bit_equal_to_what_was_published(channel: WeightChannel)
 
 
 def test_a_version_loads_as_a_hugging_face_model(channel: WeightChannel, model_path: Path) -> None:
+    publish_and_load(channel, model_path, ranks=1)
+
+
+def test_a_version_of_several_ranks_loads_as_a_hugging_face_model(
+    parts_channel: WeightChannel, model_path: Path
+) -> None:
+    publish_and_load(parts_channel, model_path, ranks=3)
+
+
+def publish_and_load(channel: WeightChannel, model_path: Path, *, ranks: int) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
     for version in (1, 2):  # the second takes config and tokenizer from the first
-        weights = channel.publish(Snapshot.of(model.state_dict().items()), incarnation=0, policy_version=version)
+        exported = in_parts(model.state_dict().items(), ranks)
+        weights = channel.publish(exported, incarnation=0, policy_version=version)
     folder = channel.verify(weights)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.lm_head.weight.equal(model.lm_head.weight)
@@ -125,6 +143,55 @@ def test_a_torn_write_is_never_visible(files_channel: FilesChannel, monkeypatch:
     assert files_channel.verify(first)
     files_channel.publish(tensors(), incarnation=0, policy_version=2)  # the next one removes what was left
     assert {path.name for path in files_channel._directory.iterdir()} == {"0-0", "0-2"}
+
+
+def test_a_version_of_which_a_part_is_missing_is_none(parts_channel: WeightChannel) -> None:
+    """A rank dies: nobody hears of that version, nor finds it, and the one before stays."""
+    channel = parts_channel
+    given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
+    first = channel.publish(in_parts(given), incarnation=0, policy_version=1)
+    with pytest.raises(BackendError, match="rank 1 is gone"):
+        channel.publish(in_parts(given, dies=True), incarnation=0, policy_version=2)
+    with pytest.raises(WeightsError, match="not found"):
+        channel.verify(replace(first, policy_version=2, uri=first.uri.replace("0-1", "0-2")))
+    channel.verify(first)
+    again = channel.publish(in_parts(given), incarnation=1, policy_version=1)
+    assert again.sha256 == first.sha256
+    folder = channel.verify(again)
+    assert sorted(path.name for path in folder.glob("*safetensors*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+def test_adapters_of_several_ranks_are_one_file(files_channel: FilesChannel) -> None:
+    """They are small, and whoever loads adapters looks for one file of their name."""
+    layer = "base_model.model.model.layers.0.self_attn"
+    names = [f"{layer}.{name}_proj.lora_{side}.weight" for name in "qv" for side in "AB"]
+    exported = in_parts((name, torch.ones(2, 4)) for name in names)
+    weights = files_channel.publish(exported, incarnation=0, policy_version=1)
+    folder = files_channel.verify(weights)
+    assert {path.name for path in folder.glob("*.safetensors*")} == {"adapter_model.safetensors"}
+    assert safetensors.torch.load_file(folder / "adapter_model.safetensors").keys() == set(names)
+    assert (folder / "adapter_config.json").exists()
+
+
+def test_a_part_that_is_not_the_announced_one_is_refused(files_channel: FilesChannel) -> None:
+    weights = files_channel.publish(
+        in_parts([("b", torch.zeros(3)), ("a", torch.ones(2))]), incarnation=0, policy_version=1
+    )
+    part = Path(weights.uri) / "model-00002-of-00002.safetensors"
+    data = part.read_bytes()
+    part.write_bytes(data[:-1] + b"x")
+    with pytest.raises(WeightsError, match=r"00002\.safetensors: sha256"):
+        files_channel.verify(weights)
+    part.write_bytes(data)
+    assert files_channel.verify(weights)
+    index = Path(weights.uri) / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("00002-of", "00001-of"))
+    with pytest.raises(WeightsError, match=r"index\.json: sha256"):
+        files_channel.verify(weights)
 
 
 def test_a_version_of_a_resumed_run_is_read_though_its_number_is_lower(channel: WeightChannel) -> None:
@@ -239,7 +306,7 @@ def test_an_open_reader_keeps_its_bytes_when_the_version_is_collected(files_chan
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from asyncrl.errors import WeightsError
+from asyncrl.errors import BackendError, WeightsError
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights.files import FilesChannel
 directory, model_path, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -285,6 +352,15 @@ def test_files_of_the_newest_version_that_somebody_removes_are_written_again(
     newer = files_channel.publish(tensors(3.0), incarnation=0, policy_version=3)
     assert (files_channel.verify(newer) / "config.json").exists()
     assert "0-3" in visible(files_channel)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json"])
+def test_a_part_that_somebody_removes_is_written_again(files_channel: FilesChannel, name: str) -> None:
+    given = [("b", torch.zeros(3)), ("a", torch.ones(2))]
+    weights = files_channel.publish(in_parts(given), incarnation=0, policy_version=2)
+    (Path(weights.uri) / name).unlink()
+    assert files_channel.restore() == weights
+    assert files_channel.verify(weights) == Path(weights.uri)
 
 
 def test_weights_that_somebody_cut_cannot_be_written_again_and_that_is_said_once(files_channel: FilesChannel) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ranks
 from asyncrl.policies.corrections.diagnostics import Sums
 from asyncrl.protocols import Backend
+from asyncrl.tensors.parts import on_every_part
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import contract_adapters
 
 LAYOUTS = {
@@ -217,8 +220,25 @@ def expected_logprobs(model: Any, tokens: NDArray[np.int32], *, temperature: flo
     return np.concatenate([[0.0], rest.numpy()]).astype(np.float32)
 
 
+class PartBytes(PartWorker):
+    """A part as the bytes of a safetensors file."""
+
+    def __call__(self, snapshot: Snapshot, order: bytes) -> bytes:
+        return safetensors.torch.save(dict(snapshot.tensors()))
+
+
+def parts(exported: Snapshot) -> list[dict[str, torch.Tensor]]:
+    """The tensors of every rank's part, our own first."""
+    answers = on_every_part(exported, PartBytes(), [b""] * (1 + len(exported.others)))
+    return [safetensors.torch.load(answer) for answer in answers]
+
+
 def weights(backend: Backend) -> dict[str, torch.Tensor]:
-    return dict(backend.export().tensors())
+    """Of the whole model: no tensor is in two parts."""
+    found = parts(backend.export())
+    whole = {name: tensor for part in found for name, tensor in part.items()}
+    assert len(whole) == sum(map(len, found))
+    return whole
 
 
 def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:

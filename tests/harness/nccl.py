@@ -20,7 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from asyncrl.messages.weight_transfer import BucketLayout, TransferOffer, TransferRequest
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
+from asyncrl.weights.collective import group_of_part
 from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.transfers import collective_of
 
 PATIENCE = 30.0
@@ -31,20 +33,20 @@ def serve_engine(orders: Connection, device: str) -> None:
     """A process: makes its end of a group and takes buckets as it is told."""
     if device != "cpu":
         torch.cuda.set_device(device)
-    group: Any = None
+    groups: dict[str, Any] = {}
     while True:
-        kind, *arguments = orders.recv()
+        kind, name, *arguments = orders.recv()
         try:
             if kind == "join":
-                group = join_group(*arguments)
+                groups[name] = join_group(name, *arguments)
                 orders.send(b"joined")
             else:
-                orders.send(take_bucket(group, *arguments, device=device))
+                orders.send(take_bucket(groups[name], *arguments, device=device))
         except RuntimeError as error:
             orders.send(error)
 
 
-def join_group(host: str, port: int, name: str, collective: str) -> Any:
+def join_group(name: str, host: str, port: int, collective: str) -> Any:
     """As an SGLang scheduler does it, rank 1 of 2."""
     limit = timedelta(seconds=PATIENCE)
     store, rank, size = next(dist.rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=limit))
@@ -90,26 +92,38 @@ class Peer:
         return replace(self.request, has_joined=True)
 
     def join(self, offer: TransferOffer) -> Future[bytes]:
-        found = collective_of(offer)
-        return self._told("join", found.host, found.port, self.request.group, found.collective)
+        """Every rank of the learner that has a part, one after the other."""
+        own = collective_of(offer)
+        return [
+            self._told("join", self._group(number), found.host, found.port, found.collective)
+            for number, found in enumerate((own, *own.others))
+        ][-1]
 
-    def take(self, layout: BucketLayout) -> Future[bytes]:
-        return self._told("take", layout)
+    def take(self, layout: BucketLayout, *, part: int = 0) -> Future[bytes]:
+        return self._told("take", self._group(part), layout)
 
-    def meet(self, sender: Sender) -> None:
+    def meet(self, sender: Sender | ModelSender) -> None:
         transfer = sender.begin(self.request)
         joining = self.join(transfer.offer)
         transfer.send()
         joining.result(PATIENCE)
 
-    def receive(self, sender: Sender) -> list[bytes]:
+    def receive(self, sender: Sender | ModelSender) -> list[bytes]:
         """The bytes of every bucket."""
         transfer = sender.begin(self.joined)
+        own = collective_of(transfer.offer)
         with ThreadPoolExecutor(1) as thread:
             sending = thread.submit(transfer.send)
-            buckets = [self.take(layout).result(PATIENCE) for layout in collective_of(transfer.offer).buckets]
+            buckets = [
+                self.take(layout, part=number).result(PATIENCE)
+                for number, part in enumerate((own, *own.others))
+                for layout in part.buckets
+            ]
             sending.result(PATIENCE)
         return buckets
+
+    def _group(self, part: int) -> str:
+        return group_of_part(self.request.group, part)
 
     def kill(self) -> None:
         self._process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,45 @@ import torch
 
 from asyncrl.actors.learner.weight_sender import WeightSender
 from asyncrl.actors.rollout.weight_follower import WeightFollower
-from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.layout import Layout
 from asyncrl.bus.jetstream.objects import JetStreamObjects
+from asyncrl.bus.jetstream.objects_elsewhere import objects_of
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
-from asyncrl.errors import WeightsError
+from asyncrl.errors import BackendError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.protocols import LoadReport
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from tests.harness import fakes
 
 SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])
 TORN = (-1, -1)
+
+
+class OtherRank:
+    """A part that another rank holds. ``dies``: after it has written half of what it was to write."""
+
+    def __init__(self, snapshot: Snapshot, *, rank: int = 1, dies: bool = False) -> None:
+        self.rank, self.dies = rank, dies
+        self.snapshot = snapshot
+        self._workers: dict[type[PartWorker], PartWorker] = {}
+
+    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+        if self.dies:
+            raise BackendError(f"learner rank {self.rank} is gone, and its part of the weights")
+        made = self._workers.setdefault(worker, worker())
+        return made(self.snapshot, order)
+
+
+def in_parts(tensors: Iterable[tuple[str, torch.Tensor]], count: int = 2, *, dies: bool = False) -> Snapshot:
+    """Dealt to ``count`` ranks, of which ours is the first."""
+    given = list(tensors)
+    own, *others = (Snapshot.of(given[number::count]) for number in range(count))
+    ranks = (OtherRank(one, rank=number + 1, dies=dies) for number, one in enumerate(others))
+    return replace(own, others=tuple(ranks))
 
 
 class Sender:
@@ -125,14 +148,8 @@ class Engine(fakes.Engine):
 def object_store(server: EmbeddedServer, run: str = "") -> JetStreamObjects:
     """Of a run of its own; close it."""
 
-    async def dial() -> Connection:
-        connection = Connection(server.url)
-        options = Credentials(token=server.token).options()
-        await connection.open(server.url, options=options, inbox="_INBOX.objects", seconds=10)
-        return connection
-
     layout = Layout(run=run or uuid.uuid4().hex[:8], max_prompts=1, max_log_bytes=1, ack_seconds=1.0, storage="memory")
-    return JetStreamObjects(dial, layout)
+    return objects_of(server.url, layout, access=Credentials(token=server.token), connect_seconds=10)
 
 
 async def announce(bus: MemoryBus, version: int, *, folder: bool, incarnation: int = 0, num_engines: int = 0) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from asyncrl.backends.adapter import BackendAdapter, constructor_arguments
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.megatron import joined_ranks, torchrun
 from asyncrl.backends.megatron.followers import ChildRanks, Followers
+from asyncrl.backends.megatron.held_parts import RemotePart
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
-from asyncrl.backends.megatron.refusals import require_quantizable, require_trainable
+from asyncrl.backends.megatron.refusals import require_quantizable, require_tensors_of_engines, require_trainable
 from asyncrl.backends.models import POLICY, AuxiliaryModel
 from asyncrl.backends.optimizer_settings import OptimizerSettings
 from asyncrl.errors import AsyncRLError, BackendError, ConfigError, StepFailed
@@ -174,6 +176,8 @@ class MegatronBackend(BackendAdapter):
         self._shape: ModelShape | None = None
         self._followers: Followers | None = None
         self._own: MegatronRank | None = None
+        self._exports = 0
+        self._parts: weakref.WeakSet[RemotePart] = weakref.WeakSet()  # that somebody still has
 
     def start(self) -> None:
         if dist.is_initialized():
@@ -185,6 +189,7 @@ class MegatronBackend(BackendAdapter):
             for name, model in self._job.models.items()
         }
         self._shape = shapes[POLICY]
+        require_tensors_of_engines(self._job.models[POLICY].path, self._shape)
         timeout = timedelta(seconds=self._timeout_seconds)
         store = dist.TCPStore(_HOST, 0, None, True, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         places = [
@@ -279,11 +284,15 @@ class MegatronBackend(BackendAdapter):
         ]
 
     def export(self) -> Snapshot:
-        commands = [
-            Command(name="export") if self._layout.is_exporter(rank) else None for rank in range(self._layout.ranks)
-        ]
-        snapshot: Snapshot = self._together(commands)
-        return snapshot
+        self._exports += 1
+        held = tuple(sorted({part.export for part in self._parts}))
+        exporters = [rank for rank in range(self._layout.ranks) if self._layout.is_exporter(rank)]
+        command = Command(name="export", export=self._exports, held=held)
+        own: Snapshot = self._together([command if rank in exporters else None for rank in range(self._layout.ranks)])
+        links = self._followers.parts if self._followers else {}
+        others = tuple(RemotePart(links[rank], self._exports) for rank in exporters[1:])
+        self._parts.update(others)
+        return dataclasses.replace(own, others=others)
 
     def save(self, folder: Path) -> None:
         self.begin_save(folder)

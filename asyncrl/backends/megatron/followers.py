@@ -1,7 +1,8 @@
 """Processes of a Megatron learner: rank 0 leads, the others follow.
 
 A command is a message, encoded by our codec, on each follower's channel; all ranks then meet in Megatron's collectives.
-Scores come back over the channels, from the ranks that have them. A follower exits when its channel closes.
+Scores come back over the channels, from the ranks that have them. A follower exits when its channel closes. What is to
+be done with its part of the weights comes over a second one, beside what it trains (held_parts.py).
 
 The leader starts its followers itself (ChildRanks): their channels are pipes, they exit when their parent dies, and on
 a CPU they are forked from a server that has imported Megatron once. The leader detects a dead one while waiting for it
@@ -17,11 +18,14 @@ import multiprocessing.connection
 import multiprocessing.process
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
 
+from asyncrl.backends.megatron.channel import Channel
+from asyncrl.backends.megatron.held_parts import HeldParts, PartLink
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.messages import codec
@@ -35,29 +39,23 @@ _GOODBYE_SECONDS = 5.0
 class Rank(Protocol):
     """Implemented by rank.MegatronRank."""
 
+    @property
+    def parts(self) -> HeldParts: ...
+
     def obey(self, command: Command) -> object: ...
 
     def close(self) -> None: ...
 
 
-class Channel(Protocol):
-    """A pipe's end, or tcp_link.TcpLink."""
-
-    def send_bytes(self, data: bytes, /) -> None:
-        """Raises OSError."""
-
-    def recv_bytes(self) -> bytes:
-        """Raises EOFError or OSError."""
-        ...
-
-    def poll(self, timeout: float, /) -> bool: ...
-
-
 class Followers:
     """Ranks 1 and up, as seen by the leader."""
 
-    def __init__(self, links: Sequence[tuple[Place, Channel]]) -> None:
+    def __init__(self, links: Sequence[tuple[Place, Channel]], parts: Sequence[Channel]) -> None:
+        """links: for commands.  parts: of the same ranks, for what is done with their parts of the weights"""
         self._links = list(links)
+        self.parts = {
+            place.rank: PartLink(place.rank, channel) for (place, _), channel in zip(links, parts, strict=True)
+        }
 
     def wait_until_ready(self) -> None:
         """Wait until every follower has finished its imports and is about to join. Raises BackendError."""
@@ -113,6 +111,7 @@ class ChildRanks(Followers):
 
     def __init__(self, job: Job, places: Sequence[Place]) -> None:
         self._pipes: list[Connection] = []
+        self._parts: list[Connection] = []
         self._processes: list[tuple[Place, multiprocessing.process.BaseProcess]] = []
         context: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         if job.device == "cpu":
@@ -120,15 +119,17 @@ class ChildRanks(Followers):
             # To read a config imports transformers' models, and with them torch's compiler: here it is once for all.
             context.set_forkserver_preload(["asyncrl.backends.megatron.rank", "transformers.models.auto.modeling_auto"])
         for place in places:
-            ours, theirs = context.Pipe()
+            (ours, theirs), (our_parts, their_parts) = context.Pipe(), context.Pipe()
             process = context.Process(
-                target=follow, args=(job, place, theirs), name=f"learner-rank-{place.rank}", daemon=True
+                target=follow, args=(job, place, theirs, their_parts), name=f"learner-rank-{place.rank}", daemon=True
             )
             process.start()
             theirs.close()
+            their_parts.close()
             self._pipes.append(ours)
+            self._parts.append(our_parts)
             self._processes.append((place, process))
-        super().__init__(list(zip(places, self._pipes, strict=True)))
+        super().__init__(list(zip(places, self._pipes, strict=True)), self._parts)
 
     def obituary(self) -> str:
         multiprocessing.connection.wait([process.sentinel for _, process in self._processes], 1.0)
@@ -151,11 +152,13 @@ class ChildRanks(Followers):
                 process.kill()
                 process.join()
             process.close()
+        for channel in self._parts:
+            channel.close()
         self._links.clear()
         self._processes.clear()
 
 
-def follow(job: Job, place: Place, connection: Connection) -> None:
+def follow(job: Job, place: Place, connection: Connection, parts: Connection) -> None:
     """Main function of a child rank: runs commands from its pipe until the leader closes it."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C and stops us
@@ -163,12 +166,13 @@ def follow(job: Job, place: Place, connection: Connection) -> None:
 
     connection.send_bytes(b"ready")
     rank: Rank = MegatronRank(job, place)
-    obey(rank, connection)
+    obey(rank, connection, parts)
     rank.close()
 
 
-def obey(rank: Rank, channel: Channel) -> bool:
+def obey(rank: Rank, channel: Channel, parts: Channel) -> bool:
     """Run commands from the channel until it closes; whether the leader said goodbye before."""
+    threading.Thread(target=rank.parts.serve, args=(parts,), name="weights-parts", daemon=True).start()
     while True:
         try:
             data = channel.recv_bytes()

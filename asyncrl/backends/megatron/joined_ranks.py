@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.backends.megatron.followers import GOODBYE, Followers, Rank, obey
+from asyncrl.backends.megatron.held_parts import HeldParts
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place
 from asyncrl.backends.megatron.tcp_link import HUNG_SECONDS, TcpLink, receive, send
 from asyncrl.backends.megatron.torchrun import Seat
@@ -76,7 +77,7 @@ class JoinedRanks(Followers):
     ) -> None:
         """end: ends this process with an exit code"""
         members = [joined[rank] for rank in sorted(joined)]
-        super().__init__([(place, link) for place, _, link in members])
+        super().__init__([(place, link) for place, _, link in members], [link.parts for _, _, link in members])
         self._members = [(_name(hello), link) for _, hello, link in members]
         self._end = end
         self._lost: list[str] = []
@@ -216,7 +217,7 @@ def serve(job: Job, seat: Seat, common: Mapping[str, str], *, timeout_seconds: f
     try:
         link.send_bytes(b"ready")
         rank: Rank = MegatronRank(job, place)
-        if obey(HeardRank(rank, link, patience=timeout_seconds), link):
+        if obey(HeardRank(rank, link, patience=timeout_seconds), link, link.parts):
             is_over.set()
     except Exception:
         # Another rank may be what is gone: then the learner hears of that one first, and not of us.
@@ -234,6 +235,10 @@ class HeardRank:
     def __init__(self, rank: Rank, link: TcpLink, *, patience: float) -> None:
         self._rank, self._link, self._patience = rank, link, patience
         link.may_be_silent(HUNG_SECONDS)
+
+    @property
+    def parts(self) -> HeldParts:
+        return self._rank.parts
 
     def obey(self, command: Command) -> object:
         if command.name in ("step", "rehearse", "score"):

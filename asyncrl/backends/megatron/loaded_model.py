@@ -5,7 +5,6 @@ Tests: tests/contracts/test_backend.py and tests/contracts/test_backend_models.p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,12 +20,12 @@ from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.mixture import biases
 from asyncrl.backends.megatron.model import PackedGPT, build_stages
 from asyncrl.backends.megatron.passes import Passes
-from asyncrl.backends.megatron.process_groups import expert_group, gathered, pipeline_group, tensor_parallel_group
+from asyncrl.backends.megatron.process_groups import pipeline_group, tensor_parallel_group
 from asyncrl.backends.megatron.rank_commands import Job, Scores
 from asyncrl.backends.megatron.row_part import RowPart
 from asyncrl.backends.optimizer_settings import Lora
 from asyncrl.backends.weight_map import Mapping, weight_map
-from asyncrl.errors import BackendError
+from asyncrl.errors import BackendError, ConfigError
 from asyncrl.policies.algorithms.objective import ValueInputs
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
@@ -49,7 +48,6 @@ class LoadedModel:
         self._device, self._dtype = device, job.torch_dtype
         self._tensor_parallel = tensor_parallel_group()
         self._pipeline = pipeline_group()
-        self._experts = expert_group()
         self._first_of_stage = self._pipeline.rank() * (job.layout.ranks // job.layout.pipeline)
         self._shape = huggingface.read_shape(self._model.path, where=self._where)
         self._stages = build_stages(job, self._shape, device, head=self._model.head)
@@ -60,7 +58,6 @@ class LoadedModel:
         for stage in self._stages:
             stage.requires_grad_(self._model.is_trained)
             self._name_parameters(stage)
-        self._held = self._held_by_stages()
         if (settings := self._model.optimizer) is not None:
             for name, entry in self._maps.items():  # of several tensors in one parameter all are trained, or none
                 is_free = is_trained(entry.huggingface[0], freeze=settings.freeze, train_only=settings.train_only)
@@ -93,15 +90,6 @@ class LoadedModel:
                 in_model = _in_model(made.megatron, stage.part.layers.start)
                 self._parameters[in_model], self._maps[in_model] = parameter, made
 
-    def _held_by_stages(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """Of each stage its parameters' names, and their shapes and types on a rank."""
-        own = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in self._parameters.items()}
-        held = gathered(json.dumps(own).encode(), self._pipeline, self._device)
-        return [
-            {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in json.loads(stage).items()}
-            for stage in held
-        ]
-
     @torch.no_grad()
     def _load_weights(self) -> None:
         """Load the Hugging Face folder's weights into every parameter except a value head."""
@@ -116,9 +104,18 @@ class LoadedModel:
                 else:
                     parts = [read(tensor) for tensor in entry.huggingface]
                     shards = weight_cuts.fuse(parts, entry.cut, self._shape, tensor_parallel=ranks)
+                    self._require_shape(entry, shards[rank], parameter)
                     parameter.copy_(shards[rank])
                 # The gradient norm counts replicated parameters once; older Megatron marks only those it initialises.
                 parameter.tensor_model_parallel = not entry.is_replicated
+
+    def _require_shape(self, entry: Mapping, found: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Raises ConfigError: copy_ would spread a smaller one."""
+        if parameter.shape != found.shape:
+            raise ConfigError(
+                f"{self._where}: {self._model.path}: {entry.huggingface[0]} makes {list(found.shape)} here, and by "
+                f"config.json it is {list(parameter.shape)}"
+            )
 
     @torch.no_grad()
     def score(self, share: Sequence[MicroBatch]) -> Scores:
@@ -172,62 +169,73 @@ class LoadedModel:
         """The objective's inputs, from ``_outputs``."""
         return row.row.value_inputs(*outputs) if self._model.head == "values" else row.row.loss_inputs(*outputs)
 
-    def export(self) -> Snapshot | None:
-        """See Backend. The first rank gathers the model; other exporters return None."""
-        snapshot = Snapshot.of(fp8.quantized(self.exported()) if self._is_fp8 else self.exported())
-        return snapshot if snapshot.buckets else None
+    def export(self) -> Snapshot:
+        """See Backend: this rank's part. Beside the copy, a bucket of gathered tensors is held, and one parameter."""
+        return Snapshot.of(fp8.quantized(self.exported()) if self._is_fp8 else self.exported())
 
     @torch.no_grad()
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor in the folder's type) of what this rank exports, one parameter after the other."""
-        for entry in self._exported_maps():
-            shards = self._sent_to_the_first_stage(entry)
+        """(Hugging Face name, tensor in the folder's type) of what this rank exports, one parameter after the other.
+
+        Every parameter of a stage is exported by one of its ranks: experts by the one that has them, the others by the
+        one that ``_exporters`` names, which gathers them from its tensor-parallel ranks. No stage hears of another.
+        """
+        exporters = self._exporters()
+        for name, entry in self._maps.items():
+            shards = self._gathered(entry, name, exporters.get(name, -1))
             if shards:
                 dtype = torch.float32 if entry.is_bias_of_choice else self._shape.dtype
                 tensors = weight_cuts.unfuse(shards, entry.cut, self._shape)
-                yield from ((name, one.to(dtype)) for name, one in zip(entry.huggingface, tensors, strict=True))
+                del shards
+                yield from ((theirs, one.to(dtype)) for theirs, one in zip(entry.huggingface, tensors, strict=True))
 
-    def _exported_maps(self) -> list[Mapping]:
-        """What an export has, of the whole model."""
-        maps = weight_map(self._shape, head=self._model.head)
-        if self._lora is None or self._lora.is_merged:
-            return maps
-        return [entry for entry in lora.with_adapters(maps, self._lora) if entry.is_adapter]
+    def _exporters(self) -> dict[str, int]:
+        """By parameter which rank of the stage exports it: of those that can, the one with the fewest bytes by then.
 
-    def _own_shard(self, entry: Mapping) -> torch.Tensor:
-        """This rank's part of what is exported."""
-        parameter = self._parameters[entry.megatron].detach()
+        Of experts these are the ranks that hold the same ones as this rank; others deal theirs alike.
+        """
+        tensor_parallel, experts = self._tensor_parallel.size(), self._layout.expert
+        own = self._rank - self._first_of_stage
+        loads = [0] * self._layout.exporters_of_stage
+        gathering = range(len(loads) - len(loads) % tensor_parallel)  # ranks all of whose peers export, too
+        maps = {name: entry for name, entry in self._maps.items() if self._is_exported(entry)}
+        found: dict[str, int] = {}
+        for name, entry in sorted(maps.items(), key=lambda one: not one[1].is_of_experts):  # experts have less choice
+            num_bytes = self._parameters[name].nbytes
+            if entry.is_of_experts:
+                first = min(range(0, len(loads) - experts + 1, experts), key=loads.__getitem__)
+                found[name] = first + own % experts
+                for rank in range(first, first + experts):
+                    loads[rank] += num_bytes
+            else:
+                rank = found[name] = min(gathering, key=loads.__getitem__)
+                loads[rank] += num_bytes * (1 if entry.is_replicated else tensor_parallel)
+        return found
+
+    def _is_exported(self, entry: Mapping) -> bool:
+        """Adapters alone, or all but them. A tied output layer is the embedding's, on another stage."""
+        has_adapters = self._lora is not None and not self._lora.is_merged
+        return entry.is_adapter == has_adapters and not entry.is_copy_of_embedding
+
+    def _own_shard(self, entry: Mapping, name: str) -> torch.Tensor:
+        """This rank's part of what is exported.  name: of the parameter in the whole model"""
+        parameter = self._parameters[name].detach()
         if entry.is_adapter:  # with its scale, so that a folder needs to know of none
-            return parameter * self._lora.scale if self._lora and entry.megatron.endswith(".up") else parameter
-        adapter = self._adapters.get(entry.megatron)
+            return parameter * self._lora.scale if self._lora and name.endswith(".up") else parameter
+        adapter = self._adapters.get(name)
         return parameter if adapter is None else adapter.merged(parameter)
 
-    def _sent_to_the_first_stage(self, entry: Mapping) -> list[torch.Tensor]:
-        """All shards of a parameter on the first rank; empty on the others."""
-        stage = next(number for number, held in enumerate(self._held) if entry.megatron in held)
-        own = self._pipeline.rank()
-        shards = self._gathered(entry) if stage == own else []
-        if stage == 0 or own not in (0, stage) or self._rank != self._first_of_stage:
-            return shards
-        if own == stage:
-            dist.send(torch.stack(shards), group=self._pipeline, group_dst=0)
+    def _gathered(self, entry: Mapping, name: str, exporter: int) -> list[torch.Tensor]:
+        """All shards of a parameter on the rank of the stage that exports it; empty on the others."""
+        group, own = self._tensor_parallel, self._rank - self._first_of_stage
+        if entry.is_of_experts or entry.is_replicated or group.size() == 1:
+            return [self._own_shard(entry, name)] if own == exporter else []
+        if exporter < 0 or own // group.size() != exporter // group.size():
             return []
-        (size, *rest), dtype = self._held[stage][entry.megatron]
-        count = 1 if entry.is_of_experts or entry.is_replicated else self._tensor_parallel.size()
-        size *= self._layout.expert if entry.is_of_experts else 1
-        received = torch.empty((count, size, *rest), dtype=dtype, device=self._device)
-        dist.recv(received, group=self._pipeline, group_src=stage)
-        return list(received)
-
-    def _gathered(self, entry: Mapping) -> list[torch.Tensor]:
-        """All shards of a parameter on the stage's first rank; empty on the others. Experts are one shard."""
-        shard = self._own_shard(entry)
-        group = self._experts if entry.is_of_experts else self._tensor_parallel
-        if group.size() == 1 or entry.is_replicated or dist.get_process_group_ranks(group)[0] != self._first_of_stage:
-            return [shard] if self._rank == self._first_of_stage else []
-        shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
-        dist.gather(shard, shards or None, group=group, group_dst=0)
-        return [torch.cat(shards)] if shards and entry.is_of_experts else shards
+        shard = self._own_shard(entry, name).contiguous()
+        shards = [torch.empty_like(shard) for _ in range(group.size())] if own == exporter else []
+        dist.gather(shard, shards or None, group=group, group_dst=exporter % group.size())
+        return shards
 
 
 def _in_model(name: str, first_layer: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
 from asyncrl.backends.megatron import cpu_shim
@@ -59,12 +58,6 @@ def context_parallel_group() -> dist.ProcessGroup:
     return group
 
 
-def expert_group() -> dist.ProcessGroup:
-    """The ranks that share the experts of every layer."""
-    group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
-    return group
-
-
 def expert_replicas_group() -> dist.ProcessGroup:
     """The ranks that hold the same experts."""
     group: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
@@ -75,14 +68,3 @@ def pipeline_group() -> dist.ProcessGroup:
     """The ranks that share the layers of one copy of the model."""
     group: dist.ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
     return group
-
-
-def gathered(own: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """What every rank of the group says, in their order. (all_gather_object would unpickle it.)"""
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded, group=group)
-    return [bytes(one[: int(size)].tolist()) for one, size in zip(received, sizes, strict=True)]

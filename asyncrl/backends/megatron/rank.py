@@ -20,12 +20,14 @@ from asyncrl.backends import models
 from asyncrl.backends.megatron import cpu_shim, process_groups
 from asyncrl.backends.megatron.agreement import Agreement
 from asyncrl.backends.megatron.background_save import BackgroundSave, complete
+from asyncrl.backends.megatron.held_parts import HeldParts
 from asyncrl.backends.megatron.loaded_model import LoadedModel
 from asyncrl.backends.megatron.log_filter import quiet, quiet_logs
 from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepResult
+from asyncrl.tensors.snapshot import Snapshot
 
 log = logging.getLogger("asyncrl.learner")
 
@@ -40,6 +42,7 @@ class MegatronRank:
         if job.threads:
             torch.set_num_threads(job.threads)
         self._is_leader = place.rank == 0
+        self.parts = HeldParts()
         self._is_scorer = place.rank in job.layout.scorers
         self._device = device = _device(job.device, place)
         cpu_shim.use_device(device)
@@ -64,7 +67,7 @@ class MegatronRank:
         if command.name == "score":
             return self._loaded[command.model].score(command.micro_batches)
         if command.name == "export":
-            return self._loaded[command.model].export()
+            return self._export(command)
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
         if command.name == "saved":
             return self._saved(folders, wait=command.waits)
@@ -84,6 +87,14 @@ class MegatronRank:
         if not command.has_recorded or not self._is_scorer:
             return None
         return Scores(documents=tuple(result.tokens), rows=tuple(result.tokens.values()))
+
+    def _export(self, command: Command) -> Snapshot:
+        """This rank's part. A follower's stays here."""
+        self.parts.forget(but=command.held)
+        part = self._loaded[command.model].export()
+        if not self._is_leader:
+            self.parts.hold(command.export, part)
+        return part
 
     def _save(self, trained: Mapping[str, TrainedModel], folders: Mapping[str, Path]) -> None:
         """Copy what is to be saved; it is written while other commands are obeyed, until ``_saved`` says so."""

@@ -67,6 +67,10 @@ class Command:
     learning_rate: float = 0.0
     folder: str = ""
     waits: bool = False
+    export: int = 0
+    """Number of an export."""
+    held: tuple[int, ...] = ()
+    """Earlier exports whose parts are still needed."""
 
     @property
     def has_recorded(self) -> bool:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from asyncrl.backends import huggingface, weight_cuts
 from asyncrl.backends.families.shape import ModelShape
-from asyncrl.errors import ConfigError
+from asyncrl.backends.weight_map import weight_map
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.protocols.adapter import Layout
 from asyncrl.tensors import fp8
+from asyncrl.tensors.model_tensors import check_layout, read_shapes, trained_shapes
 
 _UNEVEN: Final = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 """Fields of Megatron's that make stages of different lengths; it checks them itself."""
@@ -50,6 +53,19 @@ def require_quantizable(shape: ModelShape) -> None:
             raise ConfigError(
                 f'weights.quantization: "fp8" has blocks of {fp8.BLOCK} numbers, and {name} is {size}; remove it'
             )
+
+
+def require_tensors_of_engines(folder: Path, shape: ModelShape) -> None:
+    """Engines load exactly the tensors of the model's folder. Raises ConfigError unless the learner exports these."""
+    named = {name for entry in weight_map(shape) for name in entry.huggingface}
+    try:
+        shapes = read_shapes(folder)
+        expected = trained_shapes(shapes, json.loads((folder / "config.json").read_text()))
+        found = {name: expected.get(name, ()) for name in named}
+        optional = frozenset({"lm_head.weight"}) if shape.is_tied else frozenset()
+        check_layout(found, expected=expected, optional=optional, where="what the learner exports")
+    except (OSError, ValueError, WeightsError) as error:
+        raise ConfigError(f"model.path: {folder}: engines load other tensors than are trained: {error}") from None
 
 
 def _require_experts(shape: ModelShape, layout: Layout, whose: str) -> None:

@@ -1,4 +1,4 @@
-"""Messages between two ranks over TCP. Either end knows within seconds that the other is gone, however it went.
+"""Messages between two ranks over TCP, in two lanes. Either end knows within seconds that the other is gone, however.
 
 A process that ends closes its connection; a machine that vanishes leaves keep-alives unanswered, which the kernel sends
 and counts: a process that computes, imports, or waits in a collective need not do anything for it. A process that is
@@ -26,39 +26,17 @@ _SIGN: Final = 1 << 63
 """In the place of a size: no message follows, the other end is there. The other bits are how many seconds it may not be
 heard."""
 
+_PARTS: Final = 1 << 62
+"""Added to the size of a message of the second lane."""
 
-class TcpLink:
-    """Whole messages, taken as they come, so that no buffer fills while somebody computes.
 
-    ``gone`` is set once the other end has closed, does not answer, or is silent; ``problem`` says which.
-    """
+class _Inbox:
+    """Messages of one lane that nobody has read yet; there will be no other ones once it is ``gone``."""
 
-    def __init__(self, connection: socket.socket, *, patience: float, tick_seconds: float = TICK_SECONDS) -> None:
-        """patience: seconds for which the other end may not be heard, until it says another number"""
+    def __init__(self) -> None:
         self.gone = threading.Event()
-        self.problem = "its connection has ended"
-        self._socket = connection
-        self._socket.settimeout(None)
-        _keep_alive(connection)
-        self._patience, self._tick_seconds = patience, tick_seconds
-        self._silence = 0.0
-        self._sending = threading.Lock()
-        self._may_be_silent = int(patience)
         self._taken = threading.Condition()
         self._messages: deque[bytes] = deque()
-        for work in (self._take, self._watch):
-            threading.Thread(target=work, name="rank-link", daemon=True).start()
-
-    def send_bytes(self, data: bytes) -> None:
-        """Raises OSError."""
-        with self._sending:
-            send(self._socket, data)
-
-    def may_be_silent(self, seconds: float) -> None:
-        """From now on the other end is to wait so long before it takes us for hung."""
-        self._may_be_silent = int(seconds)
-        with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Whether there is a message, or will never be another one, within ``timeout`` seconds."""
@@ -73,6 +51,61 @@ class TcpLink:
                 raise EOFError
             return self._messages.popleft()
 
+    def put(self, message: bytes) -> None:
+        with self._taken:
+            self._messages.append(message)
+            self._taken.notify_all()
+
+    def end(self) -> None:
+        with self._taken:
+            self.gone.set()
+            self._taken.notify_all()
+
+
+class _SecondLane(_Inbox):
+    """For what is not to wait behind commands."""
+
+    def __init__(self, send_bytes: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self.send_bytes = send_bytes
+
+
+class TcpLink(_Inbox):
+    """Whole messages, taken as they come, so that no buffer fills while somebody computes. ``parts``: the second lane.
+
+    ``gone`` is set once the other end has closed, does not answer, or is silent; ``problem`` says which.
+    """
+
+    def __init__(self, connection: socket.socket, *, patience: float, tick_seconds: float = TICK_SECONDS) -> None:
+        """patience: seconds for which the other end may not be heard, until it says another number"""
+        super().__init__()
+        self.parts = _SecondLane(self._send_parts)
+        self.problem = "its connection has ended"
+        self._socket = connection
+        self._socket.settimeout(None)
+        _keep_alive(connection)
+        self._patience, self._tick_seconds = patience, tick_seconds
+        self._silence = 0.0
+        self._sending = threading.Lock()
+        self._may_be_silent = int(patience)
+        for work in (self._take, self._watch):
+            threading.Thread(target=work, name="rank-link", daemon=True).start()
+
+    def send_bytes(self, data: bytes) -> None:
+        """Raises OSError."""
+        with self._sending:
+            send(self._socket, data)
+
+    def _send_parts(self, data: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(_HEAD.pack(_PARTS | len(data)) + data)
+
+    def may_be_silent(self, seconds: float) -> None:
+        """From now on the other end is to wait so long before it takes us for hung."""
+        self._may_be_silent = int(seconds)
+        with contextlib.suppress(OSError), self._sending:
+            self._socket.sendall(_HEAD.pack(_SIGN | self._may_be_silent))
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
@@ -85,15 +118,12 @@ class TcpLink:
                 if size & _SIGN:
                     self._patience = size ^ _SIGN
                     continue
-                message = _exactly(self._socket, size, self._heard)
+                message = _exactly(self._socket, size & ~_PARTS, self._heard)
             except OSError:
                 break
-            with self._taken:
-                self._messages.append(message)
-                self._taken.notify_all()
-        with self._taken:
-            self.gone.set()
-            self._taken.notify_all()
+            (self.parts if size & _PARTS else self).put(message)
+        self.parts.end()
+        self.end()
 
     def _heard(self) -> None:
         self._silence = 0.0

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.bus.encoding import Each, Opened, encoded, opened
 from asyncrl.bus.jetstream.connection import Connection
-from asyncrl.bus.jetstream.credentials import Credentials, answers, inbox
+from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
 from asyncrl.bus.jetstream.errors import Refused
 from asyncrl.bus.jetstream.keeper import StreamKeeper
@@ -31,6 +31,7 @@ from asyncrl.bus.jetstream.layout import GONE_SOON, HEADER_BYTES, REMOVED, Layou
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.log_reader import log_state, opened_log, trim_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
+from asyncrl.bus.jetstream.objects_elsewhere import objects_of, open_as
 from asyncrl.bus.jetstream.own_address import address_towards
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
 from asyncrl.bus.jetstream.streams import Streams, batches, subjects
@@ -112,25 +113,10 @@ class JetStreamBus:
 
         takes_part = access.role in ("learner", "rollout-worker")
 
-        async def open_it(it: Connection) -> Connection:
-            try:
-                await it.open(
-                    url,
-                    options=access.options(),
-                    inbox=inbox(access.role, run=run),
-                    answers=answers(access.role, run=run),
-                    seconds=connect_seconds,
-                )
-            except BaseException:
-                await it.close()
-                raise
-            it.awaits_streams = takes_part
-            return it
-
-        objects = JetStreamObjects(lambda: open_it(Connection(url)), layout)
+        objects = objects_of(url, layout, access=access, connect_seconds=connect_seconds)
         bus = cls(connection, layout, access=access, objects=objects, signatures=signatures)
         try:
-            await open_it(connection)
+            await open_as(connection, url, access=access, run=run, seconds=connect_seconds)
             await bus._streams.open((*ALL, Lease.TOPIC))
             if takes_part:
                 await bus._workers.start()

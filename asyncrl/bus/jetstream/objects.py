@@ -46,8 +46,11 @@ _NAME_IN_USE: Final = 10058
 class JetStreamObjects:
     """See ``protocols.ObjectStore``. Connects on first use."""
 
-    def __init__(self, dial: Callable[[], Awaitable[Connection]], layout: Layout) -> None:
-        """``dial``: opens a connection on the awaiting event loop."""
+    def __init__(
+        self, dial: Callable[[], Awaitable[Connection]], layout: Layout, *, elsewhere: tuple[str, bytes] = ("", b"")
+    ) -> None:
+        """``dial``: opens a connection on the awaiting event loop. ``elsewhere``: see ObjectStore."""
+        self.elsewhere = elsewhere
         self._dial, self._layout = dial, layout
         self._bucket, self._stream = layout.objects_bucket, layout.objects_stream
         self._lock = threading.Lock()

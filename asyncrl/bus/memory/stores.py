@@ -220,6 +220,8 @@ class States:
 class Objects:
     """See ``protocols.ObjectStore``."""
 
+    elsewhere = ("", b"")
+
     def __init__(self) -> None:
         self._objects: dict[str, tuple[ObjectInfo, bytes]] = {}
 

@@ -20,11 +20,11 @@ from asyncrl.engines.inprocess.distribution import reshaped
 from asyncrl.engines.inprocess.experts import ExpertRecorder
 from asyncrl.engines.inprocess.kv_cache import ATTENTION, KVCache, attention
 from asyncrl.engines.stopping import StopWatch
-from asyncrl.engines.validation import Shapes
 from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.transformers_lock import LOADING
 
 

@@ -7,10 +7,12 @@ import safetensors.torch
 import torch
 
 from asyncrl.engines.inprocess.decoder import Decoder
-from asyncrl.engines.validation import WEIGHTS_FILE, check_layout, check_weights
+from asyncrl.engines.validation import check_weights
 from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.protocols import Source
+from asyncrl.tensors import weight_files
+from asyncrl.tensors.model_tensors import check_layout
 
 
 def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Tensor]:
@@ -18,7 +20,9 @@ def read_weights(weights: WeightVersion, decoder: Decoder) -> dict[str, torch.Te
     folder = check_weights(weights, expected=decoder.shapes, optional=decoder.optional_names)
     try:
         # Read, not mapped: truncating a mapped file would kill the process.
-        tensors: dict[str, torch.Tensor] = safetensors.torch.load((folder / WEIGHTS_FILE).read_bytes())
+        tensors: dict[str, torch.Tensor] = {}
+        for path in weight_files.paths(folder):
+            tensors |= safetensors.torch.load(path.read_bytes())
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise WeightsError(f"{folder}: {error}") from error
     return tensors

@@ -45,7 +45,7 @@ from asyncrl.engines.sglang.server import (
 )
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
-from asyncrl.engines.validation import Shapes, check_prompt, check_sampling, check_weights, read_shapes, trained_shapes
+from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
 from asyncrl.engines.version_spans import Version, format_version, parse_version
 from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
@@ -53,6 +53,7 @@ from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGenera
 from asyncrl.protocols.adapter import RunConfig
 from asyncrl.tensors import fp8
 from asyncrl.tensors.device import resolve_device
+from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 log = logging.getLogger(__name__)
 

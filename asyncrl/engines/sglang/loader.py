@@ -24,10 +24,10 @@ from typing import Final
 import torch
 
 from asyncrl.config import plugins
-from asyncrl.engines.validation import Shapes, check_layout
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import Source
 from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.model_tensors import Shapes, check_layout
 from asyncrl.tensors.snapshot import Bucket, grouped
 
 _SOURCE: Final = "source:"
@@ -40,12 +40,13 @@ one before, whose last tensor the model's loop still holds. A model that first c
 """
 
 
-def serialized(*names: Path) -> str:
-    """``names`` of one file, encoded like SGLang's (name, tensor) pairs; the server uses the first it can read.
+def serialized(*files: Sequence[Path]) -> str:
+    """Weight files, each by its names, encoded like SGLang's (name, tensor) pairs; the server uses the first it can
+    read.
 
     A file open in another process is not always readable: file capabilities and security modules may forbid it.
     """
-    return _encoded(*map(str, names))
+    return _encoded(*(json.dumps([str(name) for name in names]) for names in files))
 
 
 def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optional: frozenset[str]) -> str:
@@ -71,12 +72,15 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a paused server's last step may still run on another stream
     model.load_weights(  # type: ignore[operator]
-        _from_source(names, device)
-        if names[0].startswith(_SOURCE)
-        else tensors(Path(next((name for name in names if os.access(name, os.R_OK)), names[-1])), device)
+        _from_source(names, device) if names[0].startswith(_SOURCE) else _from_files(names, device)
     )
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def _from_files(files: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for names in map(json.loads, files):
+        yield from tensors(Path(next((name for name in names if os.access(name, os.R_OK)), names[-1])), device)
 
 
 def _from_source(order: Sequence[str], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

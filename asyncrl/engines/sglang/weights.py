@@ -17,12 +17,13 @@ from typing import Any, Final
 
 from asyncrl.engines.sglang import loader
 from asyncrl.engines.sglang.server import LOADER
-from asyncrl.engines.validation import WEIGHTS_FILE, Shapes, check_layout
 from asyncrl.engines.version_spans import Version, format_version
 from asyncrl.errors import EngineDied, EngineError, WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import BucketLayout
 from asyncrl.protocols import LoadReport, Source
+from asyncrl.tensors import weight_files
+from asyncrl.tensors.model_tensors import Shapes, check_layout
 
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """POSTs a body to a path of the server; returns the response. Raises EngineError, EngineDied."""
@@ -71,15 +72,17 @@ class WeightLoader:
         if not self.ranks_with_loader:
             updates = [(_FROM_FOLDER, {"model_path": str(folder)} | self._body(weights.order))]
             return await self._switch(weights.order, updates, what=str(folder))
-        try:
-            stream = await asyncio.to_thread((folder / WEIGHTS_FILE).open, "rb")
-        except OSError as error:
-            raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
-        # Held open, so the server can read it even if the folder is removed meanwhile. (A load is cancelled only when
+        # Held open, so the server can read them even if the folder is removed meanwhile. (A load is cancelled only when
         # the worker exits, and its server with it.)
-        with stream:
-            names = Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}"), folder / WEIGHTS_FILE
-            return await self.take(weights.order, loader.serialized(*names), what=str(folder))
+        with contextlib.ExitStack() as stack:
+            try:
+                paths = await asyncio.to_thread(weight_files.paths, folder)
+                streams = [stack.enter_context(await asyncio.to_thread(path.open, "rb")) for path in paths]
+            except OSError as error:
+                raise WeightsError(f"{folder}: {error.strerror}; removed to make room for newer versions?") from error
+            held = [Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}") for stream in streams]
+            order = loader.serialized(*zip(held, paths, strict=True))
+            return await self.take(weights.order, order, what=str(folder))
 
     async def take(self, version: Version, order: str, *, what: str) -> LoadReport:
         """What our loader in the server is to do. Raises WeightsError where it has none, EngineDied when that fails."""
@@ -93,14 +96,16 @@ class WeightLoader:
         body["serialized_named_tensors"] = [order] * self.ranks_with_loader
         return await self._switch(version, self._in_session([(_BY_LOADER, body)]), what=what)
 
-    async def receive(self, version: Version, buckets: Sequence[BucketLayout], group: str) -> LoadReport:
-        """Receive from the learner, which has begun to send. Raises WeightsError."""
+    async def receive(self, version: Version, parts: Sequence[tuple[str, Sequence[BucketLayout]]]) -> LoadReport:
+        """Receive each group's buckets from the learner, which has begun to send. Raises WeightsError."""
         updates = [
-            (_FROM_LEARNER, _described(bucket) | {"group_name": group} | self._body(version)) for bucket in buckets
+            (_FROM_LEARNER, _described(bucket) | {"group_name": group} | self._body(version))
+            for group, buckets in parts
+            for bucket in buckets
         ]
         for _, body in updates[:-1]:
             del body["weight_version"]  # set with the last bucket only
-        return await self._switch(version, self._in_session(updates), what=f"group {group}")
+        return await self._switch(version, self._in_session(updates), what=f"group {parts[0][0]}")
 
     def _in_session(self, updates: list[Order]) -> list[Order]:
         if not self.has_sessions:
@@ -185,12 +190,15 @@ class SGLangIntake:
         if not answer.get("success"):
             raise WeightsError(f"cannot meet the learner at {host}:{port}: {answer.get('message')}")
 
-    async def receive(self, group: str, version: Version, buckets: Sequence[BucketLayout]) -> LoadReport:
+    async def receive(self, version: Version, parts: Sequence[tuple[str, Sequence[BucketLayout]]]) -> LoadReport:
         shapes = {
-            name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+            name: tuple(shape)
+            for _, buckets in parts
+            for bucket in buckets
+            for name, shape in zip(bucket.names, bucket.shapes, strict=True)
         }
-        check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {group}")
-        return await self._in_time(self._loader.receive(version, buckets, group), shapes)
+        check_layout(shapes, expected=self._shapes, optional=self._optional, where=f"group {parts[0][0]}")
+        return await self._in_time(self._loader.receive(version, parts), shapes)
 
     async def leave(self, group: str) -> None:
         await self._answer("/destroy_weights_update_group", {"group_name": group})

@@ -17,13 +17,15 @@ from asyncrl.errors import WeightsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One version.  sha256: of its model.safetensors;  full, delta: bytes of its objects, 0 if absent."""
+    """One version of a weight file.  sha256: of the file;  full, delta: bytes of its objects, 0 if absent;  part: the
+    number of the part of the model that it is, from 1; 0: it is the whole."""
 
     incarnation: int
     policy_version: int
     sha256: str
     full: int = 0
     delta: int = 0
+    part: int = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -31,7 +33,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        return f"{self.incarnation}-{self.policy_version}"
+        return f"{self.incarnation}-{self.policy_version}" + (f".{self.part}" if self.part else "")
 
     @property
     def full_name(self) -> str:
@@ -114,6 +116,17 @@ def from_text(text: str) -> Chain:
         return tuple(Link(**fields) for fields in json.loads(text))
     except (ValueError, TypeError) as error:
         raise WeightsError(f"cannot parse the description of a weight version: {error}") from error
+
+
+def part_of(name: str) -> int | None:
+    """Of which part an object is; None of an index over the parts."""
+    _, *part, kind = name.split(".")
+    return None if kind == "index" else int(part[0]) if part and part[0].isdigit() else 0
+
+
+def index_name(incarnation: int, policy_version: int) -> str:
+    """Of the object that says what the parts of a version are."""
+    return f"{incarnation}-{policy_version}.index"
 
 
 def names(chain: Sequence[Link]) -> set[str]:

@@ -6,10 +6,11 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import json
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +19,9 @@ import numpy as np
 from asyncrl.errors import BusError, ObjectGone, WeightsError
 from asyncrl.messages import WeightVersion, replace
 from asyncrl.protocols import ObjectStore
-from asyncrl.tensors import safetensors_file
-from asyncrl.weights.files import WEIGHTS_FILE, add_companions, verified
+from asyncrl.tensors import safetensors_file, weight_files
+from asyncrl.tensors.weight_files import WEIGHTS_FILE
+from asyncrl.weights.files import add_companions, verified
 from asyncrl.weights.objects import chain, delta
 from asyncrl.weights.objects.chain import Link, Route
 
@@ -41,7 +43,12 @@ class FetchedVersions:
         self._keep = max(keep, 2)
         self._model_path = model_path
         self._objects = objects
-        self.progress = 0
+        self._progress = 0
+        self._parts: dict[int, FetchedVersions] = {}
+
+    @property
+    def progress(self) -> int:
+        return self._progress + sum(part.progress for part in tuple(self._parts.values()))
 
     def folder(self, weights: WeightVersion) -> Path:
         """The folder of a version, fetched if need be, with its checksum verified. Raises WeightsError."""
@@ -72,7 +79,7 @@ class FetchedVersions:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    self.progress += 1  # if the other process hangs, it is the one to be reported as stuck
+                    self._progress += 1  # if the other process hangs, it is the one to be reported as stuck
                     time.sleep(_LOOK_SECONDS)
             yield
 
@@ -82,6 +89,9 @@ class FetchedVersions:
         info = self._objects.info(weights.uri)
         if info is None:
             raise WeightsError(f"weights {weights.uri}: not found; removed for newer versions")
+        if chain.part_of(weights.uri) is None:
+            self._fetch_parts(weights, folder, [str(uri) for uri in json.loads(info.metadata["parts"])])
+            return
         links = chain.from_text(info.metadata.get("chain", ""))
         if not links or links[-1].sha256 != weights.sha256:
             raise WeightsError(
@@ -99,6 +109,36 @@ class FetchedVersions:
                 self._show(file, folder)
                 return
         raise WeightsError(f"weights {weights.uri}: cannot be fetched: {problem}")
+
+    def _fetch_parts(self, weights: WeightVersion, folder: Path, uris: Sequence[str]) -> None:
+        """Each part is fetched as if it were a whole version; the folder has its file under another name."""
+        index = b"".join(self._counted(weights.uri))
+        if (found := hashlib.sha256(index).hexdigest()) != weights.sha256:
+            raise WeightsError(
+                f"weights {weights.uri}: sha256 is {found[:12]}..., but {weights.sha256[:12]}... was announced"
+            )
+        files = weight_files.read_index(index)
+        for number in range(1, len(files) + 1):
+            if number not in self._parts:
+                self._parts[number] = FetchedVersions(
+                    self._directory / f"part-{number}",
+                    keep=self._keep,
+                    model_path=self._model_path,
+                    objects=self._objects,
+                )
+        temporary = self._directory / f"{_TEMPORARY}{folder.name}"
+        temporary.mkdir()
+
+        def fetch(number: int) -> None:
+            file, uri = files[number - 1], uris[number - 1]
+            part = replace(weights, uri=uri, sha256=file.sha256, num_bytes=file.num_bytes)
+            (temporary / file.file).hardlink_to(self._parts[number].folder(part) / WEIGHTS_FILE)
+
+        with concurrent.futures.ThreadPoolExecutor(_SIDE_BY_SIDE, "part") as readers:
+            list(readers.map(fetch, range(1, len(files) + 1)))
+        (temporary / weight_files.INDEX_FILE).write_bytes(index)
+        add_companions(temporary, self._model_path)
+        temporary.rename(folder)
 
     def _at_hand(self, links: chain.Chain) -> set[Link]:
         """Links whose weights are on this machine, not verified yet."""
@@ -178,7 +218,7 @@ class FetchedVersions:
     def _counted(self, name: str, *, start: int = 0) -> Iterator[bytes]:
         for block in self._objects.read(name, start=start):
             yield block
-            self.progress += len(block)
+            self._progress += len(block)
 
     def _show(self, file: Path, folder: Path) -> None:
         """Move a complete model folder into place with one rename."""

@@ -28,7 +28,12 @@ def started(tmp_path: Path, request: pytest.FixtureRequest, megatron_forks: Fork
     run.kill()
 
 
-@pytest.mark.parametrize("started", [(one, "run.steps=4") for one in LAYOUTS], indirect=True, ids=["stages", "context"])
+@pytest.mark.parametrize(
+    "started",
+    [(LAYOUTS[0], "run.steps=4", "weights.channel=objects"), (LAYOUTS[1], "run.steps=4")],
+    indirect=True,
+    ids=["stages, each of which stores its part", "context"],
+)
 def test_a_run_trains_its_steps_and_accounts_for_every_group(started: RunProcess) -> None:
     assert started.wait() == 0, started.said
     assert started.steps == 4

@@ -31,6 +31,7 @@ def test_an_export_is_made_by_the_first_copy_without_the_rest_of_its_rows() -> N
     assert [rank for rank in range(16) if layout.is_exporter(rank)] == [0, 1, 8, 9]
     experts = Layout(ranks=8, expert=4)  # of another copy's ranks, too
     assert [rank for rank in range(8) if experts.is_exporter(rank)] == [0, 1, 2, 3]
+    assert (layout.exporters, experts.exporters, Layout(ranks=4).exporters) == (4, 4, 1)
 
 
 def test_ranks_that_meet_in_a_layer_are_those_of_one_copy_and_stage_and_of_one_set_of_experts() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.engines.validation import trained_shapes
+from asyncrl.tensors.model_tensors import trained_shapes
 
 
 def test_layers_that_predict_further_tokens_are_not_waited_for() -> None:

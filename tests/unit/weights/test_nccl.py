@@ -20,9 +20,11 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages.weight_transfer import BucketLayout, TransferRequest
 from asyncrl.tensors.snapshot import Snapshot
 from asyncrl.weights import nccl
-from asyncrl.weights.nccl import NCCLChannel, Sender, Transfer
+from asyncrl.weights.nccl import Sender, Transfer
+from asyncrl.weights.nccl_channel import ModelSender, NCCLChannel
 from tests.harness.nccl import PATIENCE, Peer
 from tests.harness.transfers import collective_of
+from tests.harness.weights import OtherRank, in_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("nccl")]  # each engine is a process
 
@@ -101,6 +103,20 @@ def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytes
             assert peer.receive(sender) == bytes_of(snapshot)
     finally:
         peer.close()
+
+
+def test_an_engine_gets_the_part_of_every_rank_from_that_rank(peers: Any) -> None:
+    """Two ranks, and a group with each: what the engine takes are their buckets, one rank after the other."""
+    whole = weights(0)
+    exported = in_parts(whole.tensors())
+    sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), peers()
+    sender.hold(exported, incarnation=0, policy_version=1)
+    peer.meet(sender)
+    (other,) = exported.others
+    assert isinstance(other, OtherRank)
+    for _ in range(2):
+        assert peer.receive(sender) == bytes_of(exported) + bytes_of(other.snapshot)
+    sender.forget(engines=["w0"])
 
 
 def test_every_transfer_of_a_group_sends_what_is_held_then(peers: Any) -> None:

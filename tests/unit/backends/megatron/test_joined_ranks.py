@@ -126,11 +126,14 @@ def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:
     large = bytes(64 << 20)
     ours.send_bytes(large)
     ours.send_bytes(b"next")
+    ours.parts.send_bytes(b"beside")
+    assert theirs.parts.recv_bytes() == b"beside", "it does not wait for commands that nobody reads yet"
     assert theirs.recv_bytes() == large
     assert theirs.recv_bytes() == b"next"
     ours.close()
-    with pytest.raises(EOFError):
-        theirs.recv_bytes()
+    for lane in (theirs, theirs.parts):
+        with pytest.raises(EOFError):
+            lane.recv_bytes()
     theirs.close()
 
 

@@ -7,7 +7,7 @@ AdamW's eps is large here: with a usual one its step is nearly a sign, blind to 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from asyncrl.engines.validation import check_weights
+from asyncrl.messages import WeightVersion
 from asyncrl.policies.batching.packing import MicroBatch, pack
 from asyncrl.policies.batching.packing import documents as document_slices
+from asyncrl.tensors import weight_files
+from asyncrl.tensors.model_tensors import read_shapes
+from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
+    LAYOUTS,
     SETTINGS,
     critic,
     distance,
@@ -27,6 +33,7 @@ from tests.harness.backends import (
     expected_logprobs,
     hugging_face,
     learned,
+    parts,
     scored,
     shares,
     started,
@@ -71,11 +78,14 @@ def name(kind: str, architecture: str, options: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What a backend did: scores of one row, weights before, metrics and weights after each step, the critic's values,
-    and the weights after the last step once more, from the checkpoint before it."""
+    """What a backend did: scores of one row, weights before, by rank and as they were published, metrics and weights
+    after each step, the critic's values, and the weights after the last step once more, from the checkpoint before it.
+    """
 
     scores: NDArray[np.float32]
     before: Mapping[str, torch.Tensor]
+    parts: Sequence[Mapping[str, torch.Tensor]]
+    version: WeightVersion
     metrics: list[Mapping[str, float]]
     after: list[Mapping[str, torch.Tensor]]
     values: NDArray[np.float32]
@@ -98,7 +108,9 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
             of_critic = backend.step(with_returns(cut), learning_rate=LEARNING_RATE, model="critic").metrics
             return metrics | dict(of_critic)
 
-        scores, before = scored(backend, kind, row()), weights(backend)
+        scores, before, exported = scored(backend, kind, row()), weights(backend), backend.export()
+        channel = FilesChannel(saved / "weights", keep=2, model_path=folder)
+        version = channel.publish(exported, incarnation=0, policy_version=1)
         metrics, after = [step(0)], [weights(backend)]
         backend.save(saved)
         metrics.append(step(1))
@@ -106,11 +118,12 @@ def done(kind: str, folder: Path, saved: Path, **options: Any) -> Done:
         values = scored(backend, kind, row(), model="critic")
         backend.restore(saved)
         step(1)
-        return Done(scores, before, metrics, after, values, weights(backend))
+        return Done(scores, before, parts(exported), version, metrics, after, values, weights(backend))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    kind: str
     folder: Path
     expected: Done
     got: Done
@@ -141,7 +154,7 @@ def case(
         tiny_model(made, architecture=architecture, tied=architecture == "qwen2", num_layers=4)
         references[architecture] = (made, done("reference", made, tmp_path_factory.mktemp("saved")))
     folder, expected = references[architecture]
-    return Case(folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
+    return Case(kind, folder, expected, done(kind, folder, tmp_path_factory.mktemp("saved"), **options))
 
 
 def test_scores_are_those_of_transformers_document_by_document(case: Case) -> None:
@@ -154,6 +167,19 @@ def test_an_export_gives_back_the_folder_bit_for_bit(case: Case) -> None:
     original = load_file(case.folder / "model.safetensors")
     assert case.got.before.keys() == original.keys()
     assert all(torch.equal(case.got.before[weight], tensor) for weight, tensor in original.items())
+
+
+def test_no_rank_holds_the_whole_model_and_all_of_them_write_a_version_together(case: Case) -> None:
+    """Each rank's part is its share, and one parameter more at most; an engine finds every tensor in the folder."""
+    sizes = [sum(tensor.nbytes for tensor in part.values()) for part in case.got.parts]
+    assert len(sizes) == LAYOUTS[case.kind].exporters
+    largest = max(tensor.nbytes for tensor in case.got.before.values())
+    assert max(sizes) - min(sizes) <= sum(sizes) / LAYOUTS[case.kind].pipeline / 4 + largest
+    folder = check_weights(case.got.version, expected=read_shapes(case.folder))
+    weight_files.verify(folder, sha256=case.got.version.sha256, num_bytes=case.got.version.num_bytes)
+    assert len(weight_files.paths(folder)) == len(sizes)
+    read = {name: tensor for path in weight_files.paths(folder) for name, tensor in load_file(path).items()}
+    assert distance(read, dict(case.got.before)) == 0.0
 
 
 def test_steps_make_the_metrics_and_the_weights_of_one_process(case: Case) -> None:

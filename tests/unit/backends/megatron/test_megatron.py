@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import flops, huggingface, micro_batches, weight_cuts
 from asyncrl.backends.kernels import fused, token_logprobs
 from asyncrl.backends.megatron import cpu_shim
 from asyncrl.backends.megatron import model as megatron_model
+from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
 from asyncrl.policies.batching.packing import pack
@@ -76,6 +77,21 @@ def test_a_model_it_cannot_train_is_a_config_error_that_names_it(
 def test_a_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         huggingface.read_shape(tmp_path / "nowhere")
+
+
+def test_tensors_that_engines_would_miss_are_one_line_before_the_start(folder: Path, tmp_path: Path) -> None:
+    """Engines expect every tensor of the folder with every version, and no other one."""
+    model = edited(folder, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.gate.weight"] = torch.zeros(2)
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as caught:
+        require_tensors_of_engines(model, huggingface.read_shape(model))
+    assert str(caught.value) == (
+        f"model.path: {model}: engines load other tensors than are trained: what the learner exports: "
+        "model.layers.0.self_attn.gate.weight is missing; model.norm.weight is not in the model"
+    )
 
 
 def test_a_folder_without_weights_is_a_config_error(folder: Path, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ async def test_an_order_names_the_open_file_and_the_one_in_the_folder(model: Mod
     loader = WeightLoader(post, pause="in_place", first_version=(0, 3), is_open=asyncio.Event())
     loader.ranks_with_loader = 1
     await loader.load(model.version(4), model.folder)
-    opened, file = named
+    ((opened, file),) = map(json.loads, named)
     assert opened.startswith(f"/proc/{os.getpid()}/fd/")
     assert file == str(model.folder / "model.safetensors")
 

@@ -117,9 +117,24 @@ def test_a_model_is_given_the_first_file_of_the_order_that_can_be_read(tmp_path:
         def load_weights(self, weights: object) -> None:
             taken.update(weights)  # type: ignore[call-overload]
 
-    named = pickle.loads(base64.b64decode(loader.serialized(tmp_path / first, tmp_path / "w")))
+    named = pickle.loads(base64.b64decode(loader.serialized((tmp_path / first, tmp_path / "w"))))
     loader.load(Network(1, 1), [(name, tensor.to(CPU)) for name, tensor in named])
     check_same(taken, given)
+
+
+def test_a_model_is_given_the_tensors_of_every_file_of_the_order(tmp_path: Path) -> None:
+    """Of a learner of several ranks."""
+    write(tmp_path / "a", {"first": torch.ones(3)})
+    write(tmp_path / "b", {"second": torch.zeros(2)})
+    taken: dict[str, torch.Tensor] = {}
+
+    class Network(torch.nn.Linear):
+        def load_weights(self, weights: object) -> None:
+            taken.update(weights)  # type: ignore[call-overload]
+
+    order = loader.serialized((tmp_path / "none", tmp_path / "a"), (tmp_path / "b",))
+    loader.load(Network(1, 1), pickle.loads(base64.b64decode(order)))
+    check_same(taken, {"first": torch.ones(3), "second": torch.zeros(2)})
 
 
 def source(payload: bytes, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -22,12 +22,12 @@ from asyncrl.messages import WeightVersion, replace
 from asyncrl.messages.topics import WEIGHTS
 from asyncrl.protocols import LoadReport
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.files import WEIGHTS_FILE
+from asyncrl.tensors.weight_files import WEIGHTS_FILE
 from asyncrl.weights.objects.channel import ObjectsChannel
 from asyncrl.weights.objects.fetched import FetchedVersions
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.fakes import until
-from tests.harness.weights import Engine, running
+from tests.harness.weights import Engine, OtherRank, running
 
 
 class Store(Objects):
@@ -96,6 +96,69 @@ def test_a_follower_fetches_the_first_version_whole_and_then_only_what_changed(r
         rig.check(host.folder(rig.publish(version)))
     assert rig.store.took() == ["0-1.full", *(f"0-{version}.delta" for version in range(2, 11))]
     assert rig.learner.published_bytes < rig.weight.numel() * 2 / 50
+
+
+class SharedStore(Store):
+    """A store that other ranks find, too."""
+
+    made: ClassVar[list[Store]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elsewhere = (f"{__name__}:found", str(len(self.made)).encode())
+        self.made.append(self)
+
+
+def found(payload: bytes) -> Store:
+    return SharedStore.made[int(payload)]
+
+
+class RigOfRanks(Rig):
+    """A learner of two ranks: the first tensor is changed in the first one's part."""
+
+    def __init__(self, root: Path, model_path: Path) -> None:
+        super().__init__(root, model_path)
+        self.store = SharedStore()
+        self.learner = self.channel("learner")
+        self.other = OtherRank(Snapshot.of([("b", torch.arange(5.0)), ("c", torch.zeros(3, dtype=torch.uint8))]))
+
+    def publish(self, version: int, *, incarnation: int = 0, learner: ObjectsChannel | None = None) -> WeightVersion:
+        self.weight[version % 400, ::7] += 0.5
+        exported = replace(Snapshot.of([("a", self.weight)]), others=(self.other,))
+        return (learner or self.learner).publish(exported, incarnation=incarnation, policy_version=version)
+
+    def check(self, folder: Path) -> None:
+        read = safetensors.torch.load_file(folder / "model-00001-of-00002.safetensors")
+        assert read["a"].equal(self.weight)
+        assert (folder / "config.json").exists()
+
+
+def test_every_rank_stores_what_changed_in_its_part(tmp_path: Path, model_path: Path) -> None:
+    rig = RigOfRanks(tmp_path, model_path)
+    host = rig.host()
+    for version in range(1, 8):
+        rig.check(host.folder(rig.publish(version)))
+    first, rest = rig.store.took()[:3], rig.store.fetched
+    assert sorted(first) == ["0-1.1.full", "0-1.2.full", "0-1.index"]
+    assert not rest
+    assert rig.learner.published_bytes < rig.weight.numel() * 2 / 50
+    assert {name for name in rig.store.names() if name.endswith("index")} == {"0-6.index", "0-7.index"}
+    late = rig.host("late").folder(rig.publish(8))
+    rig.check(late)
+    assert {name.split(".")[-1] for name in rig.store.took()} == {"full", "delta", "index"}
+
+
+@pytest.mark.parametrize("gone", ["0-3.index", "0-1.2.full", "0-3.1.delta"])
+def test_a_part_that_is_gone_is_stored_again_by_its_rank(tmp_path: Path, model_path: Path, gone: str) -> None:
+    rig = RigOfRanks(tmp_path, model_path)
+    for version in (1, 2, 3):
+        weights = rig.publish(version)
+    assert rig.learner.restore() is None
+    rig.store.remove(gone)
+    assert rig.learner.restore() == weights
+    rig.check(rig.host().folder(weights))
+    assert rig.learner.restore() is None
+    rig.check(rig.host().folder(rig.publish(4)))
 
 
 @pytest.mark.parametrize("gone", ["0-1.full", "0-3.delta"])

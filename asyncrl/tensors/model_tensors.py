@@ -1,0 +1,50 @@
+"""Names and shapes of a model's tensors: what a folder has, what is trained of it, and whether others are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+
+from asyncrl.errors import WeightsError
+from asyncrl.tensors import weight_files
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Tensor names of a checkpoint and their shapes."""
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Hugging Face folder's tensors, from the headers alone. Raises WeightsError."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for path in weight_files.paths(folder):
+            with safetensors.safe_open(path, framework="np") as file:
+                shapes.update({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()})  # noqa: SIM118
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"{folder}: cannot read its weights: {error}") from error
+    return shapes
+
+
+def trained_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Shapes:
+    """Without those of layers behind ``num_hidden_layers``, which predict further tokens: no learner exports them."""
+    num_layers = config.get("num_hidden_layers", 0)
+    if not isinstance(num_layers, int) or not config.get("num_nextn_predict_layers"):
+        return shapes
+    further = tuple(f"model.layers.{num_layers + extra}." for extra in range(config["num_nextn_predict_layers"]))
+    return {name: shape for name, shape in shapes.items() if not name.startswith(further)}
+
+
+def check_layout(found: Shapes, *, expected: Shapes, optional: frozenset[str], where: str) -> None:
+    """Raise WeightsError unless ``found`` matches ``expected`` exactly; ``optional`` tensors may be absent."""
+    problems = [f"{name} is missing" for name in expected if name not in found and name not in optional]
+    problems += [f"{name} is not in the model" for name in found if name not in expected and name not in optional]
+    problems += [
+        f"{name} has shape {list(shape)}, the model's is {list(expected[name])}"
+        for name, shape in found.items()
+        if name in expected and shape != tuple(expected[name])
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise WeightsError(f"{where}: {'; '.join(problems[:3])}{more}")

@@ -1,0 +1,122 @@
+"""The weight files of a version's folder: one, or one for each part of the model and an index over them.
+
+The index is Hugging Face's (model.safetensors.index.json), so that a folder loads everywhere; in its metadata are the
+size and the checksum of every file. What was announced is the checksum of the index, or of the only file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import WeightsError
+from asyncrl.tensors import safetensors_file
+from asyncrl.tensors.adapter_names import ADAPTER_FILE, CONFIG_FILE
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_READERS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFile:
+    """One file of a version.  names: of its tensors"""
+
+    file: str
+    sha256: str
+    num_bytes: int
+    names: tuple[str, ...] = ()
+
+
+def file_name(number: int, count: int, *, whole: str = WEIGHTS_FILE) -> str:
+    """Of the ``number``-th of ``count`` files, from 0; of an only one ``whole``."""
+    return whole if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def is_of_weights(name: str) -> bool:
+    """Whether it is a file of weights or their index, and none of those beside them."""
+    return name.endswith(".safetensors") or name == INDEX_FILE
+
+
+def index_of(files: Sequence[WeightFile]) -> bytes:
+    """The index file. Raises ValueError when two files have one tensor."""
+    weight_map = {name: one.file for one in files for name in one.names}
+    if len(weight_map) != sum(len(one.names) for one in files):
+        raise ValueError("two parts of the model have a tensor of one name")
+    parts = {one.file: {"sha256": one.sha256, "num_bytes": one.num_bytes} for one in files}
+    metadata = {"total_size": sum(one.num_bytes for one in files), "parts": parts}
+    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1).encode()
+
+
+def read_index(data: bytes) -> list[WeightFile]:
+    """What ``index_of`` wrote, without names. Raises WeightsError."""
+    try:
+        parts: Any = json.loads(data)["metadata"]["parts"]
+        return [
+            WeightFile(file=name, sha256=str(about["sha256"]), num_bytes=int(about["num_bytes"]))
+            for name, about in parts.items()
+            if Path(name).name == name
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"cannot parse an index of weights: {type(error).__name__}: {error}") from error
+
+
+def _only_file(folder: Path) -> Path:
+    """Of a model, or of adapters, which have another name."""
+    return folder / (ADAPTER_FILE if (folder / CONFIG_FILE).exists() else WEIGHTS_FILE)
+
+
+def paths(folder: Path) -> list[Path]:
+    """The weight files of a folder, in their order. Raises WeightsError."""
+    index = folder / INDEX_FILE
+    try:
+        if (only := _only_file(folder)).exists() or not index.exists():
+            return [only]
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return [folder / Path(name).name for name in sorted(set(names))]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise WeightsError(f"{folder}: cannot read {INDEX_FILE}: {error}") from error
+
+
+def num_bytes(folder: Path) -> int:
+    """Of its weight files together. Raises OSError, WeightsError."""
+    return sum(path.stat().st_size for path in paths(folder))
+
+
+def verify(folder: Path, *, sha256: str, num_bytes: int) -> None:
+    """Raises WeightsError unless sizes and checksums are those that were published."""
+    index = folder / INDEX_FILE
+    if (only := _only_file(folder)).exists() or not index.exists():
+        _verify(folder, WeightFile(file=only.name, sha256=sha256, num_bytes=num_bytes))
+        return
+    try:
+        data = index.read_bytes()
+    except OSError as error:
+        raise WeightsError(f"{index}: cannot be read: {error.strerror}") from error
+    if (found := hashlib.sha256(data).hexdigest()) != sha256:
+        raise WeightsError(f"{index}: sha256 is {found[:12]}..., but {sha256[:12]}... was published")
+    files = read_index(data)
+    if (total := sum(one.num_bytes for one in files)) != num_bytes:
+        raise WeightsError(f"{index}: says {total} bytes, but {num_bytes} were published")
+    with ThreadPoolExecutor(min(_READERS, len(files)), thread_name_prefix="weights-verify") as readers:
+        list(readers.map(lambda one: _verify(folder, one), files))
+
+
+def _verify(folder: Path, expected: WeightFile) -> None:
+    file = folder / expected.file
+    try:
+        size = file.stat().st_size
+        if size != expected.num_bytes:
+            raise WeightsError(f"{file}: has {size} bytes, but {expected.num_bytes} were published")
+        found = safetensors_file.sha256(file)
+    except FileNotFoundError:
+        raise WeightsError(f"{file}: not found; removed for newer versions, or not on this machine") from None
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error.strerror}") from error
+    if found != expected.sha256:
+        raise WeightsError(f"{file}: sha256 is {found[:12]}..., but {expected.sha256[:12]}... was published")
