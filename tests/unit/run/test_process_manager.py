@@ -280,6 +280,7 @@ async def test_a_rank_that_hangs_is_killed_when_its_learner_has_ended_and_both_c
     launcher = Launcher()
     it = stage(launcher, "learner.backend=megatron", "learner.ranks=2", "learner.machines=2")
     await it.until_up("learner-1", "w0", "w1")
+    await it.until(lambda: all(child.process for child in it.manager._children))  # the manager knows what is up
     learner, rank = launcher.named("learner"), launcher.named("learner-1")
     learner.code.set_result(1)
     await it.until(lambda: launcher.named("learner") is not learner and launcher.named("learner-1") is not rank)
