@@ -44,7 +44,8 @@ from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching.packing import Document, pack_for_ranks
 from asyncrl.tensors import safetensors_file
 from asyncrl.tensors.snapshot import Snapshot
-from asyncrl.weights.files import WEIGHTS_FILE, FilesChannel
+from asyncrl.tensors.weight_files import WEIGHTS_FILE
+from asyncrl.weights.files import FilesChannel
 from asyncrl.weights.objects import delta
 from benchmarks.gpu.reasoning import TASKS, TRAINED
 
