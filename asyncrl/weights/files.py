@@ -181,7 +181,9 @@ class FilesChannel(ChannelAdapter):
         for path, answer in zip(paths, answers, strict=True):
             if answer.problem:
                 needed = sum(one.num_bytes for one in answers)
-                raise self._cannot_write(temporary.name.removeprefix(_TEMPORARY), needed, answer.problem, answer.error)
+                cause = OSError(answer.error, answer.problem)  # for which the learner waits
+                name = temporary.name.removeprefix(_TEMPORARY)
+                raise self._cannot_write(name, needed, answer.problem, answer.error) from cause
             if _length(path) != answer.num_bytes:
                 raise WeightsError(
                     f"{path}: has {_length(path)} bytes here, and another rank of the learner wrote "

@@ -401,6 +401,7 @@ def test_no_space_left_says_how_much_there_is(files_channel: FilesChannel, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.safetensors_file, "write", full)
-    with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free"):
+    with pytest.raises(WeightsError, match=r"No space left on device; it needs [\d,]+ bytes, [\d,]+ are free") as said:
         files_channel.publish(tensors(), incarnation=0, policy_version=0)
+    assert isinstance(said.value.__cause__, OSError)  # for which the learner waits, instead of ending
     assert list(files_channel._directory.iterdir()) == []
