@@ -1,0 +1,1 @@
+"""Agents: programs that speak to an endpoint of the rollout worker, which records and trains what they sample there."""

@@ -1,0 +1,1 @@
+"""Harnesses: what lets an agent work on a task, in processes of its own, and says how well it did."""

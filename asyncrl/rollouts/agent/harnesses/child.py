@@ -1,0 +1,140 @@
+"""A long-lived process that runs a harness written in Python, many samples at once. A script without asyncrl.
+
+    python child.py package.module:Harness
+
+It needs Python 3.10 and what the harness imports; protocol.py is read from beside it. Standard input is a socket: each
+byte from it brings the descriptor of a connection for one sample. A line of JSON comes on that, {"task", "endpoint",
+"options"}, and one goes back: {"outcome"} or {"error"}, each with "resident_mib". A sample whose connection is closed
+is cancelled; the closing of our end says that it has ended. When standard input ends, so do we.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LARGEST_LINE = 2**26
+
+
+class Runner:
+    """The harness, made when the first sample comes."""
+
+    def __init__(self, address: str, protocol: Any) -> None:
+        self._address, self._protocol = address, protocol
+        self._harness: Any = None
+        self._samples: set[asyncio.Task[None]] = set()
+
+    async def serve(self, control: socket.socket) -> None:
+        """consumes: connections    waits for: another one    woken by: our parent, also by its end"""
+        loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def take() -> None:
+            data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not data:
+                loop.remove_reader(control)
+                has_ended.set()
+            for descriptor in descriptors:
+                sample = loop.create_task(self._sample(socket.socket(fileno=descriptor)))
+                self._samples.add(sample)
+                sample.add_done_callback(self._samples.discard)
+
+        loop.add_reader(control, take)
+        await has_ended.wait()
+
+    async def _sample(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=LARGEST_LINE)
+        try:
+            request = json.loads(await reader.readline())
+            playing = asyncio.ensure_future(self._play(request))
+            hung_up = asyncio.ensure_future(reader.read(1))
+            await asyncio.wait({playing, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+            hung_up.cancel()
+            playing.cancel()  # nothing happens if it is done
+            await asyncio.wait({playing, hung_up})
+            if not playing.cancelled():
+                answer = {**playing.result(), "resident_mib": resident_mib()}
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        except OSError:  # our parent does not want it any more
+            pass
+        finally:
+            writer.close()
+
+    async def _play(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if self._harness is None:
+                self._harness = made(self._address, request["options"])
+            task, endpoint = self._protocol.Task(**request["task"]), self._protocol.Endpoint(**request["endpoint"])
+            given = await called(self._harness, task, endpoint)
+            return {"outcome": self._protocol.outcome_of(given).as_json()}
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a user's: also one that exits
+            traceback.print_exc()
+            text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            return {"error": f"{type(error).__name__}: {text}" if text else type(error).__name__}
+
+
+def made(address: str, options: dict[str, Any]) -> Any:
+    """The user's function, or the object of the class that it is."""
+    name, _, attribute = address.partition(":")
+    module = importlib.import_module(name)
+    found: Any = getattr(module, attribute)
+    options_type = getattr(module, "Options", None) if inspect.isclass(found) else None
+    if options and options_type is None:
+        raise TypeError(f"{address} takes no options, got {', '.join(options)}; a class with an Options beside it does")
+    if not inspect.isclass(found):
+        return found
+    kind: Callable[..., Any] = found
+    return kind() if options_type is None else kind(options_type(**options))
+
+
+async def called(harness: Any, task: Any, endpoint: Any) -> Any:
+    """A plain function runs in a thread."""
+    call = harness if inspect.isroutine(harness) else harness.__call__
+    if inspect.iscoroutinefunction(call):
+        return await harness(task, endpoint)
+    given = await asyncio.to_thread(harness, task, endpoint)
+    return await given if inspect.isawaitable(given) else given
+
+
+def resident_mib() -> float:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+    except OSError:  # not Linux: the most that it ever was
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def load_protocol() -> Any:
+    """protocol.py beside this file, which is imported from no package here."""
+    name = "asyncrl_harness_protocol"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("protocol.py"))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    sys.path[0] = os.getcwd()  # it was this file's folder, whose names are no harness's to import
+    control = socket.socket(fileno=os.dup(0))
+    control.setblocking(False)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    asyncio.run(Runner(sys.argv[1], load_protocol()).serve(control))
+    os._exit(0)  # a thread of a harness may be in a call that never returns
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""harness = "command": any program, started for each sample, in a process and a virtual environment of its own.
+
+It finds the model by its environment (OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ...), the task as one JSON
+line on its standard input, and says how well it did: on the last JSON line of its output, in a file, or not at all,
+where the run's reward function does. Tests: tests/unit/rollouts/harnesses/test_command.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.rollouts.agent.harnesses import environment
+from asyncrl.rollouts.agent.harnesses.program import Program, last_bytes
+from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
+
+_KEPT_BYTES: Final = 2**18
+"""Of the end of its output, in which the reward must be."""
+_SHOWN: Final = 300
+"""Letters of its last line on stderr that a reason shows."""
+REWARD_FILE: Final = "REWARD_FILE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    command: tuple[str, ...]
+    """The program and its arguments, in which {model} and {base_url} are replaced."""
+    reward: Literal["stdout", "file", "grader"] = "stdout"
+    """Where the reward is. stdout: the last line that is JSON. file: the file that REWARD_FILE names. Either has a
+    number or a table: reward, reward_parts, turn_rewards, metrics. grader: the run's reward function."""
+    venv: str = ""
+    """A virtual environment whose bin is first on PATH."""
+    directory: str = ""
+    """Where it runs; empty: where the worker does."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of its own."""
+    inherit: tuple[str, ...] = ()
+    """Variables of the worker's that it gets, besides PATH, HOME and the like."""
+    memory_mib: int = 0
+    """Most memory of one sample's processes together; 0 is no limit."""
+    output_mib: int = 64
+    """Most that one sample may print."""
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise ConfigError('command is empty; name a program: command = ["python", "agent.py"]')
+        if self.memory_mib < 0 or self.output_mib < 1:
+            raise ConfigError("memory_mib must be >= 0 and output_mib >= 1")
+        environment.check_names(self.environment)
+        environment.check_venv(self.venv)
+        environment.check_program(
+            self.command[0], directory=self.directory, path=self.base_environment().get("PATH", os.defpath)
+        )
+
+    def base_environment(self) -> dict[str, str]:
+        return environment.base(venv=self.venv, inherit=self.inherit, added=self.environment)
+
+
+class CommandHarness:
+    """One process a sample."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._environment = options.base_environment()
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            variables = self._environment | environment.of_endpoint(endpoint, self._environment)
+            file: Path | None = None
+            if self._options.reward == "file":
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True))
+                file = Path(folder) / "reward.json"
+                variables[REWARD_FILE] = str(file)
+            output = await self._run(task, endpoint, variables)
+            try:
+                return self._outcome(output, file)
+            except (ValueError, OSError) as error:
+                raise _failed(f"{' '.join(str(error).split())}") from error
+
+    async def _run(self, task: Task, endpoint: Endpoint, variables: Mapping[str, str]) -> bytes:
+        """What it printed last. Raises RolloutError."""
+        program = await Program.start(
+            [_filled(part, endpoint) for part in self._options.command],
+            environment=variables,
+            directory=self._options.directory,
+            memory_mib=self._options.memory_mib,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert program.stdin is not None and program.stdout is not None and program.stderr is not None
+        most = self._options.output_mib * 2**20
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_feed(program.stdin, json.dumps(task.as_json(), default=str).encode() + b"\n"))
+                output = group.create_task(last_bytes(program.stdout, keep=_KEPT_BYTES, most=most))
+                errors = group.create_task(last_bytes(program.stderr, keep=_KEPT_BYTES, most=most))
+            if problem := await program.ended():
+                said = _last_line(errors.result())
+                raise _failed(f"{problem}: {said}" if said else problem)
+        except ExceptionGroup as error:
+            first = error.exceptions[0]
+            if isinstance(first, ValueError):
+                raise _failed(f"{first} (output_mib = {self._options.output_mib})") from error
+            raise first from error
+        finally:
+            await program.end()
+        return output.result()
+
+    def _outcome(self, output: bytes, file: Path | None) -> Outcome:
+        """Raises ValueError and OSError."""
+        if self._options.reward == "grader":
+            return Outcome()
+        if file is not None:
+            if not file.exists():
+                raise ValueError(f"wrote no reward to the file that {REWARD_FILE} names")
+            with file.open("rb") as stream:
+                found = _last_json(stream.read(_KEPT_BYTES))
+        else:
+            found = _last_json(output)
+        outcome = outcome_of(found)
+        if outcome.reward is None:
+            raise ValueError(
+                "gave no reward: the last line that is JSON must be a number or a table with a reward "
+                '(or leave it to reward.kind: reward = "grader")'
+            )
+        return outcome
+
+
+def _last_json(text: bytes) -> Any:
+    """The last line that is a number or a table; None if none is."""
+    for line in reversed(text.splitlines()):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict | int | float):
+            return found
+    return None
+
+
+async def _feed(stdin: asyncio.StreamWriter, data: bytes) -> None:
+    """A program need not read its task."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stdin.write(data)
+        await stdin.drain()
+    stdin.close()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        await stdin.wait_closed()
+
+
+def _filled(part: str, endpoint: Endpoint) -> str:
+    return part.replace("{model}", endpoint.model).replace("{base_url}", endpoint.base_url)
+
+
+def _last_line(text: bytes) -> str:
+    lines = [line.strip() for line in text.decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")[:_SHOWN]
+
+
+def _failed(problem: str) -> RolloutError:
+    return RolloutError(f"harness command: {problem}")

@@ -1,0 +1,63 @@
+"""How long a harness may take for a sample, and what becomes of one that takes longer.
+
+Tests: tests/unit/rollouts/harnesses/test_limits.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Harness, Outcome, Task
+
+OnTimeout = Literal["truncate", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """
+    timeout_seconds  from the start of a sample to its outcome, answers of the model included
+    on_timeout       of a sample that takes longer. truncate: what it sampled is trained, with finish_reason "length"
+                     and ``timeout_reward``. fail: it fails, with the reason
+    timeout_reward   None leaves it to the run's reward function
+    """
+
+    timeout_seconds: float = 600.0
+    on_timeout: OnTimeout = "truncate"
+    timeout_reward: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"timeout_seconds must be > 0, got {self.timeout_seconds:g}")
+        if self.on_timeout == "fail" and self.timeout_reward is not None:
+            raise ConfigError('timeout_reward is for on_timeout = "truncate"; a sample that fails has none')
+
+
+class Limited:
+    """A Harness around another: it ends in time, with an Outcome or a RolloutError of one line."""
+
+    def __init__(self, harness: Harness, *, name: str, limits: Limits) -> None:
+        self._harness, self._name, self._limits = harness, name, limits
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+        try:
+            async with asyncio.timeout(self._limits.timeout_seconds) as timeout:
+                return await self._harness(task, endpoint)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise RolloutError(f"harness {self._name}: raised TimeoutError: {error}") from error
+        if self._limits.on_timeout == "truncate":
+            return Outcome(reward=self._limits.timeout_reward, metrics={"timeout": 1.0}, finish_reason="length")
+        limit = f"timeout_seconds = {self._limits.timeout_seconds:g}"
+        raise RolloutError(f"harness {self._name}: took longer than {limit} for a sample")
+
+    async def close(self) -> None:
+        """End what the harness has started; again is harmless."""
+        close = getattr(self._harness, "close", None)
+        if close is not None:
+            result = close()
+            if inspect.isawaitable(result):
+                await result

@@ -1,0 +1,46 @@
+"""From rollout.options.harness in the run file to a Harness: built-in ones by name, yours as "package.module:Harness".
+
+A built-in harness is a class beside its ``Options``, made in the worker. Your own code never runs there: it is imported
+by children, perhaps of another virtual environment (python_harness.py), so nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from asyncrl.config import plugins, tables
+from asyncrl.errors import ConfigError
+from asyncrl.rollouts.agent.harnesses.limits import Limited, Limits
+
+_HERE: Final = "asyncrl.rollouts.agent.harnesses"
+HARNESSES: Final = {
+    "command": f"{_HERE}.command:CommandHarness",
+}
+
+
+def load_harness(name: str, options: Mapping[str, Any], *, limits: Limits, where: str = "rollout.options") -> Limited:
+    """The harness within its limits, ready to be called; starts nothing.
+
+    name     a row of HARNESSES, or "package.module:object" of a function or class that a child imports
+    options  [rollout.options.harness_options]: of the harness's Options, or of PythonHarness's for your own
+    Raises ConfigError naming a key under ``where``; also when a program or virtual environment is not there.
+    """
+    kind = plugins.load(_address(name, where), where=f"{where}.harness", table=HARNESSES, kind=type)
+    arguments: tuple[Any, ...] = (
+        tables.build(sys.modules[kind.__module__].Options, options, f"{where}.harness_options"),
+    )
+    if name not in HARNESSES:
+        arguments = (name, *arguments)
+    return Limited(plugins.make(kind, *arguments, where=f"{where}.harness", name=name), name=name, limits=limits)
+
+
+def _address(name: str, where: str) -> str:
+    """Of the class that runs it."""
+    if name in HARNESSES or ":" not in name:
+        return name
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ConfigError(f"{where}.harness: {name!r} is no address; write package.module:Harness")
+    return f"{_HERE}.python_harness:PythonHarness"

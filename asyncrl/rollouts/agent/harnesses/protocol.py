@@ -1,0 +1,158 @@
+"""What a harness is given and what it gives: a task and an endpoint, then an outcome.
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome
+
+A harness lets an agent work on one task, against a model server at ``endpoint``, as often and in whatever order it
+likes. Nothing else is said of what it sampled: the endpoint records every token.
+
+This file imports nothing but the standard library: a child in a virtual environment of its own reads it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One sample of one prompt group.
+
+    prompt    text of the row's prompt, as tokenised
+    messages  the same as chat messages, {"role": ..., "content": ...}; a row without any is one of the user's
+    label, metadata  of the row
+    group_id  of the prompt group, whose samples have the same task
+    index     number of this sample in its group, from 0
+    seed      63 bits, for randomness of the harness's own: the same whenever this sample is made again
+    """
+
+    prompt: str
+    messages: Sequence[Mapping[str, Any]] = ()
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    group_id: int = 0
+    index: int = 0
+    seed: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        messages = [dict(message) for message in self.messages] or [{"role": "user", "content": self.prompt}]
+        return {
+            "prompt": self.prompt,
+            "messages": messages,
+            "label": self.label,
+            "metadata": dict(self.metadata),
+            "group_id": self.group_id,
+            "index": self.index,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A model server for one sample.
+
+    base_url  without a path: OpenAI's clients are given base_url + "/v1", Anthropic's base_url
+    api_key   says which sample calls; it is worth nothing once the sample has ended
+    model     name that requests are to ask for
+    """
+
+    base_url: str
+    api_key: str = field(repr=False)
+    model: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"base_url": self.base_url, "api_key": self.api_key, "model": self.model}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How well an agent did.
+
+    reward         of the rollout; None leaves it to the run's reward function
+    reward_parts   each is the metric reward/NAME
+    turn_rewards   one a turn, in the order in which the model was called; empty: the harness gives none
+    metrics        other numbers of the sample
+    finish_reason  "length" where the sample was cut before its agent was done; "" else
+    """
+
+    reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "reward": self.reward,
+            "reward_parts": dict(self.reward_parts),
+            "turn_rewards": list(self.turn_rewards),
+            "metrics": dict(self.metrics),
+            "finish_reason": self.finish_reason,
+        }
+
+
+class Harness(Protocol):
+    """Lets an agent work on one task. What it raises fails the sample, with the reason."""
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome: ...
+
+
+def outcome_of(value: Any) -> Outcome:
+    """What a harness gave as an Outcome: one, a number, a table of Outcome's fields, or None for no reward.
+
+    Raises ValueError for anything else, and for a reward that is not finite.
+    """
+    if value is None:
+        return Outcome()
+    if isinstance(value, bool | int | float):
+        return Outcome(reward=_number("reward", value))
+    if not isinstance(value, Mapping):
+        if not hasattr(value, "reward"):
+            raise ValueError(f"an outcome is a number, a table or an Outcome, got {_short(value)}")
+        value = {name: getattr(value, name) for name in Outcome.__slots__ if hasattr(value, name)}
+    if unknown := [name for name in value if name not in Outcome.__slots__]:
+        raise ValueError(f"an outcome has no {unknown[0]!r}; it has {', '.join(Outcome.__slots__)}")
+    finish_reason = value.get("finish_reason") or ""
+    if finish_reason not in ("", "length"):
+        raise ValueError(f'finish_reason is "length" or "", got {_short(finish_reason)}')
+    reward = value.get("reward")
+    return Outcome(
+        reward=None if reward is None else _number("reward", reward),
+        reward_parts=_numbers("reward_parts", value.get("reward_parts")),
+        turn_rewards=tuple(_number("turn_rewards", one) for one in _list("turn_rewards", value.get("turn_rewards"))),
+        metrics=_numbers("metrics", value.get("metrics")),
+        finish_reason=finish_reason,
+    )
+
+
+def _numbers(what: str, value: Any) -> dict[str, float]:
+    if not isinstance(value or {}, Mapping):
+        raise ValueError(f"{what} is a table of numbers, got {_short(value)}")
+    return {str(name): _number(f"{what}.{name}", one) for name, one in (value or {}).items()}
+
+
+def _list(what: str, value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ValueError(f"{what} is a list of numbers, got {_short(value)}")
+    return value
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, str | bytes):  # of which float() would make a number
+        raise ValueError(f"{what} is a number, got {_short(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{what} is a number, got {_short(value)}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,204 @@
+"""harness = "package.module:Harness": Python of your own, in a pool of long-lived children (child.py).
+
+    class Harness:                                       or  async def play(task, endpoint)
+        def __init__(self, options)                      with an Options beside it; else no argument
+        async def __call__(self, task, endpoint)         plain functions run in threads
+
+It gives an Outcome, a table of its fields, a number, or None. The children may be of another virtual environment, and
+asyncrl need not be there. One that dies, hangs or holds too much memory is replaced; all that it started ends with it.
+Tests: tests/unit/rollouts/harnesses/test_python_harness.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.rollouts.agent.harnesses import child, environment
+from asyncrl.rollouts.agent.harnesses.program import Program
+from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
+
+CANCEL_SECONDS: Final = 5.0
+"""For a sample to end when it is told to; its child is killed then."""
+_STDERR: Final = 2
+log: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    processes: int = 4
+    """Children of a rollout worker, among which samples are shared."""
+    venv: str = ""
+    """Virtual environment of the children (Python 3.10 or newer); empty: the worker's."""
+    directory: str = ""
+    """Where they run and import from; empty: where the worker does."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of their own."""
+    inherit: tuple[str, ...] = ()
+    """Variables of the worker's that they get, besides PATH, HOME and the like."""
+    memory_mib: int = 4096
+    """A child that holds more takes no more samples and is replaced; one that holds twice as much, with all that it
+    started, is killed. 0 is no limit."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Of the harness's own class."""
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or self.memory_mib < 0:
+            raise ConfigError("processes must be >= 1 and memory_mib >= 0")
+        environment.check_names(self.environment)
+        environment.check_venv(self.venv)
+        environment.check_program(self.python, directory=self.directory, path="")
+
+    @property
+    def python(self) -> str:
+        return str(Path(self.venv).absolute() / "bin" / "python") if self.venv else sys.executable
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    program: Program
+    control: socket.socket
+    num_samples: int = 0
+    is_leaving: bool = False
+    was_hung: bool = False
+
+
+class PythonHarness:
+    """Samples go to the child that has the fewest."""
+
+    def __init__(self, address: str, options: Options) -> None:
+        self._address, self._options = address, options
+        self._children: list[_Child] = []
+        self._starting = asyncio.Lock()
+
+    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+        member = await self._place()
+        try:
+            return await self._play(member, task, endpoint)
+        finally:
+            member.num_samples -= 1
+            if member.program.has_ended:
+                member.is_leaving = True
+            if member.is_leaving:
+                self._forget(member)
+                if not member.num_samples:
+                    await _end(member)
+
+    async def close(self) -> None:
+        while self._children:
+            await _end(self._children.pop())
+
+    async def _place(self) -> _Child:
+        """A child with one sample more."""
+        async with self._starting:
+            self._children = [one for one in self._children if not one.program.has_ended]
+            least = min(self._children, key=lambda one: one.num_samples, default=None)
+            if least is None or (least.num_samples and len(self._children) < self._options.processes):
+                least = await self._start()
+                self._children.append(least)
+            least.num_samples += 1
+            return least
+
+    async def _start(self) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                program = await Program.start(
+                    [self._options.python, child.__file__, self._address],
+                    environment=environment.base(
+                        venv=self._options.venv, inherit=self._options.inherit, added=self._options.environment
+                    ),
+                    directory=self._options.directory,
+                    memory_mib=2 * self._options.memory_mib,
+                    stdin=theirs,
+                    stdout=_STDERR,  # what a harness prints is for the worker's log
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return _Child(program, ours)
+
+    async def _play(self, member: _Child, task: Task, endpoint: Endpoint) -> Outcome:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(member.control, [b"s"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise await self._gone(member) from error
+        reader, writer = await asyncio.open_connection(sock=ours, limit=child.LARGEST_LINE)
+        request = {"task": task.as_json(), "endpoint": endpoint.as_json(), "options": dict(self._options.options)}
+        try:
+            writer.write(json.dumps(request, default=str).encode() + b"\n")
+            line = await reader.readline()
+        except OSError as error:
+            raise await self._gone(member) from error
+        except asyncio.CancelledError:
+            await self._cancel(member, reader, writer)
+            raise
+        finally:
+            writer.close()
+        if not line:
+            raise await self._gone(member)
+        return self._outcome(member, json.loads(line))
+
+    def _outcome(self, member: _Child, answer: Mapping[str, Any]) -> Outcome:
+        if 0 < self._options.memory_mib < answer["resident_mib"]:
+            member.is_leaving = True
+        if "error" in answer:
+            raise self._failed(f"raised {answer['error']}")
+        return outcome_of(answer["outcome"])
+
+    async def _cancel(self, member: _Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Have a sample end; a child that does not do so in time is killed, with all that it has started."""
+        writer.write_eof()
+        try:
+            async with asyncio.timeout(CANCEL_SECONDS):
+                await reader.read()
+        except TimeoutError:
+            self._kill(member)
+        except OSError:  # it has ended by itself
+            pass
+        except asyncio.CancelledError:  # nobody has the time to wait
+            self._kill(member)
+            raise
+
+    def _kill(self, member: _Child) -> None:
+        member.is_leaving, member.was_hung = True, True
+        self._forget(member)
+        member.program.kill()
+        log.warning("harness %s: process %d hung, and was killed", self._address, member.program.pid)
+
+    async def _gone(self, member: _Child) -> RolloutError:
+        """Why a child answers nothing any more."""
+        member.is_leaving, problem = True, ""
+        self._forget(member)
+        try:
+            async with asyncio.timeout(CANCEL_SECONDS):
+                problem = await member.program.ended()
+        except TimeoutError:
+            self._kill(member)
+        if member.was_hung:
+            return self._failed(f"its process did not end a sample within {CANCEL_SECONDS:g} s, and was killed")
+        return self._failed(f"its process {problem or 'ended'}; what it printed is in the worker's log")
+
+    def _forget(self, member: _Child) -> None:
+        with contextlib.suppress(ValueError):
+            self._children.remove(member)
+
+    def _failed(self, problem: str) -> RolloutError:
+        return RolloutError(f"harness {self._address}: {problem}")
+
+
+async def _end(member: _Child) -> None:
+    member.control.close()
+    await member.program.end()

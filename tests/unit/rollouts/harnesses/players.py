@@ -1,0 +1,63 @@
+"""Harnesses of a user's, which children import."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class Options:
+    factor: float = 1.0
+
+
+class Player:
+    def __init__(self, options: Options) -> None:
+        self._factor, self._count = options.factor, 0
+
+    async def __call__(self, task, endpoint):  # type: ignore[no-untyped-def]
+        self._count += 1
+        reward = float(task.label) * self._factor
+        return {"reward": reward, "metrics": {"pid": os.getpid(), "played": self._count, "key": len(endpoint.api_key)}}
+
+
+def plain(task, endpoint):  # type: ignore[no-untyped-def]
+    return 0.5
+
+
+async def refuses(task, endpoint):  # type: ignore[no-untyped-def]
+    raise ValueError(f"no {task.label} here")
+
+
+async def leaves(task, endpoint):  # type: ignore[no-untyped-def]
+    os._exit(9)
+
+
+async def hoards(task, endpoint):  # type: ignore[no-untyped-def]
+    hoards.held = b"x" * (64 * 2**20)  # type: ignore[attr-defined]
+    return {"reward": 1.0, "metrics": {"pid": os.getpid()}}
+
+
+async def waits(task, endpoint):  # type: ignore[no-untyped-def]
+    """Says that it has begun, and, when it is cancelled, that."""
+    folder = Path(task.prompt)
+    (folder / "begun").write_text(f"{os.getpid()}\n")
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        (folder / "cancelled").write_text("yes\n")
+
+
+async def blocks(task, endpoint):  # type: ignore[no-untyped-def]
+    """Never lets its event loop go on, and has a program of its own."""
+    if task.prompt:
+        command = [sys.executable, "-S", "-I", "-c", "import time; time.sleep(1000)"]
+        program = subprocess.Popen(command)  # noqa: ASYNC220 - as users do
+        (Path(task.prompt) / "begun").write_text(f"{program.pid}\n")
+        time.sleep(1000)  # noqa: ASYNC251 - as users do
+    await asyncio.sleep(1000)

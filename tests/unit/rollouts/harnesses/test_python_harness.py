@@ -1,0 +1,119 @@
+"""harness = "package.module:Harness": samples in a pool of children, and what becomes of children that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import venv
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import RolloutError
+from asyncrl.rollouts.agent.harnesses import python_harness
+from asyncrl.rollouts.agent.harnesses.protocol import Outcome, Task
+from asyncrl.rollouts.agent.harnesses.python_harness import Options, PythonHarness
+from tests.unit.rollouts.harnesses.tasks import ENDPOINT, TASK, read_when_there, until_gone
+
+PLAYERS = "tests.unit.rollouts.harnesses.players"
+
+
+@contextlib.asynccontextmanager
+async def pool(name: str, **options: Any) -> AsyncIterator[PythonHarness]:
+    harness = PythonHarness(f"{PLAYERS}:{name}", Options(**{"processes": 1, **options}))
+    try:
+        yield harness
+    finally:
+        await harness.close()
+
+
+async def test_one_child_plays_many_samples_and_never_in_this_process() -> None:
+    async with pool("Player", options={"factor": 2.0}) as harness:
+        outcomes = await asyncio.gather(*(harness(TASK, ENDPOINT) for _ in range(8)))
+    assert {one.reward for one in outcomes} == {14.0}
+    assert len({one.metrics["pid"] for one in outcomes}) == 1
+    assert outcomes[0].metrics["pid"] != os.getpid()
+    assert sorted(one.metrics["played"] for one in outcomes) == list(range(1, 9))
+
+
+async def test_samples_at_once_are_shared_among_children() -> None:
+    async with pool("Player", processes=2) as harness:
+        outcomes = await asyncio.gather(*(harness(TASK, ENDPOINT) for _ in range(4)))
+    assert sorted(one.metrics["played"] for one in outcomes) == [1, 1, 2, 2]
+
+
+async def test_a_plain_function_is_a_harness_too() -> None:
+    async with pool("plain") as harness:
+        assert await harness(TASK, ENDPOINT) == Outcome(reward=0.5)
+
+
+async def test_what_a_harness_raises_fails_its_sample_and_not_its_child() -> None:
+    async with pool("refuses") as harness:
+        for _ in range(2):
+            with pytest.raises(RolloutError, match=f"harness {PLAYERS}:refuses: raised ValueError: no 7 here"):
+                await harness(TASK, ENDPOINT)
+    async with pool("missing") as harness:
+        with pytest.raises(RolloutError, match="has no attribute 'missing'"):
+            await harness(TASK, ENDPOINT)
+
+
+async def test_a_child_that_dies_is_replaced() -> None:
+    async with pool("leaves") as harness:
+        for _ in range(2):
+            with pytest.raises(RolloutError, match="its process ended with exit code 9"):
+                await harness(TASK, ENDPOINT)
+
+
+async def test_a_child_that_holds_too_much_memory_is_replaced_after_its_last_sample() -> None:
+    async with pool("hoards", memory_mib=60) as harness:  # it holds 64 more, and is killed above 120 only
+        first = await harness(TASK, ENDPOINT)
+        await until_gone(int(first.metrics["pid"]))
+        second = await harness(TASK, ENDPOINT)
+    assert first.reward == second.reward == 1.0
+    assert first.metrics["pid"] != second.metrics["pid"]
+
+
+async def test_a_cancelled_sample_is_cancelled_in_its_child_which_lives(tmp_path: Path) -> None:
+    async with pool("waits") as harness:
+        sample = asyncio.ensure_future(harness(Task(prompt=str(tmp_path)), ENDPOINT))
+        await read_when_there(tmp_path / "begun")
+        sample.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sample
+        assert (tmp_path / "cancelled").exists()
+        assert [one.program.has_ended for one in harness._children] == [False]
+
+
+async def test_a_child_that_hangs_is_killed_with_what_it_started_and_its_other_samples_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(python_harness, "CANCEL_SECONDS", 0.2)
+    async with pool("blocks") as harness:
+        other = asyncio.ensure_future(harness(Task(prompt=""), ENDPOINT))
+        hung = asyncio.ensure_future(harness(Task(prompt=str(tmp_path)), ENDPOINT))
+        program = int(await read_when_there(tmp_path / "begun"))
+        hung.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hung
+        with pytest.raises(RolloutError, match=r"did not end a sample within 0\.2 s, and was killed"):
+            await other
+        await until_gone(program)
+
+
+async def test_a_harness_runs_in_a_virtual_environment_where_asyncrl_is_not(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    (tmp_path / "agent.py").write_text(
+        "import importlib.util, sys\n"
+        "async def play(task, endpoint):\n"
+        "    return {'reward': 1, 'metrics': {'asyncrl': importlib.util.find_spec('asyncrl') is not None,\n"
+        "                                     'own': sys.prefix == " + repr(str(tmp_path / "venv")) + "}}\n"
+    )
+    options = Options(processes=1, venv=str(tmp_path / "venv"), directory=str(tmp_path), environment={"PYTHONPATH": ""})
+    harness = PythonHarness("agent:play", options)
+    try:
+        assert (await harness(TASK, ENDPOINT)).metrics == {"asyncrl": 0.0, "own": 1.0}
+    finally:
+        await harness.close()
