@@ -269,8 +269,9 @@ def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup 
 class CallSegment:
     """Consecutive tokens of one call of ``generate``.
 
-    index, call        call number ``call``, from 0, of the rollout function for sample ``index``
+    index              of the sample whose rollout function called
     prompt_digest      hash of the tokens that the call continues
+    call               which of the sample's calls that continue these tokens, from 0
     start              number of the call's tokens before these
     tokens             i32[T]
     behavior_logprobs  f32[T]

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.actors.rollout.group_progress import GroupProgress
+from asyncrl.actors.rollout.group_progress import GroupProgress, Key
 from asyncrl.actors.rollout.own_time import OwnTime
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.wait_tracker import OpenWait
@@ -23,7 +23,7 @@ from asyncrl.protocols import Generation, PartialGeneration
 WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 """Entered when the engine has the weights to sample from, and left when the sampling is done."""
 SeedOfCall = Callable[[int], int]
-"""The seed of call 0, 1, 2, ..."""
+"""The seed of call 0, 1, 2, ...; larger numbers stand for calls that continue the same tokens as one before."""
 
 
 class GenerationSession:
@@ -71,8 +71,9 @@ class GenerationSession:
         if self._progress is None:
             generation = await self._sample(call, tokens, sampling, partial=None)
         else:
-            partial = self._progress.begin(self._index, call, tokens, sampling)
-            generation = await self._resume(call, tokens, sampling, partial=partial, progress=self._progress)
+            key, partial = self._progress.begin(self._index, tokens, sampling)
+            number = call if not key[2] else _repeat(key)
+            generation = await self._resume(number, tokens, sampling, key=key, partial=partial, progress=self._progress)
         self.num_tokens += len(generation.tokens)
         return generation
 
@@ -82,6 +83,7 @@ class GenerationSession:
         tokens: NDArray[np.int32],
         sampling: SamplingParams,
         *,
+        key: Key,
         partial: PartialGeneration,
         progress: GroupProgress,
     ) -> Generation:
@@ -92,7 +94,7 @@ class GenerationSession:
         if known.finish_reason:
             return known
         generation = await self._sample(call, tokens, sampling, partial=partial if progress.is_saved else None)
-        progress.finish(self._index, call, generation)
+        progress.finish(key, generation)
         return generation
 
     async def _sample(
@@ -123,6 +125,13 @@ class GenerationSession:
 
     def _user_wait_paused(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._user_wait is None else self._engine.waits.paused(self._user_wait)
+
+
+def _repeat(key: Key) -> int:
+    """Instead of its number, for a call of tokens that were continued before: an earlier attempt may have given that
+    number's seed to the same tokens, if it asked in another order."""
+    _, digest, occurrence = key
+    return int.from_bytes(digest[:8]) + (occurrence << 64)
 
 
 def sample_seed(run_seed: int, group_id: int, index: int, call: int) -> int:

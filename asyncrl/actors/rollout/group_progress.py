@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,15 +22,16 @@ from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import SEGMENTS
 from asyncrl.protocols import Bus, Generation, PartialGeneration
 
-Key = tuple[int, int]
-"""(sample, call of its rollout function)."""
+Key = tuple[int, bytes, int]
+"""(sample, digest of the tokens that the call continues, which of the sample's calls that continue these, from 0).
+
+Not the number of the call: calls that are under way at once may be asked for in another order the next time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What an earlier attempt sampled in one call. prompt_digest: of the tokens that the call continues."""
+    """What an earlier attempt sampled in one call."""
 
-    prompt_digest: bytes
     generation: Generation
 
 
@@ -52,7 +54,8 @@ class GroupProgress:
         """What its calls sample is looked at while it grows."""
         self._attempt = attempt
         self._recorded = dict(recorded or {})
-        self._begun: dict[Key, tuple[bytes, PartialGeneration]] = {}
+        self._begun: dict[Key, PartialGeneration] = {}
+        self._occurrences: Counter[tuple[int, bytes]] = Counter()
         self._saved: dict[Key, int] = {}  # tokens in segments of this attempt
         self._num_segments = 0
         self._num_taken_over = count_tokens(self._recorded)
@@ -71,45 +74,51 @@ class GroupProgress:
 
     @property
     def _num_tokens(self) -> int:
-        return count_tokens(self._recorded) + sum(partial.num_tokens for _, partial in self._begun.values())
+        return count_tokens(self._recorded) + sum(partial.num_tokens for partial in self._begun.values())
 
-    def begin(self, index: int, call: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> PartialGeneration:
-        """Call ``call`` of sample ``index``, with what is recorded of it.
+    def begin(self, index: int, tokens: NDArray[np.int32], sampling: SamplingParams) -> tuple[Key, PartialGeneration]:
+        """A call of sample ``index`` that continues ``tokens``, and what is recorded of it.
 
-        A rollout function that gets the same answers asks for the same. If it does not, the records of this call and of
-        the sample's later ones are thrown away.
+        A rollout function that gets the same answers asks for the same, if perhaps in another order. What it does not
+        ask for again is kept until the group is made: then it is lost.
         """
         digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
-        found = self._recorded.get((index, call))
+        key = (index, digest, self._occurrences[index, digest])
+        self._occurrences[index, digest] += 1
         partial = PartialGeneration()
-        if found is not None and found.prompt_digest == digest and _fits(found.generation, sampling):
-            del self._recorded[index, call]
-            self._taken_over[index] = self.num_resumed(index) + len(found.generation.tokens)
-            partial = PartialGeneration(found.generation)
-        else:
-            useless = {key: self._recorded.pop(key) for key in list(self._recorded) if key[0] == index}
-            self._discard(useless, count_tokens(useless))
-        self._begun[index, call] = (digest, partial)
-        return partial
+        if (found := self._recorded.pop(key, None)) is not None:
+            if _fits(found.generation, sampling):
+                self._taken_over[index] = self.num_resumed(index) + len(found.generation.tokens)
+                partial = PartialGeneration(found.generation)
+            else:
+                self._discard({key: found})
+        self._begun[key] = partial
+        return key, partial
 
-    def finish(self, index: int, call: int, generation: Generation) -> None:
+    def finish(self, key: Key, generation: Generation) -> None:
         """The call is done."""
-        _, partial = self._begun[index, call]
-        known = partial.prefix.tokens
-        if not np.array_equal(generation.tokens[: len(known)], known):  # an engine that ignores the prefix
-            self._discard([(index, call)], len(known))
-            self._taken_over[index] -= len(known)
+        partial = self._begun[key]
+        known = partial.prefix
+        if not np.array_equal(generation.tokens[: len(known.tokens)], known.tokens):  # an engine that ignores it
+            self._discard({key: Recorded(generation=known)})
+            self._taken_over[key[0]] -= len(known.tokens)
         partial.finish(generation)
+
+    def discard_unasked(self) -> None:
+        """The group is made: what is recorded and was not asked for again is of no use."""
+        self._discard(self._recorded)
+        self._recorded = {}
 
     def num_resumed(self, index: int) -> int:
         """Tokens of sample ``index`` that earlier attempts sampled, the first of all that its calls gave."""
         return self._taken_over.get(index, 0)
 
-    def _discard(self, keys: Iterable[Key], num_tokens: int) -> None:
+    def _discard(self, calls: Mapping[Key, Recorded]) -> None:
         """The records of these calls are not used; the next segment holds the calls from their first token."""
+        num_tokens = count_tokens(calls)
         self.num_discarded += num_tokens
         self._num_taken_over -= num_tokens
-        for key in keys:
+        for key in calls:
             self._saved.pop(key, None)
 
     async def save(self, bus: Bus, *, worker: str) -> None:
@@ -126,15 +135,15 @@ class GroupProgress:
             await bus.put(SEGMENTS, proven, key=key)
             self._num_segments += 1
             for call in calls:
-                self._saved[call.index, call.call] = call.start + len(call.tokens)
+                self._saved[_key(call)] = call.start + len(call.tokens)
 
     def _new_segments(self) -> Iterator[CallSegment]:
-        for key, (digest, partial) in self._begun.items():
-            yield from self._after_saved(key, digest, partial)
+        for key, partial in self._begun.items():
+            yield from self._after_saved(key, partial)
         for key, call in self._recorded.items():
-            yield from self._after_saved(key, call.prompt_digest, PartialGeneration(call.generation))
+            yield from self._after_saved(key, PartialGeneration(call.generation))
 
-    def _after_saved(self, key: Key, digest: bytes, partial: PartialGeneration) -> Iterator[CallSegment]:
+    def _after_saved(self, key: Key, partial: PartialGeneration) -> Iterator[CallSegment]:
         start = self._saved.get(key, 0)
         if partial.num_tokens <= start:
             return
@@ -142,8 +151,8 @@ class GroupProgress:
         if len(new.tokens):
             yield CallSegment(
                 index=key[0],
-                call=key[1],
-                prompt_digest=digest,
+                prompt_digest=key[1],
+                call=key[2],
                 start=start,
                 tokens=new.tokens,
                 behavior_logprobs=new.logprobs,
@@ -168,7 +177,7 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
     calls: dict[Key, Recorded] = {}
     for segment in segments:
         for new in segment.calls:
-            key = (new.index, new.call)
+            key = _key(new)
             generation = Generation(
                 tokens=new.tokens,
                 logprobs=new.behavior_logprobs,
@@ -181,7 +190,7 @@ def assembled(segments: Iterable[GroupSegment]) -> dict[Key, Recorded]:
                 if before is None or len(before.generation.tokens) != new.start:
                     continue  # no worker of ours writes this
                 generation = before.generation.then(generation)
-            calls[key] = Recorded(prompt_digest=new.prompt_digest, generation=generation)
+            calls[key] = Recorded(generation=generation)
     return calls
 
 
@@ -219,6 +228,10 @@ def _proof(segment: GroupSegment, *, key: str, ticket: str) -> str:
 
 def _is_proven(segment: GroupSegment, *, key: str, ticket: str) -> bool:
     return not ticket or hmac.compare_digest(segment.proof.encode(), _proof(segment, key=key, ticket=ticket).encode())
+
+
+def _key(call: CallSegment) -> Key:
+    return (call.index, call.prompt_digest, call.call)
 
 
 def _segment_key(group_id: int, attempt: int, number: int) -> str:

@@ -7,8 +7,8 @@ the engine continues the rest.
 
   P1 a killed worker loses what it sampled within ``seconds``, and no more
      (tests/actors/rollout/test_partial_rollouts.py, test_a_worker_killed_in_the_middle_loses_at_most_a_twentieth)
-  P2 sampled tokens keep their logprobs and versions; those that are too old to be trained, or that continue other
-     tokens than the function asks for, are thrown away and sampled anew
+  P2 sampled tokens keep their logprobs and versions; those that are too old to be trained, or that continue tokens
+     that the function does not ask for again, in any order, are thrown away
   P3 each attempt writes segments of its own, the first with everything it took over: two workers on one group never mix
   P4 the last attempt starts from nothing: the segments may hold what the others died of
   P5 generation never waits for a save; a group that cannot be saved is reported once
@@ -101,7 +101,7 @@ class PartialRollouts:
         calls = assembled(segments)
         learner = (await self._bus.states(PROGRESS)).get("")
         version = 0 if learner is None else learner.policy_version
-        stale = {index for (index, _), call in calls.items() if self._is_stale(call, policy_version=version)}
+        stale = {index for (index, *_), call in calls.items() if self._is_stale(call, policy_version=version)}
         fresh = {key: call for key, call in calls.items() if key[0] not in stale}
         resumed, discarded = count_tokens(fresh), count_tokens(calls) - count_tokens(fresh)
         self._log.info("group %d: resumes from %d tokens of %s", group_id, resumed, segments[0].worker)
@@ -137,6 +137,8 @@ class PartialRollouts:
     async def forget(self, key: str) -> None:
         """The group is published."""
         try:
+            if (progress := self._groups.get(key)) is not None:
+                progress.discard_unasked()
             if (progress := self.close(key)) is not None:
                 await progress.forget(self._bus)
         except BusError as error:  # they expire in some hours

@@ -110,8 +110,35 @@ async def test_a_finished_call_is_answered_from_what_was_saved() -> None:
     assert setup.engine.asked == []
     assert len(answer.tokens) == 4
     assert session.first_version == 2  # the age of the sample counts from there
-    await session(PROMPT)
-    assert [seed for _, seed, _ in setup.engine.asked] == [sample_seed(0, 3, 1, 1)]
+
+
+async def test_calls_that_are_asked_for_in_another_order_are_found_again() -> None:
+    """The first attempt asked for one, two, two; the second asks for two, one, two and two."""
+    setup = Setup()
+    one, two = PROMPT, np.array([7], np.int32)
+    first = GroupProgress(3, attempt=1)
+    session = setup.session(progress=first)
+    answers = [await session(tokens) for tokens in (one, two, two)]
+    await first.save(setup.bus, worker="other")
+    setup.engine.asked.clear()
+    progress = GroupProgress(3, attempt=2, recorded=assembled((await setup.bus.states(SEGMENTS)).values()))
+    session = setup.session(progress=progress)
+    again = [await session(tokens) for tokens in (two, one, two)]
+    assert setup.engine.asked == []
+    assert [a.tokens.tolist() for a in again] == [answers[place].tokens.tolist() for place in (1, 0, 2)]
+    progress.discard_unasked()
+    assert progress.num_discarded == 0
+    more = await session(two)
+    assert more.tokens.tolist() not in [a.tokens.tolist() for a in answers]  # never sampled with a seed of before
+
+
+async def test_what_is_never_asked_for_again_is_counted_as_lost() -> None:
+    setup = Setup()
+    progress = GroupProgress(3, attempt=2, recorded=await saved(setup))
+    await setup.session(progress=progress)(PROMPT[:1])
+    assert progress.num_discarded == 0  # it may still be asked for
+    progress.discard_unasked()
+    assert progress.num_discarded == 4
 
 
 @pytest.mark.parametrize("is_saved", [True, False])

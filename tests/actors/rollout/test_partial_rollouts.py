@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.harness.buses import first_event, taken
 from tests.harness.partial_rollouts import FakeGeneration, Worker, publish_prompt
 
 PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
+FIRST_CALL = (0, hashlib.sha256(PROMPT_TOKENS.tobytes()).digest(), 0)  # of sample 0
 
 
 @pytest.mark.parametrize("killed_at", [300, 701, 1999])
@@ -271,7 +273,7 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
 
 def begun(progress: GroupProgress, *, length: int = 1000) -> FakeGeneration:
     """The answer to the first call of sample 0, which goes on from what is known of it."""
-    partial = progress.begin(0, 0, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
+    _, partial = progress.begin(0, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
     done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
     answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
     partial.follow(answer)
@@ -298,7 +300,7 @@ async def test_segments_are_put_together_again(bus: Bus) -> None:
         answer.step()
         answer.step()
         if answer.done.done():
-            progress.finish(0, 0, answer.so_far())
+            progress.finish(FIRST_CALL, answer.so_far())
         await progress.save(bus, worker="w0")
     found = await bus.states(SEGMENTS)
     assert len(found) == 4
@@ -324,7 +326,7 @@ async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
         await slow.engine.steps(50)
         await slow.partial_rollouts.save()
         third = await Worker(bus, "w2", max_attempts=9).partial_rollouts.open(prompt, attempt=3)
-        known = [third.begin(index, 0, PROMPT_TOKENS, sampling).prefix.tokens.tolist() for index in range(2)]
+        known = [third.begin(index, PROMPT_TOKENS, sampling)[1].prefix.tokens.tolist() for index in range(2)]
         sampled = [answer.tokens[:20] for answer in slow.engine.answers]
     assert known == [sampled[0] + [13] * 10, sampled[1]]  # sample 1 the second had not even begun again
 
@@ -337,7 +339,7 @@ async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus
     async def known() -> int:
         """Tokens that a worker takes over in the second attempt."""
         progress = await Worker(bus, "w1").partial_rollouts.open(prompt, attempt=2)
-        found = len(progress.begin(0, 0, PROMPT_TOKENS, sampling).prefix.tokens)
+        found = len(progress.begin(0, PROMPT_TOKENS, sampling)[1].prefix.tokens)
         assert progress.num_resumed(0) == found
         return found
 
