@@ -78,6 +78,16 @@ class RewardFn(Protocol):
 class Generate(Protocol):
     """Continues a token sequence with the group's sampling; bound to one sample of one group."""
 
+    @property
+    def context_tokens(self) -> int:
+        """That fit into the engine's model, prompt and answer together."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """How often the group was begun, this time included: above 1 another worker left it, or died."""
+        ...
+
     async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
         """The answer to ``tokens``, which include the prompt. Call it once a turn; each call has its own seed.
 
@@ -104,7 +114,7 @@ class RolloutFn(Protocol):
         """``index``: number of this sample in its group, 0 to group_size - 1.
 
         It runs again if its worker dies, and must then call ``generate`` with the same arguments, given the same
-        answers: seed any randomness with group_id and index (actors/rollout/partial_rollouts.py). With reward.kind =
-        "none" the trajectory must have a reward.
+        answers, if perhaps in another order: seed any randomness with group_id and index
+        (actors/rollout/partial_rollouts.py). With reward.kind = "none" the trajectory must have a reward.
         """
         ...

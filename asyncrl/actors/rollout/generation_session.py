@@ -60,6 +60,14 @@ class GenerationSession:
         """Policy version that its first token was sampled from, or is about to be; None: it has not begun."""
 
     @property
+    def context_tokens(self) -> int:
+        return self._engine.context_tokens
+
+    @property
+    def attempt(self) -> int:
+        return 1 if self._progress is None else self._progress.num_tried
+
+    @property
     def num_resumed(self) -> int:
         """Of these tokens, the first ones: those that earlier attempts at the group sampled."""
         return 0 if self._progress is None else self._progress.num_resumed(self._index)

@@ -53,6 +53,8 @@ class GroupProgress:
         self.is_saved = is_saved
         """What its calls sample is looked at while it grows."""
         self._attempt = attempt
+        self.num_tried = 2 if recorded else 1
+        """How often its rollout function was run, this time included, as far as is known."""
         self._recorded = dict(recorded or {})
         self._begun: dict[Key, PartialGeneration] = {}
         self._occurrences: Counter[tuple[int, bytes]] = Counter()

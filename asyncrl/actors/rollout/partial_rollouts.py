@@ -89,6 +89,7 @@ class PartialRollouts:
                 progress = await self._resumed(prompt.group_id, attempt=attempt, ticket=prompt.ticket)
             except BusError as error:
                 self._log.warning("group %d starts over, its segments cannot be read: %s", prompt.group_id, error)
+        progress.num_tried = max(progress.num_tried, begun or attempt)
         self._groups[str(prompt.group_id)] = progress
         return progress
 

@@ -1,0 +1,242 @@
+"""A session: the calls that the agent of one sample makes, how they are answered, and what is recorded.
+
+  E1 what continues a turn is asked for as that turn's tokens and the new ones (template.py): never rendered anew
+  E2 the run's sampling rules hold: a request's temperature is recorded and not obeyed, its max_tokens only lowers
+  E3 a request that is repeated because its answer did not arrive gets that answer; nothing is sampled for it
+  E4 a client that hangs up stops no sampling: it will ask again
+Tests: tests/unit/rollouts/agent/test_session.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.errors import EngineDied, EngineError, PromptError
+from asyncrl.protocols import Generate
+from asyncrl.rollouts.agent.endpoint.ask import Ask, digests
+from asyncrl.rollouts.agent.endpoint.parsers import Parser
+from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
+from asyncrl.rollouts.agent.endpoint.template import Template
+from asyncrl.rollouts.agent.endpoint.turns import Tags, Tokens, Turn, Turns, call_id
+
+Replies = list[Turn] | Refused
+"""The answers to one request, or why its prompt cannot be sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A prompt that may be sampled. parent: the turn that it goes on from; given: the tokens after that turn's."""
+
+    ask: Ask
+    tokens: Tokens
+    parent: Turn | None
+    given: Tokens
+    limit: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Record:
+    """A request that was answered, or is being: whether its client has the answer, and whether it still listens."""
+
+    replies: asyncio.Task[Replies]
+    is_listening: Callable[[], bool]
+    is_delivered: bool = False
+
+
+class Session:
+    """The agent of one sample."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        template: Template,
+        parser: Parser,
+        name: str,
+        max_tokens: int,
+        context_tokens: int,
+        keeps_thinking: bool = True,
+    ) -> None:
+        """
+        name            the same when the sample is made again
+        max_tokens      that may be sampled in all calls together; calls at the same time may each take what is left
+        context_tokens  of the model, prompt and answer together
+        keeps_thinking  reasoning stays in the prompt after a new question, whatever the template does with it
+        """
+        self.key = "sk-" + secrets.token_hex(16)
+        self.template = template
+        self.turns = Turns()
+        self.remembered: dict[str, list[Json]] = {}
+        """Conversations up to an answer, by its id: of dialects that go on from there."""
+        self._generate = generate
+        self._parser = parser
+        self._tags = Tags(name)
+        self.context_tokens = context_tokens
+        self._max_tokens = max_tokens
+        self._keeps_thinking = keeps_thinking
+        self._num_sampled = 0
+        self._num_calls = 0
+        self._ends: dict[bytes, Turn] = {}
+        self._records: dict[bytes, list[Record]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._over = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[Session]:
+        """Inside, it answers. What still samples at the end is cancelled: its harness has left.
+
+        Raises what ends the sample: EngineDied, EngineError, or what was raised inside.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                try:
+                    yield self
+                finally:
+                    self._over.set()
+                    for record in (one for records in self._records.values() for one in records):
+                        record.replies.cancel()
+        except BaseExceptionGroup as group:
+            died, others = group.split(EngineDied)
+            failed, _ = (others or group).split(EngineError)
+            first = (died or failed or group).exceptions[0]
+            raise first from first.__cause__  # not from the group: the log is to show where it was raised
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    def answer(self, request: bytes, ask: Ask, *, is_retry: bool, is_listening: Callable[[], bool]) -> Record:
+        """The record of a request, whose answer may still be under way. Raises Refused before anything is sampled.
+
+        request       its bytes: equal ones ask for the same
+        is_retry      the client says that it has asked before
+        is_listening  whether it still waits for an answer
+        """
+        if self._over.is_set() or self._tasks is None:
+            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        key = hashlib.blake2b(request, digest_size=16).digest()
+        records = self._records.setdefault(key, [])
+        if (record := _undelivered(records, is_retry=is_retry)) is not None:
+            record.is_listening = is_listening
+            return record
+        prepared = [self.prepare(ask)] * ask.count
+        numbers = range(self._num_calls, self._num_calls + len(prepared))
+        self._num_calls += len(prepared)
+        task = self._tasks.create_task(self._sample_all(prepared, numbers))
+        record = Record(replies=task, is_listening=is_listening)
+        records.append(record)
+        return record
+
+    async def replies(self, record: Record) -> list[Turn]:
+        """The answers, once they are there; whoever gives up waiting stops nothing. Raises Refused."""
+        if not record.replies.done():
+            await asyncio.wait((record.replies,))
+        if record.replies.cancelled():
+            raise Refused("this sample is over", status=401, code="invalid_api_key")
+        if (error := record.replies.exception()) is not None:  # it ends the sample
+            raise Refused(f"the engine failed: {error}", status=503, code="server_error")
+        if isinstance(replies := record.replies.result(), Refused):
+            raise replies
+        return replies
+
+    def prepare(self, ask: Ask, *, is_limited: bool = True) -> Prepared:
+        """is_limited: there must be room for an answer. Raises Refused."""
+        self._parser.check(ask.tools)
+        tokens, parent, begin = self._prompt(ask)
+        left = self._max_tokens - self._num_sampled
+        room = min(left, self.context_tokens - len(tokens))
+        if room < 1 and is_limited:  # what harnesses know how to handle: they compact, or stop
+            raise Refused(
+                f"This model's maximum context length is {self.context_tokens} tokens. However, your messages have "
+                f"{len(tokens)} tokens, and of this sample's {self._max_tokens} new tokens {max(0, left)} are left.",
+                code="context_length_exceeded",
+            )
+        limit = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        return Prepared(ask=ask, tokens=tokens, parent=parent, given=tokens[begin:], limit=limit)
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, ask: Ask) -> tuple[Tokens, Turn | None, int]:
+        """The tokens to be continued, the turn that they go on from, and how many of them are that turn's."""
+        if ask.tokens is not None:
+            return (ask.tokens, *self.turns.longest_prefix(ask.tokens))
+        if (bridged := self._bridged(ask)) is not None:
+            return bridged
+        tokens = np.array(self.template.render(ask.messages, ask.tools), np.int32)
+        return (tokens, *self.turns.longest_prefix(tokens))
+
+    def _bridged(self, ask: Ask) -> tuple[Tokens, Turn, int] | None:
+        """From the last turn that the conversation holds as it was said. None: it is to be rendered."""
+        if not self._ends:
+            return None
+        messages = ask.messages
+        last = next((n for n in range(len(messages), 0, -1) if messages[n - 1]["role"] == "assistant"), 0)
+        turn = self._ends.get(digests(messages[:last], ask.tools)[-1])
+        if turn is None or last == len(messages):
+            return None
+        new = messages[last:]
+        asks_anew = any(message["role"] == "user" for message in new)
+        if not self._keeps_thinking and asks_anew and "reasoning_content" in turn.said:
+            return None
+        is_closed = self.template.is_closed(turn.answer)
+        more = self.template.bridge(messages[: last - 1], turn.said, new, ask.tools, is_closed=is_closed)
+        if more is None:
+            return None
+        known = turn.tokens
+        return np.concatenate([known, np.array(more, np.int32)]), turn, len(known)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    async def _sample_all(self, prepared: Sequence[Prepared], numbers: Sequence[int]) -> Replies:
+        sampling: list[Awaitable[Turn]] = [
+            self._sample(one, number) for one, number in zip(prepared, numbers, strict=True)
+        ]
+        try:
+            return list(await asyncio.gather(*sampling))
+        except PromptError as error:
+            return Refused(f"the engine refuses this prompt: {error}")
+
+    async def _sample(self, prepared: Prepared, number: int) -> Turn:
+        ask = prepared.ask
+        tag = self._tags.next(prepared.tokens)
+        answer = await self._generate(prepared.tokens, max_new_tokens=prepared.limit)
+        self._num_sampled += len(answer.tokens)
+        said: Json = {}
+        if ask.tokens is None:
+            text = self.template.text_of(answer)
+            in_thought = self.template.ends_in_thought(prepared.tokens.tolist()[-8:])
+            parsed = self._parser(text, tools=ask.tools, in_thought=in_thought)
+            said = {"role": "assistant", "content": parsed.content}
+            if parsed.reasoning is not None:
+                said["reasoning_content"] = parsed.reasoning
+            if parsed.calls:
+                said["tool_calls"] = [
+                    {"id": call_id(tag, place), "type": "function", "function": {"name": name, "arguments": arguments}}
+                    for place, (name, arguments) in enumerate(parsed.calls)
+                ]
+        turn = Turn(
+            number=number,
+            tag=tag,
+            parent=prepared.parent,
+            given=prepared.given,
+            answer=answer,
+            said=said,
+            wishes=ask.wishes,
+        )
+        self.turns.add(turn)
+        if said:
+            self._ends[digests([*ask.messages, said], ask.tools)[-1]] = turn
+        return turn
+
+
+def _undelivered(records: Sequence[Record], *, is_retry: bool) -> Record | None:
+    """The answer that a client asks for again: one that nobody got, or with ``is_retry`` the last one."""
+    for record in records:
+        if not record.is_delivered and not record.is_listening():
+            return record
+    return records[-1] if records and is_retry else None

@@ -1,0 +1,146 @@
+"""A tokenizer's chat template: a conversation's tokens, and how to go on from sampled tokens without making them anew.
+
+The bridge: the conversation is rendered with its last answer replaced by a sentinel. What comes after the sentinel is
+the end of that turn, the new messages, and the beginning of the next answer; it alone is tokenised, and goes behind the
+tokens that were sampled. It begins with a token that ends a turn, where templates have one, so no token spans the seam.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused
+
+SENTINEL: Final = "\u241eTURN\u241e"
+_THINK: Final = "<think>"
+_TAIL_TOKENS: Final = 8
+"""The last tokens of a prompt, which say whether it ends in the middle of a thought."""
+
+
+class Template:
+    """The chat template of one tokenizer."""
+
+    def __init__(self, tokenizer: Any, *, chat_template: str = "", options: Mapping[str, Any] | None = None) -> None:
+        """chat_template: Jinja; empty: the tokenizer's own. Raises ConfigError where there is none, or it is broken."""
+        self._tokenizer = tokenizer
+        self._options = dict(options or {}) | ({"chat_template": chat_template} if chat_template else {})
+        self.source = chat_template or getattr(tokenizer, "chat_template", None) or ""
+        if not self.source:
+            raise ConfigError("the model's tokenizer has no chat template; set rollout.options.chat_template")
+        self.close, self.close_id = self._closer()
+
+    def _closer(self) -> tuple[str, int | None]:
+        """What ends an assistant's turn, a special token of the tokenizer; "" and None where none does."""
+        import jinja2  # comes with transformers, which rendering needs anyway
+
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}]
+        try:
+            text = self._text(asked, (), asks=False)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"the chat template cannot render an answer to a user: {error}") from None
+        after = self.encode(text.partition(SENTINEL)[2])
+        if not after or after[0] not in self._tokenizer.all_special_ids:
+            return "", None
+        return self._tokenizer.convert_ids_to_tokens(after[0]), after[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids are below this."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def render(self, messages: Sequence[Json], tools: Sequence[Json]) -> list[int]:
+        """The tokens of a conversation that is to be answered. Raises Refused."""
+        import jinja2
+
+        try:
+            text = self._text(messages, tools)
+            text.encode()
+        except UnicodeError:
+            raise Refused("a message holds half of a surrogate pair: that is no text") from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Refused(f"the model's chat template refuses these messages: {error}") from None
+        ids = self.encode(text)
+        if not ids:
+            raise Refused("the model's chat template makes no token of these messages")
+        return ids
+
+    def bridge(
+        self, before: Sequence[Json], said: Json, new: Sequence[Json], tools: Sequence[Json], *, is_closed: bool
+    ) -> list[int] | None:
+        """The tokens between the sampled answer ``said`` and the next one. None: this template does not let us.
+
+        is_closed: the answer's last token ends the turn
+        """
+        import jinja2
+
+        fake: Json = {"role": "assistant", "content": SENTINEL}
+        if said.get("tool_calls"):  # some templates refuse a tool's message without a call before it
+            fake["tool_calls"] = said["tool_calls"]
+        try:
+            text = self._text([*before, fake, *new], tools)
+            text.encode()
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError):
+            return None
+        _, found, tail = text.partition(SENTINEL)
+        if not found or SENTINEL in tail or (said.get("tool_calls") and not self.close):
+            return None
+        if self.close:
+            at = tail.find(self.close)  # after the fake's calls, if it has any
+            if at < 0:
+                return None
+            tail = tail[at:]
+        ids = self.encode(tail)
+        if not is_closed:
+            return ids
+        return ids[1:] if ids and ids[0] == self.close_id else None
+
+    def is_closed(self, answer: Generation) -> bool:
+        return len(answer.tokens) > 0 and int(answer.tokens[-1]) == self.close_id
+
+    def text_of(self, answer: Generation) -> str:
+        """What was said, without the token that ended it; the others are text, special or not."""
+        tokens = answer.tokens.tolist()
+        if tokens and (tokens[-1] == self.close_id or tokens[-1] in self._tokenizer.all_special_ids):
+            tokens = tokens[:-1]
+        return self.decode(tokens)
+
+    def ends_in_thought(self, context: Sequence[int]) -> bool:
+        """The template has begun the answer's reasoning, as those of models that always think do."""
+        return self.decode(context[-_TAIL_TOKENS:]).rstrip().endswith(_THINK)
+
+    def _text(self, messages: Sequence[Json], tools: Sequence[Json], *, asks: bool = True) -> str:
+        more: Json = {"tools": list(tools)} if tools else {}
+        shown = [_shown(message) for message in messages]
+        made = self._tokenizer.apply_chat_template(
+            shown, tokenize=False, add_generation_prompt=asks, **more, **self._options
+        )
+        return str(made)
+
+
+def _shown(message: Json) -> Json:
+    """As templates want it: a call's arguments are an object."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,164 @@
+"""The turns of a session: what was sampled, what it continued, and the sequences that are trained of it.
+
+Turns are a forest. A turn's parent is the turn whose prompt and answer are the beginning of its prompt, token by token;
+where a harness rewrites what was said there is none, and another tree begins. Each branch is a sequence, and each
+answer is trained in exactly one: where branches part, the later ones begin with a prompt that holds what they share.
+
+  S1 tokens, logprobs and versions of a sequence are what the engine was given and gave
+  S2 every sampled token is trained once
+Tests: tests/unit/rollouts/agent/test_turns.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import Trajectory
+from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.refusal import Json
+from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
+
+Tokens = NDArray[np.int32]
+
+_TAG_CHARACTERS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One answer.
+
+    number  of the call in its session, from 0, in the order of asking
+    tag     of session, prompt and occurrence: the same when the sample is made again, in whatever order it asks
+    given   i32[*], what the engine was given after the parent's tokens
+    said    the answer as a message, empty for tokens that were asked for by tokens
+    wishes  what was asked for and not obeyed
+    """
+
+    number: int
+    tag: str
+    parent: Turn | None
+    given: Tokens
+    answer: Generation
+    said: Json = field(default_factory=dict)
+    wishes: Json = field(default_factory=dict)
+
+    @property
+    def path(self) -> list[Turn]:
+        """From the root to this turn."""
+        found, turn = [], self.parent
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return [*reversed(found), self]
+
+    @property
+    def context(self) -> Tokens:
+        """What the engine was given: i32[P]."""
+        return self.tokens[: -len(self.answer.tokens) or None]
+
+    @property
+    def tokens(self) -> Tokens:
+        """The context and the answer."""
+        return np.concatenate([part for turn in self.path for part in (turn.given, turn.answer.tokens)])
+
+    @property
+    def prompt_length(self) -> int:
+        return sum(len(turn.given) + len(turn.answer.tokens) for turn in self.path) - len(self.answer.tokens)
+
+
+class Turns:
+    """Those of one session, as they come."""
+
+    def __init__(self) -> None:
+        self._turns: list[Turn] = []
+        self._children: dict[Turn | None, list[Turn]] = {}
+
+    def __iter__(self) -> Iterator[Turn]:
+        """In the order of asking."""
+        return iter(sorted(self._turns, key=lambda turn: turn.number))
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        self._children.setdefault(turn.parent, []).append(turn)
+
+    def longest_prefix(self, tokens: Tokens) -> tuple[Turn | None, int]:
+        """The turn with the most tokens whose prompt and answer ``tokens`` begin with, and how many those are."""
+        best, length = None, 0
+        open_turns = [(turn, 0) for turn in self._children.get(None, ())]
+        while open_turns:
+            turn, begin = open_turns.pop()
+            middle, end = begin + len(turn.given), begin + len(turn.given) + len(turn.answer.tokens)
+            if not np.array_equal(tokens[begin:middle], turn.given):
+                continue
+            if not np.array_equal(tokens[middle:end], turn.answer.tokens):
+                continue
+            if end > length:
+                best, length = turn, end
+            open_turns += [(child, end) for child in self._children.get(turn, ())]
+        return best, length
+
+    def sequences(self) -> list[TrainedSequence]:
+        """One for each branch, in the order of asking."""
+        owned: set[Turn] = set()
+        made = []
+        for leaf in self:
+            if leaf in self._children or not len(leaf.answer.tokens):
+                continue
+            path = leaf.path
+            own = [turn for turn in path if turn not in owned]
+            owned.update(own)
+            made.append(_sequence(own))
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSequence:
+    """prompt_tokens: what its first own answer continued. turns: (number, its place in the trajectory's tokens) of
+    each answer that it trains."""
+
+    prompt_tokens: Tokens
+    trajectory: Trajectory
+    turns: tuple[tuple[int, int], ...]
+
+
+def _sequence(own: Sequence[Turn]) -> TrainedSequence:
+    """Of turns of which each is the parent of the next."""
+    prompt = own[0].context
+    builder = TrajectoryBuilder(prompt)
+    places = []
+    for turn in own:
+        if turn is not own[0]:
+            builder.observed(turn.given)
+        places.append((turn.number, builder.num_tokens))
+        builder.answered(turn.answer)
+    return TrainedSequence(prompt_tokens=prompt, trajectory=builder.trajectory(), turns=tuple(places))
+
+
+class Tags:
+    """Names of turns that do not depend on the order of calls. They may be in a prompt, as ids of tool calls are."""
+
+    def __init__(self, session: str) -> None:
+        """session: the same when the sample is made again"""
+        self._session = session.encode()
+        self._seen: Counter[bytes] = Counter()
+
+    def next(self, tokens: Tokens) -> str:
+        digest = hashlib.sha256(np.ascontiguousarray(tokens, np.int32).tobytes()).digest()
+        occurrence, self._seen[digest] = self._seen[digest], self._seen[digest] + 1
+        return hashlib.blake2b(digest, digest_size=12, key=self._session, salt=occurrence.to_bytes(8)).hexdigest()
+
+
+def call_id(tag: str, place: int) -> str:
+    """Of a tool call: nine letters and digits, as Mistral's templates demand."""
+    digits = hashlib.blake2b(f"{tag} {place}".encode(), digest_size=5).digest()
+    return "c" + "".join("0123456789abcdefghijklmnopqrstuv"[int.from_bytes(digits) >> 5 * n & 31] for n in range(8))

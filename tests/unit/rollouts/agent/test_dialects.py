@@ -1,0 +1,230 @@
+"""Every dialect gives and trains exactly what the engine was given and gave, streamed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from asyncrl.rollouts.agent.endpoint import server
+from tests.harness.agents import ANSWER, CALL, TOKENIZER, TOOLS, Client, Scripted
+
+QUESTION = "40 + 2 = ?"
+FUNCTION = TOOLS[0]["function"]
+
+
+async def chat(client: Client, *, stream: bool) -> str:
+    messages: list[Any] = [{"role": "developer", "content": "Be terse."}]
+    messages.append({"role": "user", "content": [{"type": "text", "text": QUESTION}]})
+    for _ in range(2):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        found = await client.chat(messages, tools=TOOLS, logprobs=True, return_token_ids=True, **options)
+        said = joined(found) if stream else found["choices"][0]["message"]
+        messages.append({name: said[name] for name in ("role", "content", "tool_calls") if name in said})
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": "42"} for call in said.get("tool_calls", ())
+        ]
+    return str(messages[-1]["content"])
+
+
+def joined(events: list[tuple[str, Any]]) -> Any:
+    """The message of a stream's chunks."""
+    said: dict[str, Any] = {}
+    assert events.pop() == ("", None)
+    assert events.pop()[1]["usage"]["completion_tokens"] > 0
+    for _, chunk in events:
+        (choice,) = chunk["choices"]
+        calls = choice["delta"].pop("tool_calls", ())
+        said |= choice["delta"]
+        if calls:
+            said.setdefault("tool_calls", []).extend(
+                {name: value for name, value in call.items() if name != "index"} for call in calls
+            )
+    return said
+
+
+async def responses(client: Client, *, stream: bool) -> str:
+    tools = [{"type": "function", **FUNCTION}]
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+    for _ in range(2):
+        body = {"input": items, "instructions": "Be terse.", "tools": tools, "stream": stream}
+        found = await client.post("/v1/responses", body)
+        if stream:
+            assert [event["sequence_number"] for _, event in found] == list(range(len(found)))
+            assert all(name == event["type"] for name, event in found)
+            found = found[-1][1]["response"]
+        items += found["output"]
+        for item in found["output"]:
+            if item["type"] == "function_call":
+                items.append({"type": "function_call_output", "call_id": item["call_id"], "output": "42"})
+    return str(found["output"][-1]["content"][0]["text"])
+
+
+async def anthropic(client: Client, *, stream: bool) -> str:
+    tools = [{"name": "add", "description": "adds", "input_schema": FUNCTION["parameters"]}]  # type: ignore[index]
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    for _ in range(2):
+        system = [{"type": "text", "text": "Be terse.", "cache_control": {"type": "ephemeral"}}]
+        body = {"messages": messages, "system": system, "tools": tools, "stream": stream, "max_tokens": 1000}
+        found = await client.post("/v1/messages", body)
+        blocks = streamed_blocks(found) if stream else found["content"]
+        messages.append({"role": "assistant", "content": blocks})
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "42"}]}
+            for block in blocks
+            if block["type"] == "tool_use"
+        ]
+        messages.append({"role": "user", "content": results})
+    return str(blocks[-1]["text"])
+
+
+def streamed_blocks(events: list[tuple[str, Any]]) -> list[Any]:
+    assert [events[0][0], events[-1][0]] == ["message_start", "message_stop"]
+    blocks: list[Any] = []
+    for name, event in events:
+        if name == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        if name == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                blocks[-1]["input"] = json.loads(delta["partial_json"])
+            else:
+                kind = delta["type"].removesuffix("_delta")
+                blocks[-1][kind] += delta[kind]
+    return blocks
+
+
+async def tokens(client: Client, *, stream: bool) -> str:
+    """A harness that renders by itself."""
+    encode = TOKENIZER(f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    for _ in range(2):
+        body = {"model": "m", "token_ids": encode, "sampling_params": {"max_tokens": 1000, "logprobs": 1}}
+        (choice,) = (await client.post("/inference/v1/generate", body))["choices"]
+        answer = client.engine.answers[-1]
+        assert choice["token_ids"] == answer.tokens.tolist()
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+        assert [one["logprob"] for one in content] == answer.logprobs.tolist()
+        result = TOKENIZER("\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+        encode = [*encode, *choice["token_ids"], *result]
+    return TOKENIZER.decode(choice["token_ids"], skip_special_tokens=True).rpartition("\n")[2]
+
+
+DIALECTS = [(chat, False), (chat, True), (responses, False), (responses, True)]
+DIALECTS += [(anthropic, False), (anthropic, True), (tokens, False)]
+
+
+@pytest.mark.parametrize(("dialect", "stream"), DIALECTS)
+async def test_a_turn_with_a_tool_and_its_answer_are_one_sequence(
+    dialect: Callable[..., Awaitable[str]], stream: bool
+) -> None:
+    async with Client(Scripted([CALL, ANSWER])) as client:
+        assert await dialect(client, stream=stream) == "The answer is 42."
+    assert client.check() == 1
+
+
+async def test_all_dialects_ask_the_engine_for_the_same() -> None:
+    asked = []
+    for dialect in (chat, responses, anthropic):
+        async with Client(Scripted([CALL, ANSWER])) as client:
+            await dialect(client, stream=False)
+        asked.append(client.engine.given)
+    assert asked[0] == asked[1] == asked[2]
+
+
+async def test_a_response_goes_on_from_the_one_before() -> None:
+    async with Client(Scripted(["one", "two"])) as client:
+        first = await client.post("/v1/responses", {"input": "hi"})
+        body = {"input": "more", "previous_response_id": first["id"]}
+        await client.post("/v1/responses", body)
+        refused = await client.post("/v1/responses", body | {"previous_response_id": "resp_x"}, status=404)
+    assert "resp_x" in refused["error"]["message"]
+    assert client.check() == 1
+
+
+async def test_logprobs_of_a_chat_are_the_engines() -> None:
+    async with Client(Scripted(["the"])) as client:
+        found = await client.chat([{"role": "user", "content": "hi"}], logprobs=True, return_token_ids=True)
+    (choice,), answer = found["choices"], client.engine.answers[0]
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == answer.logprobs.tolist()
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["t", "h", "e", "<|im_end|>"]
+    assert choice["token_ids"] == answer.tokens.tolist()
+    assert found["prompt_token_ids"] == client.engine.given[0]
+    assert found["usage"]["prompt_tokens"] == len(client.engine.given[0])
+
+
+async def test_tokens_are_counted_and_the_model_named_without_a_turn() -> None:
+    async with Client(Scripted(["hi"])) as client:
+        messages = [{"role": "user", "content": "hello"}]
+        counted = await client.post("/v1/messages/count_tokens", {"messages": messages})
+        await client.say(messages)
+        async with client.http.get(client.server.url + "/v1/models") as reply:
+            (model,) = (await reply.json())["data"]
+    assert counted == {"input_tokens": len(client.engine.given[0])}
+    assert (model["id"], model["max_model_len"]) == ("policy", 100_000)
+
+
+async def test_a_stream_is_kept_open_while_the_model_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.001)
+    engine = Scripted(["hi"])
+    engine.gate.clear()
+    async with Client(engine) as client:
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        async with client.http.post(client.server.url + "/v1/chat/completions", json=body) as reply:
+            assert (await reply.content.readline()).startswith(b":")
+            engine.gate.set()
+            assert b'"content": "hi"' in await reply.read()
+    assert client.check() == 1
+
+
+async def test_a_history_of_many_megabytes_is_read() -> None:
+    async with Client(Scripted(["hi"]), context_tokens=10**8) as client:
+        body = {"messages": [{"role": "user", "content": "x" * 3 * 2**20}]}
+        await client.post("/v1/chat/completions", json.dumps(body).encode())
+    assert len(client.engine.given[0]) > 3 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "messages is empty"),
+        ("/v1/chat/completions", {"messages": [{"role": "robot"}]}, "messages\\[0\\].role must be one of"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 0}, "n must be a whole number"),
+        ("/v1/responses", {"input": [{"type": "web_search_call"}]}, "items of type 'web_search_call'"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only tools of type function"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
+        ("/inference/v1/generate", {"token_ids": [1, 10**6]}, "token_ids\\[1\\] must be a whole number from 0"),
+        ("/v1/chat/completions", b"{", "no JSON"),
+        ("/v1/chat/completions", b"[" * 100_000, "nested|no JSON"),
+        ("/v1/chat/completions", b"[]", "must be an object"),
+        ("/v1/chat/completions", b'{"messages": NaN}', "NaN"),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_refused_with_the_reason(path: str, body: Any, says: str) -> None:
+    async with Client(Scripted([])) as client:
+        refused = await client.post(path, body, status=400)
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(refused["error"]["message"])
+    assert client.engine.given == []
+
+
+async def test_many_samples_at_once_keep_their_turns_apart() -> None:
+    async def one(client: Client, number: int) -> None:
+        messages: list[Any] = [{"role": "user", "content": f"{number}"}]
+        messages += [await client.say(messages), {"role": "user", "content": "more"}]
+        assert (await client.say(messages))["content"] == f"{number} 1"
+
+    clients = [Client(Scripted([f"{number} 0", f"{number} 1"])) for number in range(20)]
+    for client in clients[1:]:
+        client.server = clients[0].server
+    for client in clients:
+        await client.__aenter__()
+    await asyncio.gather(*(one(client, number) for number, client in enumerate(clients)))
+    assert [client.check() for client in clients] == [1] * 20
+    for client in reversed(clients):
+        await client.__aexit__(None, None, None)
