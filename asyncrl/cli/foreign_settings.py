@@ -104,6 +104,12 @@ def check_code(table: Mapping[str, Any], allowed: Allowed) -> None:
                 f"{key}: the run's settings name {_short(name)}, code that this machine's command does not allow; "
                 f"if you trust it: {named}"
             )
+    rollout = table.get("rollout")
+    if isinstance(rollout, dict) and rollout.get("function") == "agent" and rollout.get("options"):
+        raise ConfigError(
+            "rollout.options: the run's settings say which programs to run, which only this machine's command may: "
+            "--set rollout.options=..."
+        )
     for key, url in _values(table, _ASKED):
         server = _server(url)
         if url and (not server or server not in allowed.servers):

@@ -106,6 +106,9 @@ class RolloutSection:
     timeout_seconds: float = 0.0
     """Limit of a rollout function for one sample, without the time that it waits for the engine. A group with a sample
     that takes longer fails; 0 is no limit."""
+    min_group: int = 0
+    """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
+    counted (staleness/cancelled). 0: a sample that fails fails its group."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
     the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
@@ -120,6 +123,11 @@ class RolloutSection:
         require(
             self.partial_save_seconds >= 0,
             f"partial_save_seconds must be >= 0 (0 is off), got {self.partial_save_seconds}",
+        )
+        require(
+            self.min_group == 0 or 2 <= self.min_group <= self.group_size,
+            f"min_group must be 0 (a sample that fails fails its group), or from 2 (one answer has nothing to compare "
+            f"with) to group_size ({self.group_size}), got {self.min_group}",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")

@@ -20,7 +20,8 @@ SCHEMA: dict[str, str] = {
     "staleness/in_queue": "versions that passed while a group waited to be trained, mean over groups",
     "staleness/weight": "what staleness.weight left of the loss weights, mean over trained tokens; when it is set",
     "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",
-    "staleness/cancelled": "answers of the batch's groups that staleness.stragglers cut off: the longest ones",
+    "staleness/cancelled": "answers that the batch's groups go without: staleness.stragglers cut them off, the longest "
+    "ones, or they failed (rollout.min_group)",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
     "staleness/dropped_share": "share dropped as too stale of the answers trained or dropped in the last ten steps",
     "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",

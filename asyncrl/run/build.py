@@ -280,7 +280,9 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             vocabulary_size=model.vocab_size,
             context_tokens=model.context_tokens,
             largest_reward=run.reward.largest,
-            are_answers_whole=all(life["staleness"]["stragglers"] != "partial" for life in lives),
+            are_answers_whole=all(
+                life["staleness"]["stragglers"] != "partial" and not life["rollout"].get("min_group") for life in lives
+            ),
             are_sampled=_are_sampled(run),
             asked_before=_asked_before(lives),
             **_of_experts(model),

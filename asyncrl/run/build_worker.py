@@ -73,6 +73,7 @@ async def build_worker(
                 reward=registry.load_reward(run),
                 partial_rollouts=partial_rollouts,
                 stragglers=_stragglers(run),
+                min_group=run.rollout.min_group,
                 **answering,
             )
         )

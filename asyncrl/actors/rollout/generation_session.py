@@ -22,6 +22,7 @@ from asyncrl.protocols import Generation, PartialGeneration
 
 WeightGate = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 """Entered when the engine has the weights to sample from, and left when the sampling is done."""
+_WAITS = {"rollout": "its rollout function", "harness": "its harness"}
 SeedOfCall = Callable[[int], int]
 """The seed of call 0, 1, 2, ...; larger numbers stand for calls that continue the same tokens as one before."""
 
@@ -118,12 +119,14 @@ class GenerationSession:
             self.first_version = policy_version
 
     @contextlib.asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
+    async def waiting(self, *, on: str = "rollout") -> AsyncIterator[None]:
         """Inside, the worker waits for the rollout function, except while that waits for an answer of ours.
 
+        on: the part of a worker that such a wait is for (policies/health/faults.py): one that keeps its samples' time
+        itself is no reason to restart the worker
         Raises TimeoutError, and ``is_out_of_time`` says so, when it has taken ``own_seconds``.
         """
-        with self._engine.waits.waiting("its rollout function", on="rollout") as self._user_wait:
+        with self._engine.waits.waiting(_WAITS[on], on=on) as self._user_wait:
             async with self._own_time.limited():
                 yield
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -52,12 +53,14 @@ class Stage:
         seed: int,
         sample_seconds: float = 0.0,
         stragglers: Stragglers | None = None,
+        min_group: int = 0,
         weights: Callable[[PromptGroup], AbstractAsyncContextManager[None]] | None = None,
         slots: SampleSlots | None = None,
     ) -> None:
         """
         seed            of the run: with group, sample and call it is the seed of each generation
         sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
+        min_group       fewest samples of a group that goes without those that failed; 0: it fails with one of them
         weights         entered around each generation, once the engine may sample for this group; None: once its
                         weights are as new as the prompt asks for
         slots           of its own; None shares those of the engine
@@ -71,8 +74,10 @@ class Stage:
         self._seed = seed
         self._sample_seconds = sample_seconds
         self._stragglers = stragglers
+        self._min_group = min_group
         self._weights = weights or engine.new_enough_for
         self._log = logging.getLogger(f"asyncrl.{worker}")
+        self._waits_on = "harness" if getattr(rollout, "has_harness", False) else "rollout"
         self._patience = DrainPatience()
         self._explained: set[str] = set()
         """Reasons whose traceback is in the log."""
@@ -96,6 +101,9 @@ class Stage:
 
     async def close(self) -> None:
         await self._reward.close()
+        closed = getattr(self._rollout, "close", lambda: None)()  # of a class with children, or a server
+        if inspect.isawaitable(closed):
+            await closed
 
     def learner_is_at(self, policy_version: int) -> None:
         if self._stragglers is not None:
@@ -171,7 +179,7 @@ class Stage:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._sample(prompt, index, session, slots))
+                    group.create_task(self._sample_or_error(prompt, index, session, slots))
                     for index, session in enumerate(sessions)
                 ]
                 if self._stragglers is not None:
@@ -184,7 +192,29 @@ class Stage:
             raise first from first.__cause__  # not from the group: the log is to show where it was raised
         if self._stragglers is None and any(task.cancelled() for task in tasks):
             raise RolloutError("the rollout function cancelled itself")
-        return [task.result() for task in tasks if not task.cancelled()]
+        return self._without_failed(prompt, [task.result() for task in tasks if not task.cancelled()])
+
+    async def _sample_or_error(
+        self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
+    ) -> Trajectory | RolloutError:
+        """The error is raised where a group does not go without samples that failed."""
+        try:
+            return await self._sample(prompt, index, session, slots)
+        except RolloutError as error:
+            if not self._min_group:
+                raise
+            return error
+
+    def _without_failed(self, prompt: PromptGroup, samples: Sequence[Trajectory | RolloutError]) -> list[Trajectory]:
+        """Raises RolloutError, the first one, when too few are left."""
+        made = [sample for sample in samples if not isinstance(sample, RolloutError)]
+        failed = [sample for sample in samples if isinstance(sample, RolloutError)]
+        if failed and len(made) < self._min_group:
+            raise failed[0] from failed[0].__cause__
+        for error in failed:
+            self._log.warning("group %d goes without a sample: %s", prompt.group_id, error, extra={REASON: str(error)})
+            self._explain(error)
+        return made
 
     def _session(self, prompt: PromptGroup, index: int, progress: GroupProgress | None) -> GenerationSession:
         return GenerationSession(
@@ -209,7 +239,7 @@ class Stage:
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
     ) -> Trajectory:
         try:
-            async with session.waiting():
+            async with session.waiting(on=self._waits_on):
                 with plugins.exits_contained():
                     made = await self._rollout(prompt, session, index=index)
             if not isinstance(made, Trajectory):
@@ -221,7 +251,7 @@ class Stage:
                 raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
             resumed = min(session.num_resumed, int(made.response_mask.sum()))
             return cast(Trajectory, messages.replace(made, resumed=resumed)) if resumed else made
-        except (EngineError, asyncio.CancelledError):
+        except (EngineError, RolloutError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash
             if session.is_out_of_time:

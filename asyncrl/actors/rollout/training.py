@@ -29,6 +29,7 @@ def training_stage(
     partial_rollouts: PartialRollouts,
     sample_seconds: float = 0.0,
     stragglers: Stragglers | None = None,
+    min_group: int = 0,
     groups_ahead: Callable[[], int] | None = None,
 ) -> Stage:
     """Prompt groups in, rewarded trajectory groups out. See ``training_worker``."""
@@ -53,6 +54,7 @@ def training_stage(
         seed=seed,
         sample_seconds=sample_seconds,
         stragglers=stragglers,
+        min_group=min_group,
     )
 
 
@@ -72,6 +74,7 @@ def training_worker(
     context_tokens: int = 2**31,
     sample_seconds: float = 0.0,
     stragglers: Stragglers | None = None,
+    min_group: int = 0,
     partial_rollouts: PartialRollouts | None = None,
     groups_ahead: Callable[[], int] | None = None,
 ) -> RolloutWorker:
@@ -82,6 +85,7 @@ def training_worker(
     keep_seconds      between two renewals of a delivery
     context_tokens    that fit into the engine's model, the prompt included
     sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
+    min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
     stragglers        None waits for every sample of a group
     partial_rollouts  None saves and resumes nothing
     groups_ahead      groups to hold beyond those that there are free slots for; None measures how many
@@ -102,6 +106,7 @@ def training_worker(
         partial_rollouts=partial_rollouts,
         sample_seconds=sample_seconds,
         stragglers=stragglers,
+        min_group=min_group,
         groups_ahead=groups_ahead,
     )
     return RolloutWorker(name, bus, engine=shared, stages=[training], partial_rollouts=partial_rollouts)

@@ -70,6 +70,12 @@ PARTS: Final[Mapping[str, Part]] = {
         cure="",  # reward.timeout_seconds ends it, and its group alone
     ),
     "rollout": Part("rollout", "'s rollout function has not returned", "fix rollout.function: it never stops waiting"),
+    "harness": Part(
+        "harness",
+        "'s harness has not asked the model or ended",
+        "its log names the sample and the process, which rollout.options.timeout_seconds ends; mend it, or lower that",
+        cure="",  # the limit of a sample ends it, and all that it started
+    ),
     "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
     "folder": Part(
         "folder", " has been reading a weight folder", "check weights.directory or the connection to the bus"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from asyncrl.actors.learner.validator import MOST_IMPOSSIBLE, Validator
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import HopelessError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
-from asyncrl.messages.topics import QUARANTINE
+from asyncrl.messages.topics import PROMPTS, QUARANTINE
 from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.protocols import Generate, Generation, PartialGeneration
@@ -100,6 +101,27 @@ async def test_a_budget_that_is_none_at_all_buries_the_group(tmp_path: Path) -> 
     _, loop = await train(rollout, tmp_path)
     assert loop.recorder.rows[-1]["staleness/failed_groups"] == 1
     assert loop.trained_groups == 2
+
+
+async def test_a_sample_that_fails_costs_its_group_nothing_else_where_enough_are_left() -> None:
+    async def rollout(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+        if index >= prompt.group_size - prompt.group_id:
+            raise ValueError("this one")
+        return await single_turn(prompt, generate, index=index)
+
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
+    worker = fakes.worker(bus, fakes.Engine(), rollout=rollout, min_group=2)
+    running = asyncio.ensure_future(fakes.run_worker(worker))
+    for group_id in range(4):  # of four samples, as many fail as the group's number
+        prompt = PromptGroup(group_id=group_id, prompt_tokens=[1, 2], group_size=4, sampling=GROUPS_SAMPLING)
+        await bus.publish(PROMPTS, prompt, key=str(group_id))
+    made = {record.message.group_id: record.message for record in await first(bus, 4)}
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    sizes = {group_id: (len(group.trajectories), group.cancelled) for group_id, group in made.items()}
+    assert sizes == {0: (4, 0), 1: (3, 1), 2: (2, 2), 3: (0, 0)}
+    assert made[3].error == "the rollout function raised ValueError: this one"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,12 @@ def test_what_the_command_allows_is_taken(joins: Joins, trap: Path) -> None:
     assert joins(forged(reward={"kind": "trap.sub:f"}), allow=["trap"]).reward.kind == "trap.sub:f"
 
 
+def test_which_program_an_agent_is_only_the_command_says(joins: Joins) -> None:
+    agent = {"function": "agent", "options": {"harness": "command", "harness_options": {"command": ["rm"]}}}
+    with pytest.raises(ConfigError, match=r"^rollout\.options: the run's settings say which programs to run"):
+        joins(forged(rollout=agent))
+
+
 def test_what_the_command_names_itself_needs_no_allowing(joins: Joins) -> None:
     made = joins(forged(reward={"kind": "trap:reward"}), "reward.kind=mine:score")
     assert made.reward.kind == "mine:score"
@@ -183,6 +189,7 @@ def test_every_key_that_a_worker_loads_code_by_is_looked_at() -> None:
             used |= set(re.findall(r'where=f?"([a-z_.{}]+)"', text))
     left_out = {"learner.backend", "launcher.kind", "metrics.sinks", "data.source"}
     left_out |= {"algorithm.name", "algorithm.filters", "algorithm.{where}"}
+    left_out |= {"{where}.harness"}  # of rollout.options, which are refused as a whole
     assert used - left_out == set(foreign_settings._CODE)
     assert not {key.partition(".")[0] for key in left_out} & (set(foreign_settings._TAKEN) - {"learner", "data"})
     assert "backend" not in foreign_settings._TAKEN["learner"]

@@ -110,6 +110,11 @@ TABLE: dict[str, Row] = {
         says="worker w1's rollout function has not returned for 8 s",
         waits=IDLE | {"w1": (on("rollout", 8),)},
     ),
+    "a harness hangs": Row(
+        fault="harness",
+        says="worker w1's harness has not asked the model or ended for 60 s",
+        waits=IDLE | {"w1": (on("harness", 60),)},
+    ),
     "a weight load hangs": Row(
         fault="load",
         says="worker w1's engine has not loaded its weights for 30 s",
