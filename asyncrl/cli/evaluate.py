@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
     if not is_run and not (options.where / "config.json").exists():
         raise ConfigError(f"{options.where}: is neither a run's folder nor a model's (no config.json)")
     run_config = _settings(options, recorded if is_run else None)
+    if sys.stderr.isatty():
+        print(f"reading {options.where} and the data sets ...", file=sys.stderr, flush=True)
 
     from asyncrl.run.evaluate import Results, SavedModel, evaluate, questions, saved_models  # imports torch
 

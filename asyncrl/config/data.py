@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.config.checks import positive, require
+
+_TEMPLATES_OWN: Final = frozenset(
+    ("tokenize", "add_generation_prompt", "conversation", "messages", "tools", "continue_final_message")
+)
+"""What asyncrl tells a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +87,7 @@ class DataSection:
             all(weights) or not any(weights),
             "some of files have a weight and some have none; give each one, or none",
         )
-        for key in ("chat_template_options", "tools_key", "conversation_key"):
-            require(self.chat_template or not getattr(self, key), f"{key} needs chat_template = true")
-        own = {"tokenize", "add_generation_prompt", "conversation", "messages", "tools", "continue_final_message"}
-        if taken := sorted(own & self.chat_template_options.keys()):
-            require(False, f"chat_template_options: {taken[0]} is set by asyncrl; remove it")
+        require_template(self, "chat_template_options", "tools_key", "conversation_key")
         require(
             not (self.conversation_key and self.response_key),
             "conversation_key has the answers in the conversation; remove response_key",
@@ -96,3 +97,11 @@ class DataSection:
     def where(self) -> str:
         """The data's name, for a person."""
         return self.path or self.source or ", ".join(file.path for file in self.files)
+
+
+def require_template(section: Any, *keys: str) -> None:
+    """Of a section with chat_template and chat_template_options: ``keys`` mean something, and none is asyncrl's own."""
+    for key in keys:
+        require(section.chat_template or not getattr(section, key), f"{key} needs chat_template = true")
+    taken = sorted(_TEMPLATES_OWN & section.chat_template_options.keys())
+    require(not taken, f"chat_template_options: {', '.join(taken)} is set by asyncrl; remove it")

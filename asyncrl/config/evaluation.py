@@ -10,10 +10,12 @@ samples = 8
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from asyncrl.config.checks import positive, require
+from asyncrl.config.data import require_template
 from asyncrl.config.reward import RewardSection
 
 
@@ -24,17 +26,23 @@ class EvaluationDataset:
     name: str
     """Name in metrics: letters, digits, - and _. Required."""
     path: str
-    """JSONL or Parquet file with one prompt per row. Required."""
+    """JSONL or Parquet file with one prompt per row, as data.path. Required."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     label_key: str = "label"
     """Column with the value that the reward compares to; optional."""
     metadata_key: str = "metadata"
     """Column with a table for the reward; optional."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Put into the metadata of every row, over what the row says."""
+    tools_key: str = ""
+    """Column with a list of tools (JSON schemas, or JSON text of them) for the chat template; optional in a row."""
     tag_key: str = ""
     """Column with a tag, or a list of them: every metric is also reported of the prompts of each tag."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
+    chat_template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What else the chat template is told, such as {enable_thinking = false}."""
     system_prompt: str = ""
     """System message in front of every prompt; needs ``chat_template``."""
     limit: int = 0
@@ -101,6 +109,7 @@ class EvaluationDataset:
             not self.system_prompt or self.chat_template,
             "system_prompt is a chat message, which only a chat template turns into text; set chat_template = true",
         )
+        require_template(self, "chat_template_options", "tools_key")
         require(
             self.temperature > 0 or self.samples == 1,
             f"temperature = 0 gives the same answer every time: samples = {self.samples} would tell nothing more; "

@@ -21,6 +21,10 @@ _KEYS: Final[Mapping[str, str]] = {
     "input_key": "prompt_key",
     "label_key": "label_key",
     "metadata_key": "metadata_key",
+    "tool_key": "tools_key",
+    "metadata_overrides": "metadata",
+    "apply_chat_template": "chat_template",
+    "apply_chat_template_kwargs": "chat_template_options",
     "n_samples_per_eval_prompt": "samples",
     "temperature": "temperature",
     "top_p": "top_p",
@@ -29,10 +33,12 @@ _KEYS: Final[Mapping[str, str]] = {
     "min_new_tokens": "min_new_tokens",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
+    "repetition_penalty": "repetition_penalty",
 }
 """Their key -> ours."""
 _REWARDS: Final[Mapping[str, str]] = {"math": "math", "deepscaler": "math", "dapo": "math", "remote_rm": "remote"}
-_SLICE: Final = re.compile(r"(.*)@\[(\d*):(\d*)\]")
+_VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
+"""OmegaConf and envsubst put a value there before the file is read."""
 
 
 def read(path: Path, *, say: Callable[[str], None]) -> str:
@@ -47,9 +53,11 @@ def read(path: Path, *, say: Callable[[str], None]) -> str:
 def toml(document: Any, *, say: Callable[[str], None]) -> str:
     """The text of [evaluation] of what a file holds. Pure."""
     found = document.get("eval", document) if isinstance(document, Mapping) else None
-    if not isinstance(found, Mapping) or "datasets" not in found:
+    if not isinstance(found, Mapping) or not found.get("datasets"):
         raise ConfigError("no evaluation file: it has no eval: datasets:")
     defaults = _table(found.get("defaults") or {}, "defaults")
+    for key in sorted(map(str, found.keys() - {"datasets", "defaults", "eval_interval"})):
+        say(f"{key} has no counterpart and is left out")
     lines = ["[evaluation]"]
     if every := found.get("eval_interval"):
         lines.append(f"every_steps = {toml_text(every)}")
@@ -87,29 +95,19 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
             continue
         made[_KEYS[theirs]] = value
     made["name"] = re.sub("[^A-Za-z0-9_-]", "-", name)
-    _cut(made, say=say)
+    if made["name"] != name:
+        say(f"is called {made['name']} here: the name is part of its metrics'")
+    if variable := _VARIABLE.search(made["path"]):
+        say(f"path has the variable {variable[0]}; write its value in")
     if made.get("top_k") == -1:
         made["top_k"] = 0
     for key in ("stop", "stop_token_ids"):
         if key in made and not isinstance(made[key], list):
             made[key] = [made[key]]
     lines = ["[[evaluation.datasets]]", *(f"{key} = {toml_text(value)}" for key, value in made.items())]
-    kind = str(table.get("rm_type") or "")
+    kind = str(table.get("rm_type") or "").removeprefix("boxed_")
     if kind in _REWARDS:
         lines.append(f"reward = {{kind = {toml_text(_REWARDS[kind])}}}")
     elif kind:
         say(f'rm_type {kind!r} has no counterpart: name a reward of your own, reward = {{kind = "package.module:f"}}')
     return lines
-
-
-def _cut(made: dict[str, Any], *, say: Callable[[str], None]) -> None:
-    """path@[a:b]: the first b rows are ``limit``."""
-    if (match := _SLICE.fullmatch(made["path"])) is None:
-        return
-    path, begin, end = match.groups()
-    if begin not in ("", "0"):
-        say(f"path {made['path']!r} begins at row {begin}, and limit counts from the first; cut the file")
-        return
-    made["path"] = path
-    if end:
-        made["limit"] = int(end)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from asyncrl import config
 from asyncrl.config import EvaluationDataset
 from asyncrl.data.prompts import PromptDataset, PromptRow
-from asyncrl.data.row_check import RowLimits
+from asyncrl.data.row_check import RowLimits, plain
 from asyncrl.data.row_files import open_rows
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
@@ -28,6 +28,7 @@ def open_set(
     tokenizer: Any,
     max_new_tokens: int,
     context_tokens: int,
+    vocabulary: int,
     row_bytes: int,
     labelled_for: str,
 ) -> EvaluationSet:
@@ -35,6 +36,7 @@ def open_set(
 
     max_new_tokens  of an answer, where the data set says none
     context_tokens  of the model, the answer included
+    vocabulary      of the model
     row_bytes, labelled_for  see RowLimits
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
@@ -45,12 +47,17 @@ def open_set(
             f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the model's context of "
             f"{context_tokens:,}; use fewer"
         )
+    if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
+        raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is no token of the model's {vocabulary:,}")
+    metadata = plain(dataset.metadata, where, "metadata")
     data = config.DataSection(
         path=dataset.path,
         prompt_key=dataset.prompt_key,
         label_key=dataset.label_key,
         metadata_key=dataset.metadata_key,
+        tools_key=dataset.tools_key,
         chat_template=dataset.chat_template,
+        chat_template_options=dataset.chat_template_options,
         shuffle=False,
         epochs=1,
         max_prompt_tokens=_ANY,  # a longer one is refused here, by its own limit
@@ -68,7 +75,13 @@ def open_set(
     return EvaluationSet(
         name=dataset.name,
         questions=[
-            Question(prompt=row.prompt, tokens=row.tokens, label=row.label, metadata=row.metadata, tags=its)
+            Question(
+                prompt=row.prompt,
+                tokens=row.tokens,
+                label=row.label,
+                metadata=row.metadata | metadata,
+                tags=its,
+            )
             for row, its in zip(rows, tags, strict=True)
         ],
         sampling=_sampling(dataset, max_new_tokens=max_new_tokens),

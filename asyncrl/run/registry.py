@@ -185,7 +185,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     from asyncrl.rewards.load import needs_label
     from asyncrl.run.evaluation_sets import open_set, require_space
 
-    context = check_model_at("model.path", Path(run.model.path)).context_tokens
+    model = check_model_at("model.path", Path(run.model.path))
     tokenizer = load_tokenizer(Path(run.model.path))
     sets = []
     for dataset in run.evaluation.datasets:
@@ -194,7 +194,8 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             dataset,
             tokenizer=tokenizer,
             max_new_tokens=run.rollout.max_new_tokens,
-            context_tokens=context,
+            context_tokens=model.context_tokens,
+            vocabulary=model.vocab_size,
             row_bytes=run.bus.max_message_bytes // 2,
             labelled_for=reward.kind if needs_label(reward) else "",
         )

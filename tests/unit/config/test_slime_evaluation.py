@@ -32,6 +32,7 @@ eval:
       top_k: -1
       stop: "<end>"
       metadata_overrides: {choices: 4}
+      custom_rm_path: my.module.score
 """
 
 
@@ -45,18 +46,55 @@ def test_a_file_of_slime_becomes_a_run_file(tmp_path: Path, capsys: pytest.Captu
     table = tomllib.loads(told.out)
     run = from_table(table | {"model": {"path": ""}, "data": {"path": ""}}, where="run.toml")
     aime, gpqa = run.evaluation.datasets
-    assert (aime.path, aime.limit, aime.samples) == ("/data/aime-2024.jsonl", 10, 16)
+    assert (aime.path, aime.samples) == ("/data/aime-2024.jsonl@[0:10]", 16)
     assert (aime.top_p, aime.max_new_tokens) == (0.7, 16384)
     assert aime.reward is not None and aime.reward.kind == "math"
     assert (gpqa.samples, gpqa.prompt_key, gpqa.top_k, gpqa.stop) == (1, "question", 0, ("<end>",))
     assert gpqa.reward is None
     assert "gpqa: rm_type 'gpqa' has no counterpart" in told.err
-    assert "gpqa: metadata_overrides has no counterpart" in told.err
+    assert gpqa.metadata == {"choices": 4}
+    assert "gpqa: custom_rm_path has no counterpart" in told.err
 
 
 def test_a_table_of_data_sets_names_them_by_its_keys() -> None:
     document = yaml.safe_load("eval:\n  datasets:\n    math500:\n      path: /data/math500.jsonl\n")
     assert 'name = "math500"' in slime_evaluation.toml(document, say=pytest.fail)
+
+
+MILES = """
+eval:
+  defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6, top_k: -1, repetition_penalty: 1.05}
+  datasets:
+    - name: tools:0
+      path: ${DATA_DIR}/tools.jsonl
+      rm_type: boxed_math
+      input_key: messages
+      tool_key: functions
+      apply_chat_template: true
+      apply_chat_template_kwargs: {enable_thinking: false}
+    - name: later
+      path: /data/later.parquet@[64:]
+      rm_type: dapo
+  delegate:
+    - {name: skills, url: "http://skills:9050/evaluate"}
+"""
+
+
+def test_templates_tools_and_slices_of_theirs_are_ours() -> None:
+    said: list[str] = []
+    table = tomllib.loads(slime_evaluation.toml(yaml.safe_load(MILES), say=said.append))
+    run = from_table(table | {"model": {"path": ""}, "data": {"path": ""}}, where="run.toml")
+    tools, later = run.evaluation.datasets
+    assert (tools.name, tools.samples, tools.temperature, tools.top_k) == ("tools-0", 4, 0.6, 0)
+    assert (tools.prompt_key, tools.tools_key, tools.chat_template) == ("messages", "functions", True)
+    assert (tools.chat_template_options, tools.repetition_penalty) == ({"enable_thinking": False}, 1.05)
+    assert (later.path, later.chat_template) == ("/data/later.parquet@[64:]", False)
+    assert [one.reward and one.reward.kind for one in (tools, later)] == ["math", "math"]
+    assert said == [
+        "delegate has no counterpart and is left out",
+        "tools:0: is called tools-0 here: the name is part of its metrics'",
+        "tools:0: path has the variable ${DATA_DIR}; write its value in",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,6 +103,8 @@ def test_a_table_of_data_sets_names_them_by_its_keys() -> None:
         ("a: 1", "no evaluation file"),
         ("[1, 2]", "no evaluation file"),
         ("eval: {datasets: 3}", "must be a list or a table"),
+        ("eval: {datasets: []}", "no evaluation file"),
+        ("eval: {delegate: [{name: a}]}", "no evaluation file"),
         ("eval: {datasets: [{name: a}]}", "a has no path"),
         ("eval: {datasets: [3]}", "must be a table"),
     ],
@@ -99,7 +139,7 @@ def test_a_run_file_may_name_their_file(tmp_path: Path, caplog: pytest.LogCaptur
     section = config.load(run_file(tmp_path, own, yaml_text=theirs)).evaluation
     assert [one.name for one in section.datasets] == ["aime", "gpqa", "own"]
     assert (section.every_steps, section.datasets[0].samples) == (20, 16)
-    assert f"{tmp_path / 'eval.yaml'}: gpqa: metadata_overrides has no counterpart" in caplog.text
+    assert f"{tmp_path / 'eval.yaml'}: gpqa: custom_rm_path has no counterpart" in caplog.text
     assert config.load(run_file(tmp_path), ["evaluation.every_steps=5"]).evaluation.every_steps == 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ ROWS = [
 ]
 
 
-def opened(tmp_path: Path, rows: list[dict[str, Any]] = ROWS, *, context: int = 64, **keys: Any) -> EvaluationSet:
+def opened(
+    tmp_path: Path, rows: list[dict[str, Any]] = ROWS, *, context: int = 64, tokenizer: Any = None, **keys: Any
+) -> EvaluationSet:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return open_set(
         EvaluationDataset(**{"name": "sums", "path": str(path)} | keys),
-        tokenizer=make_tokenizer("01234567"),
+        tokenizer=tokenizer or make_tokenizer("01234567"),
         max_new_tokens=8,
         context_tokens=context,
+        vocabulary=12,
         row_bytes=10_000,
         labelled_for="exact",
     )
@@ -57,9 +61,26 @@ def test_a_system_prompt_stands_in_front_of_every_prompt(tmp_path: Path) -> None
         assert question.prompt.index("0 0") < question.prompt.rindex(str(row["prompt"]))
 
 
+def test_a_template_is_told_the_data_sets_options_and_tools(tmp_path: Path) -> None:
+    row = {"prompt": "12", "label": "34", "tools": [{"name": "add"}]}
+    tokenizer = make_tokenizer("01234567")
+    tokenizer.chat_template = "{{ tools }}{{ level }}{{ messages[0].content }}"
+    keys = {"chat_template": True, "chat_template_options": {"level": 7}, "tools_key": "tools"}
+    (question,) = opened(tmp_path, [row], context=1000, tokenizer=tokenizer, **keys).questions
+    assert question.prompt == "[{'name': 'add'}]712"
+
+
+def test_metadata_of_the_data_set_is_put_over_the_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "label": "2", "metadata": {"mode": "train", "id": 1}}, {"prompt": "3", "label": "4"}]
+    made = opened(tmp_path, rows, metadata={"mode": "judge"})
+    assert [one.metadata for one in made.questions] == [{"mode": "judge", "id": 1}, {"mode": "judge"}]
+
+
 @pytest.mark.parametrize(
     "keys, problem",
     [
+        ({"stop_token_ids": (4, 12)}, "stop_token_ids: 12 is no token of the model's 12"),
+        ({"metadata": {"from": dt.date(2026, 1, 1)}}, "'metadata' holds a date; write it as text or a number"),
         ({"max_prompt_tokens": 3}, "prompt 2 has 4 tokens, more than max_prompt_tokens = 3, and an evaluation"),
         ({"max_prompt_tokens": 1}, "prompt 1 has 2 tokens, more than max_prompt_tokens = 1"),
         ({"context": 10}, "prompt 2 has 4 tokens, more than the 2 that an answer leaves of the context"),
