@@ -32,6 +32,7 @@ KINDS: Final = {
     "exact": "asyncrl.rewards.exact:ExactReward",
     "regex": "asyncrl.rewards.regex:RegexReward",
     "remote": "asyncrl.rewards.remote:RemoteReward",
+    "reasoning_gym": "asyncrl.data.reasoning_gym:Score",
     "none": "asyncrl.rewards.none:no_reward",
 }
 
