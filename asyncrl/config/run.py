@@ -109,6 +109,8 @@ class RolloutSection:
     min_group: int = 0
     """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
     counted (staleness/cancelled). 0: a sample that fails fails its group."""
+    max_parts: int = 0
+    """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
     the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
@@ -130,6 +132,7 @@ class RolloutSection:
             f"with) to group_size ({self.group_size}), got {self.min_group}",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
+        require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
         require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")

@@ -26,6 +26,7 @@ from asyncrl.messages.rollout import (
     SamplingParams,
     Trajectory,
     TrajectoryGroup,
+    TurnReward,
     VersionSpan,
 )
 from asyncrl.messages.upgrade import SCHEMA
@@ -45,6 +46,7 @@ __all__ = [
     "StepMetrics",
     "Trajectory",
     "TrajectoryGroup",
+    "TurnReward",
     "VersionSpan",
     "Wait",
     "WeightVersion",

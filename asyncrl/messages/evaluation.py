@@ -61,8 +61,8 @@ class Evaluation:
 class Answer:
     """One answer as an evaluation counts it. Its tokens stay with the worker: a log of them would be gigabytes.
 
-    length         in tokens
-    version_spans  as of a trajectory: what sampled them
+    length         in tokens, of all its parts
+    version_spans  as of a trajectory: what sampled them; of each part, where the answer has several
     vote           what it comes down to, for a majority: equal ones agree; "" says nothing
     """
 

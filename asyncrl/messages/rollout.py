@@ -14,6 +14,7 @@ A group with one trajectory, for the prompt "7+5=" and the answer "12<eos>":
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ LONGEST_ERROR: Final = 2000
 """Characters of a failed group's error; the rest is cut off."""
 
 _MAX_GROUP: Final = 2**16
+
+_ALONE: Final = -1
+"""``Trajectory.rollout`` of one that is a whole rollout: its place in the group is its number."""
+_NO_PROMPT: Final = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +182,24 @@ class VersionSpan:
         counts(self, "start", "incarnation", "policy_version")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class TurnReward:
+    """What the turn that begins at token ``start`` of a trajectory earned by itself, besides the rollout's reward."""
+
+    start: int
+    reward: float
+
+    def __post_init__(self) -> None:
+        counts(self, "start")
+        require(math.isfinite(self.reward), f"the reward of a turn is {self.reward}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled answer: everything after the prompt, with what sampled each token.
+    """One sampled answer, or a part of one: everything after its prompt, with what sampled each token.
+
+    A rollout is one trajectory, or has several parts: contexts that do not continue each other (after a compaction, of
+    sub-agents, of a rewritten history). All parts of a rollout have its reward.
 
     tokens             i32[T]
     response_mask      bool[T]; True for tokens that the policy sampled, False for those an environment wrote
@@ -189,6 +209,10 @@ class Trajectory:
     experts            [P + T, layers, experts per token] (messages/routing.py): of the prompt's tokens too; empty where
                        the engine does not say
     resumed           how many of the tokens under the mask, the first of them, earlier attempts at the group sampled
+    prompt_tokens      i32[P], what these tokens follow; empty: the group's prompt
+    rollout, part      which of the group's rollouts, from 0, and which of its trajectories, from 0; rollout -1: it is a
+                       rollout by itself, and its place in the group is the number
+    turn_rewards       sorted by start; what single turns earned besides ``reward``
     """
 
     tokens: NDArray[np.int32]
@@ -200,9 +224,14 @@ class Trajectory:
     finish_reason: str = "stop"
     experts: ExpertArray = field(default_factory=lambda: NO_EXPERTS)
     resumed: int = 0
+    prompt_tokens: NDArray[np.int32] = field(default_factory=lambda: _NO_PROMPT)
+    rollout: int = _ALONE
+    part: int = 0
+    turn_rewards: tuple[TurnReward, ...] = ()
 
     def __post_init__(self) -> None:
         array(self, "tokens", np.int32)
+        array(self, "prompt_tokens", np.int32)
         array(self, "response_mask", np.bool_)
         array(self, "behavior_logprobs", np.float32)
         length = len(self.tokens)
@@ -223,15 +252,24 @@ class Trajectory:
         check_experts(self.experts, num_tokens=length)
         sampled = int(np.count_nonzero(self.response_mask))
         require(0 <= self.resumed <= sampled, f"resumed is {self.resumed}, of {sampled} sampled tokens")
+        require(_ALONE <= self.rollout < _MAX_GROUP, f"rollout must be >= 0 and < {_MAX_GROUP}, got {self.rollout}")
+        require(self.part >= 0, f"part must be >= 0, got {self.part}")
+        if self.turn_rewards:
+            turns = [turn.start for turn in self.turn_rewards]
+            require(
+                turns == sorted(set(turns)) and turns[-1] < length and bool(self.response_mask[turns].all()),
+                f"turn_rewards must start at tokens that the policy sampled, and rise, got {turns}",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """All answers to one prompt, with rewards.  Topic ``trajectories``: rollout workers -> learner.
 
+    trajectories  of all rollouts, sorted by (rollout, part); rewards are equal in all parts of a rollout
     error      why the group failed; it has no trajectories then, is counted, and frees its place in the window
     seconds    from the start of generation to the reward
-    cancelled  answers that were cut off so that the others could be trained (actors/rollout/stragglers.py)
+    cancelled  rollouts that were cut off so that the others could be trained (actors/rollout/stragglers.py)
     began, reward_seconds  Unix seconds of the worker's clock when generation began, 0 if unknown; the reward's part of
                ``seconds``
     """
@@ -251,6 +289,45 @@ class TrajectoryGroup:
         array(self, "prompt_tokens", np.int32)
         counts(self, "group_id", "epoch", "cancelled")
         require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
+        if any(one.rollout != _ALONE or one.part for one in self.trajectories):
+            self._check_rollouts()
+
+    def _check_rollouts(self) -> None:
+        places = [(one.rollout, one.part) for one in self.trajectories]
+        require(places[0][0] != _ALONE, "a trajectory does not say which rollout it is a part of")
+        require(
+            all(before < after for before, after in zip(places, places[1:], strict=False)),
+            f"trajectories must be sorted by rollout and part, and each be there once, got {places[:20]}",
+        )
+        for parts in self.rollouts:
+            require(
+                all(_same_reward(parts[0], other) for other in parts[1:]),
+                f"rollout {parts[0].rollout} has different rewards in its parts",
+            )
+
+    @property
+    def rollouts(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The trajectories of each rollout, in order: what has one reward."""
+        if all(one.rollout == _ALONE for one in self.trajectories):
+            return tuple((one,) for one in self.trajectories)
+        return tuple(tuple(parts) for _, parts in itertools.groupby(self.trajectories, lambda one: one.rollout))
+
+    @property
+    def rewards(self) -> list[float]:
+        """One of each rollout."""
+        return [parts[0].reward for parts in self.rollouts]
+
+    def prompt_of(self, trajectory: Trajectory) -> NDArray[np.int32]:
+        """What the tokens of one of its trajectories follow.  i32[P]"""
+        return trajectory.prompt_tokens if len(trajectory.prompt_tokens) else self.prompt_tokens
+
+
+def _same_reward(one: Trajectory, other: Trajectory) -> bool:
+    """NaN, which stands for none, is the same as NaN."""
+    if one.reward_parts.keys() != other.reward_parts.keys():
+        return False
+    pairs = [(one.reward, other.reward), *((one.reward_parts[n], other.reward_parts[n]) for n in one.reward_parts)]
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
 
 def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:

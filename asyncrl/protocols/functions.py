@@ -17,13 +17,15 @@ from asyncrl.protocols.generation import Generation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A reward function's view of one trajectory.
+    """A reward function's view of one rollout.
 
     prompt      as tokenised, chat template included
     completion  all the trajectory's tokens decoded, without special tokens; includes what an environment wrote
     dataset     name of the evaluation's data set; in training of the file that the row is of, where there are several
     reward      name of the row's own reward (data.reward_key); empty: reward.kind
-    trajectory  its reward and reward_parts are those set by the rollout function; NaN and empty if it set none
+    trajectory  its reward and reward_parts are those set by the rollout function; NaN and empty if it set none. Of a
+                rollout that has several parts, the last one
+    parts       all trajectories of the rollout, in order
     """
 
     prompt: str
@@ -34,6 +36,7 @@ class Sample:
     prompt_tokens: NDArray[np.int32]
     dataset: str = ""
     reward: str = ""
+    parts: tuple[Trajectory, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +101,13 @@ class Generate(Protocol):
 
 
 class RolloutFn(Protocol):
-    """Makes one trajectory of one prompt. The default generates one answer; multi-turn and tool use are other
-    RolloutFns (trajectory_builder.py).
+    """Makes one rollout of one prompt: a trajectory, or several. The default generates one answer; multi-turn and tool
+    use are other RolloutFns (trajectory_builder.py).
+
+    Several trajectories are the parts of one rollout, for contexts that do not continue each other: after a compaction,
+    of sub-agents, of a rewritten history. Each says its ``prompt_tokens``; every sampled token belongs into one part
+    only. The rollout's reward is that of all its parts, and its last part is the one that reward functions look at.
+    ``rollout`` and ``part`` are numbered by the worker.
 
     An ``async def`` function is used directly. A class is constructed once per worker, with the worker's Hugging Face
     tokenizer and, if its module has an ``Options``, with those from [rollout.options]; its instance is then called:
@@ -110,11 +118,14 @@ class RolloutFn(Protocol):
     If it raises, the group fails with the reason; it never ends the worker.
     """
 
-    async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    async def __call__(
+        self, prompt: PromptGroup, generate: Generate, *, index: int
+    ) -> Trajectory | Sequence[Trajectory]:
         """``index``: number of this sample in its group, 0 to group_size - 1.
 
         It runs again if its worker dies, and must then call ``generate`` with the same arguments, given the same
         answers, if perhaps in another order: seed any randomness with group_id and index
-        (actors/rollout/partial_rollouts.py). With reward.kind = "none" the trajectory must have a reward.
+        (actors/rollout/partial_rollouts.py). With reward.kind = "none" a trajectory must have a
+        reward: one of the parts, or all of them the same.
         """
         ...

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.messages import Trajectory, VersionSpan, replace
+from asyncrl.messages import Trajectory, TurnReward, VersionSpan, replace
 from asyncrl.messages.routing import NO_EXPERTS, ExpertArray, joined, last, unrouted_rows
 from asyncrl.protocols.generation import Generation
 
@@ -31,6 +31,7 @@ class TrajectoryBuilder:
     """
 
     def __init__(self, prompt_tokens: NDArray[np.int32]) -> None:
+        """prompt_tokens: what the first turn follows, i32[P]: the group's prompt, or the context of another part"""
         self._num_prompt_tokens = len(prompt_tokens)
         self._tokens = np.asarray(prompt_tokens, np.int32)
         self._logprobs = np.zeros(0, np.float32)
@@ -38,6 +39,8 @@ class TrajectoryBuilder:
         self._spans: list[VersionSpan] = []
         self._finish_reason = ""
         self._experts: ExpertArray = NO_EXPERTS
+        self._turn_rewards: dict[int, float] = {}
+        self._turn = -1  # where the model's last turn begins
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -56,6 +59,7 @@ class TrajectoryBuilder:
             if not self._spans or _version(span) != _version(self._spans[-1]):
                 self._spans.append(replace(span, start=start))
         self._experts = self._routed(answer)
+        self._turn = self.num_tokens
         self._append(answer.tokens, answer.logprobs, is_sampled=True)
         self._finish_reason = answer.finish_reason
         return answer
@@ -73,6 +77,16 @@ class TrajectoryBuilder:
         if len(self._experts):
             self._experts = np.concatenate([self._experts, unrouted_rows(len(tokens), like=self._experts)])
         self._append(tokens, np.zeros(len(tokens), np.float32), is_sampled=False)
+
+    def rewarded(self, reward: float) -> None:
+        """What the model's last turn earned by itself, besides the rollout's reward; more than once adds up.
+
+        Used by the advantages that look at single turns, ``gae`` and ``turn_grpo`` among them.
+        Raises ValueError before the model's first turn.
+        """
+        if self._turn < 0:
+            raise ValueError("a turn's reward needs an answer of the model: pass what generate returned to answered()")
+        self._turn_rewards[self._turn] = self._turn_rewards.get(self._turn, 0.0) + reward
 
     def trajectory(
         self, *, reward: float = math.nan, reward_parts: Mapping[str, float] | None = None, finish_reason: str = ""
@@ -96,6 +110,8 @@ class TrajectoryBuilder:
             reward_parts=dict(reward_parts or {}),
             finish_reason=finish_reason or self._finish_reason,
             experts=self._experts,
+            prompt_tokens=self._tokens[: self._num_prompt_tokens],
+            turn_rewards=tuple(TurnReward(start=at, reward=value) for at, value in self._turn_rewards.items()),
         )
 
     def _routed(self, answer: Generation) -> ExpertArray:

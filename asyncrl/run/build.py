@@ -284,6 +284,8 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
                 life["staleness"]["stragglers"] != "partial" and not life["rollout"].get("min_group") for life in lives
             ),
             are_sampled=_are_sampled(run),
+            are_whole=all(life["rollout"]["function"] in registry.WHOLE_ROLLOUTS for life in lives),
+            max_parts=_max_parts(lives),
             asked_before=_asked_before(lives),
             **_of_experts(model),
         ),
@@ -291,6 +293,12 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
         num_dp_shards=run.learner.data_parallel,
         max_tokens=run.learner.micro_batch_tokens,
     )
+
+
+def _max_parts(lives: Sequence[Mapping[str, Any]]) -> int:
+    """Of a rollout, in any of the run's lives; 0: any number."""
+    found = [life["rollout"].get("max_parts", 0) for life in lives]
+    return max(found) if all(found) else 0
 
 
 def _of_experts(model: ModelFolder) -> dict[str, Any]:

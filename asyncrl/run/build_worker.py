@@ -74,6 +74,7 @@ async def build_worker(
                 partial_rollouts=partial_rollouts,
                 stragglers=_stragglers(run),
                 min_group=run.rollout.min_group,
+                max_parts=run.rollout.max_parts,
                 **answering,
             )
         )

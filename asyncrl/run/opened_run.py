@@ -93,11 +93,13 @@ class OpenedRun:
     def trajectories(self, *, text: bool = False) -> Iterator[Row]:
         """A row for each trajectory on the run's log: all of them if checkpoint.keep_log, else the newest.
 
-        group_id, sample    which prompt group, and which of its answers, from 0
+        group_id, sample    which prompt group, and which of its rollouts, from 0
+        part                which of the rollout's trajectories, from 0
         sequence            position of the group on the log
-        reward              and reward/NAME, what the reward function says besides
-        prompt_tokens       list of token ids
-        tokens              list of token ids: everything after the prompt
+        reward              of the rollout, and reward/NAME, what the reward function says besides
+        turn_rewards        list of (start, reward): what single turns earned besides
+        prompt_tokens       list of token ids: what ``tokens`` follow
+        tokens              list of token ids: everything after those
         response_mask       list of bool: the policy sampled the token
         behavior_logprobs   list of float, nats; 0 where the mask is False
         sampled_tokens      how many tokens the policy sampled
@@ -112,7 +114,8 @@ class OpenedRun:
         decode = load_decode(self.settings.model.path) if text else None
         for record in _log(self._recorded, self._begun, token=self._token):
             group = record.message
-            for sample, trajectory in enumerate(group.trajectories if group is not None else ()):
+            numbered = enumerate(group.rollouts if group is not None else ())
+            for sample, trajectory in ((place, one) for place, parts in numbered for one in parts):
                 assert group is not None
                 row = _row(group, trajectory, sample=sample, sequence=record.sequence)
                 if decode is not None:
@@ -142,11 +145,13 @@ def _row(group: TrajectoryGroup, trajectory: Trajectory, *, sample: int, sequenc
     newest = max(trajectory.version_spans, key=lambda span: (span.incarnation, span.policy_version))
     return {
         "group_id": group.group_id,
-        "sample": sample,
+        "sample": sample if trajectory.rollout < 0 else trajectory.rollout,
+        "part": trajectory.part,
         "sequence": sequence,
         "reward": trajectory.reward,
         **{f"reward/{name}": value for name, value in trajectory.reward_parts.items()},
-        "prompt_tokens": group.prompt_tokens.tolist(),
+        "turn_rewards": [(turn.start, turn.reward) for turn in trajectory.turn_rewards],
+        "prompt_tokens": group.prompt_of(trajectory).tolist(),
         "tokens": trajectory.tokens.tolist(),
         "response_mask": trajectory.response_mask.tolist(),
         "behavior_logprobs": trajectory.behavior_logprobs.tolist(),

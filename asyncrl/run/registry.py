@@ -55,6 +55,8 @@ LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.l
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.rollouts.builtin:{name}" for name in ("single_turn", "given")}
+WHOLE_ROLLOUTS: Final = frozenset({"single_turn", "given"})
+"""Of these, those that give one trajectory, behind the group's prompt."""
 
 BUS_FILE = "bus.json"
 """Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""

@@ -178,7 +178,10 @@ def _check_tokens(groups: Sequence[TrajectoryGroup], planned: Planned, vocabular
     largest = max(
         int(tokens.max())
         for group in groups
-        for tokens in (group.prompt_tokens, *(trajectory.tokens for trajectory in group.trajectories))
+        for tokens in (
+            group.prompt_tokens,
+            *(t for one in group.trajectories for t in (group.prompt_of(one), one.tokens)),
+        )
     )
     if largest >= vocabulary:
         raise ConfigError(

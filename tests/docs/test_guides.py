@@ -98,6 +98,15 @@ async def test_the_two_turns_of_the_page_share_their_budget(modules: list[str]) 
     assert made.response_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 2
 
 
+async def test_the_compaction_of_the_page_gives_two_parts(modules: list[str]) -> None:
+    tokenizer = make_tokenizer("abcdefgh?")
+    compacts = load("my_compaction:compacts")
+    prompt = prompt_of("a", tokenizer, label=None, max_new_tokens=8)
+    notes, work = await compacts(prompt, saying("abcdefgh", "abcdefgh", tokenizer=tokenizer), index=0)
+    assert (len(notes.tokens), len(work.tokens)) == (4, 4)
+    assert work.prompt_tokens.tolist() == [prompt.prompt_tokens[0], *notes.tokens]
+
+
 TOOL_USES = {
     "asks once": (["ab?", "3"], {}, "ab?33", 1.0, 1, "stop"),
     "asks as often as it may": (["a?", "a?"], {"calls": 1}, "a?2a?", 0.0, 1, "stop"),

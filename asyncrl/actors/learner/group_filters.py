@@ -46,10 +46,9 @@ class GroupFilters:
                 self.rejected_by = name
                 self._in_a_row += 1
                 if self._in_a_row >= self._max_in_a_row:
-                    rewards = [trajectory.reward for trajectory in group.trajectories]
                     raise HopelessError(
                         f"algorithm.filters: the last {self._in_a_row} groups were all filtered, the newest by "
-                        f"{name}, with rewards {rewards}; check the reward and the prompts, or remove the filter"
+                        f"{name}, with rewards {group.rewards}; check the reward and the prompts, or remove the filter"
                     )
                 return False
         self._in_a_row = self._raised = 0

@@ -118,7 +118,7 @@ class SampleRecorder:
             return [()] * len(groups)
         documents = iter(batch.documents)
         return [
-            [next(documents).advantages[len(group.prompt_tokens) :] for _ in group.trajectories] for group in groups
+            [next(documents).advantages[len(group.prompt_of(one)) :] for one in group.trajectories] for group in groups
         ]
 
     def _record(self, make: Callable[[], GroupSample]) -> None:
@@ -164,4 +164,4 @@ def _trainer(
             found[:, trained[trained > 0]] = tokens[number]  # the first of all has no logprob
         return found[:, prompt:]
 
-    return [[of_answer(next(numbers), len(group.prompt_tokens)) for _ in group.trajectories] for group in groups]
+    return [[of_answer(next(numbers), len(group.prompt_of(one))) for one in group.trajectories] for group in groups]

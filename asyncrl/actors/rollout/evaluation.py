@@ -84,7 +84,7 @@ def evaluation_stage(
     by_dataset = DatasetRewards(rewards)
 
     async def votes(dataset: str, group: TrajectoryGroup) -> Sequence[str]:
-        texts = [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group.trajectories]
+        texts = [tokenizer.decode(parts[-1].tokens, skip_special_tokens=True) for parts in group.rollouts]
         return [_short(vote) for vote in await by_dataset.votes(dataset, texts)]
 
     return Stage(

@@ -62,13 +62,13 @@ class EvaluationSink:
             dataset=dataset,
             answers=tuple(
                 Answer(
-                    reward=one.reward,
-                    length=len(one.tokens),
-                    version_spans=one.version_spans,
-                    finish_reason=one.finish_reason,
+                    reward=parts[-1].reward,
+                    length=sum(len(one.tokens) for one in parts),
+                    version_spans=tuple(span for one in parts for span in one.version_spans),
+                    finish_reason=parts[-1].finish_reason,
                     vote=vote,
                 )
-                for one, vote in zip(group.trajectories, votes, strict=True)
+                for parts, vote in zip(group.rollouts, votes, strict=True)
             ),
             error=group.error,
             worker=self._worker,

@@ -15,12 +15,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final, cast
+from typing import Final
 
-from asyncrl import messages
 from asyncrl.actors.rollout.drain_patience import DrainPatience
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
+from asyncrl.actors.rollout.rollout_parts import parts_of, rewarded
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
@@ -52,6 +52,7 @@ class Stage:
         tokenizer: Tokenizer,
         seed: int,
         sample_seconds: float = 0.0,
+        max_parts: int = 0,
         stragglers: Stragglers | None = None,
         min_group: int = 0,
         weights: Callable[[PromptGroup], AbstractAsyncContextManager[None]] | None = None,
@@ -61,6 +62,7 @@ class Stage:
         seed            of the run: with group, sample and call it is the seed of each generation
         sample_seconds  that a rollout function may take for a sample besides its generations; 0: any
         min_group       fewest samples of a group that goes without those that failed; 0: it fails with one of them
+        max_parts       trajectories of a rollout; 0: any number
         weights         entered around each generation, once the engine may sample for this group; None: once its
                         weights are as new as the prompt asks for
         slots           of its own; None shares those of the engine
@@ -73,6 +75,7 @@ class Stage:
         self._rollout, self._reward, self._tokenizer = rollout, reward, tokenizer
         self._seed = seed
         self._sample_seconds = sample_seconds
+        self._max_parts = max_parts
         self._stragglers = stragglers
         self._min_group = min_group
         self._weights = weights or engine.new_enough_for
@@ -149,7 +152,7 @@ class Stage:
         try:
             sampled = await self._generate(prompt, slots, progress)
             generated = time.monotonic()
-            trajectories = await self._rewarded(prompt, sampled)
+            rollouts = await self._rewarded(prompt, sampled)
         except (PromptError, RewardError, RolloutError) as error:
             self._log.warning("group %d failed: %s", prompt.group_id, error, extra={REASON: str(error)})
             self._explain(error)
@@ -162,19 +165,20 @@ class Stage:
         return TrajectoryGroup(
             group_id=prompt.group_id,
             prompt_tokens=prompt.prompt_tokens,
-            trajectories=tuple(trajectories),
+            trajectories=tuple(part for parts in rollouts for part in parts),
             epoch=prompt.epoch,
             worker=self._worker,
             seconds=time.monotonic() - started,
-            cancelled=prompt.group_size - len(trajectories),
+            cancelled=prompt.group_size - len(rollouts),
             began=began,
             reward_seconds=time.monotonic() - generated,
         )
 
     async def _generate(
         self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
-    ) -> list[Trajectory]:
-        """The samples of a group side by side, without stragglers; the first failure cancels the others."""
+    ) -> list[tuple[Trajectory, ...]]:
+        """The parts of each sample of a group, made side by side, without stragglers; the first failure cancels the
+        others."""
         sessions = [self._session(prompt, index, progress) for index in range(prompt.group_size)]
         try:
             async with asyncio.TaskGroup() as group:
@@ -196,7 +200,7 @@ class Stage:
 
     async def _sample_or_error(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
-    ) -> Trajectory | RolloutError:
+    ) -> tuple[Trajectory, ...] | RolloutError:
         """The error is raised where a group does not go without samples that failed."""
         try:
             return await self._sample(prompt, index, session, slots)
@@ -205,7 +209,9 @@ class Stage:
                 raise
             return error
 
-    def _without_failed(self, prompt: PromptGroup, samples: Sequence[Trajectory | RolloutError]) -> list[Trajectory]:
+    def _without_failed(
+        self, prompt: PromptGroup, samples: Sequence[tuple[Trajectory, ...] | RolloutError]
+    ) -> list[tuple[Trajectory, ...]]:
         """Raises RolloutError, the first one, when too few are left."""
         made = [sample for sample in samples if not isinstance(sample, RolloutError)]
         failed = [sample for sample in samples if isinstance(sample, RolloutError)]
@@ -237,20 +243,19 @@ class Stage:
 
     async def _sample(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease
-    ) -> Trajectory:
+    ) -> tuple[Trajectory, ...]:
         try:
             async with session.waiting(on=self._waits_on):
                 with plugins.exits_contained():
                     made = await self._rollout(prompt, session, index=index)
-            if not isinstance(made, Trajectory):
-                raise TypeError(f"it gave a {type(made).__name__}, not a Trajectory")
-            length, context = len(prompt.prompt_tokens) + len(made.tokens), self._engine.context_tokens
-            if length > context:  # the learner would hold it against this worker
-                raise ValueError(f"prompt and answer have {length} tokens, the model's context {context}")
-            if not made.response_mask.any():
-                raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
-            resumed = min(session.num_resumed, int(made.response_mask.sum()))
-            return cast(Trajectory, messages.replace(made, resumed=resumed)) if resumed else made
+            return parts_of(
+                made,
+                prompt,
+                index=index,
+                num_resumed=session.num_resumed,
+                context_tokens=self._engine.context_tokens,
+                max_parts=self._max_parts,
+            )
         except (EngineError, RolloutError, asyncio.CancelledError):
             raise
         except Exception as error:  # a user's function: whatever it raises is data, not a crash
@@ -261,26 +266,26 @@ class Stage:
         finally:
             slots.release()
 
-    async def _rewarded(self, prompt: PromptGroup, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    async def _rewarded(
+        self, prompt: PromptGroup, rollouts: Sequence[tuple[Trajectory, ...]]
+    ) -> list[list[Trajectory]]:
         samples = [
             Sample(
                 prompt=prompt.prompt,
-                completion=self._tokenizer.decode(trajectory.tokens, skip_special_tokens=True),
+                completion=self._tokenizer.decode(parts[-1].tokens, skip_special_tokens=True),
                 label=prompt.label,
                 metadata=prompt.metadata,
-                trajectory=trajectory,
+                trajectory=parts[-1],
                 prompt_tokens=prompt.prompt_tokens,
                 dataset=prompt.dataset,
                 reward=prompt.reward,
+                parts=parts,
             )
-            for trajectory in trajectories
+            for parts in rollouts
         ]
         with self._engine.waits.waiting("its reward function", on="reward"):
             rewards = await self._reward(samples)
-        return [
-            messages.replace(trajectory, reward=float(reward.value), reward_parts=dict(reward.parts))
-            for trajectory, reward in zip(trajectories, rewards, strict=True)
-        ]
+        return [rewarded(parts, reward) for parts, reward in zip(rollouts, rewards, strict=True)]
 
     def _explain(self, error: Exception) -> None:
         """The traceback of a user's function into the log, once a reason."""

@@ -28,6 +28,7 @@ def training_stage(
     keep_seconds: float,
     partial_rollouts: PartialRollouts,
     sample_seconds: float = 0.0,
+    max_parts: int = 0,
     stragglers: Stragglers | None = None,
     min_group: int = 0,
     groups_ahead: Callable[[], int] | None = None,
@@ -53,6 +54,7 @@ def training_stage(
         tokenizer=tokenizer,
         seed=seed,
         sample_seconds=sample_seconds,
+        max_parts=max_parts,
         stragglers=stragglers,
         min_group=min_group,
     )
@@ -73,6 +75,7 @@ def training_worker(
     keep_seconds: float,
     context_tokens: int = 2**31,
     sample_seconds: float = 0.0,
+    max_parts: int = 0,
     stragglers: Stragglers | None = None,
     min_group: int = 0,
     partial_rollouts: PartialRollouts | None = None,
@@ -86,6 +89,7 @@ def training_worker(
     context_tokens    that fit into the engine's model, the prompt included
     sample_seconds    that a rollout function may take for a sample besides its generations; 0: any
     min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
+    max_parts         trajectories of a rollout; 0: any number
     stragglers        None waits for every sample of a group
     partial_rollouts  None saves and resumes nothing
     groups_ahead      groups to hold beyond those that there are free slots for; None measures how many
@@ -105,6 +109,7 @@ def training_worker(
         keep_seconds=keep_seconds,
         partial_rollouts=partial_rollouts,
         sample_seconds=sample_seconds,
+        max_parts=max_parts,
         stragglers=stragglers,
         min_group=min_group,
         groups_ahead=groups_ahead,

@@ -75,9 +75,12 @@ class ReinforcePPBaseline(Advantage):
     eps: Positive = 1e-8
     std: Std = "unbiased"
 
-    def formula(self, rewards: Floats, group: Ints, sequence: Ints, is_trained: Bools | None) -> Floats:
+    def formula(
+        self, rewards: Floats, group: Ints, sequence: Ints, rollout: Ints | None, is_trained: Bools | None
+    ) -> Floats:
         _, member = np.unique(group, return_inverse=True)
-        means = np.bincount(member, weights=rewards) / np.bincount(member)
+        first = np.arange(len(group)) if rollout is None else np.unique(rollout, return_index=True)[1]
+        means = np.bincount(member[first], weights=rewards[first]) / np.bincount(member[first])
         return whiten((rewards - means[member])[sequence], is_trained, std=self.std, eps=self.eps)
 
 

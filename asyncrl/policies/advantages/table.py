@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from asyncrl.policies.advantages.advantage import Advantage, Floats
 from asyncrl.policies.advantages.groups import GPG, GRPO, OPO, RLOO, AsymRE, DrGRPO, MaxRL, OPMDAdvantage
 from asyncrl.policies.advantages.returns import GAE, ReinforcePP, ReinforcePPBaseline, Returns
+from asyncrl.policies.advantages.turns import TurnGRPO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ ADVANTAGES: dict[str, type[Advantage]] = {
         ReinforcePP,
         ReinforcePPBaseline,
         GAE,
+        TurnGRPO,
         NoAdvantage,
     )
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
 from asyncrl.policies.advantages.advantage import AdvantageInputs
+from asyncrl.policies.advantages.turns import turns_of
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import overlong_masks, overlong_penalty
 from asyncrl.policies.batching.packing import Document
@@ -65,18 +66,22 @@ def build(
     denominators stay those of whole tokens: an old batch counts less.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    rollouts = [parts for group in groups for parts in group.rollouts]
+    rollout = np.repeat(np.arange(len(rollouts)), [len(parts) for parts in rollouts])
     masks = [trajectory.response_mask for _, trajectory in trajectories]
     trained = masks
     if algorithm.masks_truncated:
-        trained = overlong_masks(masks, [trajectory.finish_reason for _, trajectory in trajectories])
+        trained = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
-        rewards=_shaped_rewards(trajectories, masks, algorithm),
+        rewards=_shaped_rewards(rollouts, algorithm)[rollout],
         group=members,
+        rollout=rollout,
+        **_turns(rollouts),
         sequence=np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks]),
         is_trained=_sampled(trained, masks),
         positions=np.concatenate([np.flatnonzero(mask) for mask in masks]),
-        is_truncated=np.array([trajectory.finish_reason == "length" for _, trajectory in trajectories]),
+        is_truncated=np.array([one is parts[-1] and _is_cut(parts) for parts in rollouts for one in parts]),
     )
     advantages = np.zeros(len(advantage_inputs.sequence), np.float32)
     if not algorithm.advantage_scores:
@@ -86,7 +91,11 @@ def build(
     weights = [  # each optimizer step is a mean over its own part
         weight
         for begin, end in zip(ends - parts, ends, strict=True)
-        for weight in algorithm.aggregation(trained[begin:end], group=members[begin:end] - members[begin])
+        for weight in algorithm.aggregation(
+            trained[begin:end],
+            group=members[begin:end] - members[begin],
+            rollout=rollout[begin:end] - rollout[begin],
+        )
     ]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     ages = [
@@ -103,7 +112,7 @@ def build(
     ]
     ages_sampled, ages_trained = _sampled(ages, masks), _sampled(ages, trained)
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
-    metrics = _staleness_metrics(ages, trained, members, max_staleness) | _sample_metrics(groups)
+    metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
     if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
         metrics["staleness/max"] = float(ages_sampled.max())
     metrics["length/trained_tokens"] = float(ages_trained.size)
@@ -113,7 +122,7 @@ def build(
         documents=documents,
         advantage_inputs=advantage_inputs,
         sampled=[
-            np.concatenate([np.zeros(len(group.prompt_tokens), np.bool_), trajectory.response_mask])
+            np.concatenate([np.zeros(len(group.prompt_of(trajectory)), np.bool_), trajectory.response_mask])
             for group, trajectory in trajectories
         ],
         metrics=metrics,
@@ -129,14 +138,32 @@ def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
     return tuple(int(sum(part)) for part in np.array_split(sizes, min(count, len(groups))))
 
 
-def _shaped_rewards(
-    trajectories: Sequence[tuple[TrajectoryGroup, Trajectory]], masks: Sequence[NDArray[np.bool_]], algorithm: Algorithm
-) -> NDArray[np.float64]:
-    """Rewards, less what DAPO takes off long answers.  -> f64[B]"""
-    rewards = np.array([trajectory.reward for _, trajectory in trajectories], np.float64)
+def _is_cut(parts: Sequence[Trajectory]) -> bool:
+    """Whether the rollout ended at a limit: its last part says so, whatever ended the contexts before."""
+    return parts[-1].finish_reason == "length"
+
+
+def _turns(rollouts: Sequence[Sequence[Trajectory]]) -> dict[str, NDArray[Any]]:
+    """AdvantageInputs' ``turn`` and ``turn_rewards``; nothing where no turn of the batch has a reward of its own."""
+    if not any(one.turn_rewards for parts in rollouts for one in parts):
+        return {}
+    turns, earned = list[NDArray[np.int64]](), list[NDArray[np.float64]]()
+    for parts in rollouts:
+        before = 0  # the parts of a rollout are one sequence of turns
+        for one in parts:
+            numbers, rewards = turns_of(one.response_mask, one.turn_rewards)
+            turns.append(numbers + before)
+            earned.append(rewards)
+            before += int(numbers[-1]) + 1 if len(numbers) else 0
+    return {"turn": np.concatenate(turns), "turn_rewards": np.concatenate(earned)}
+
+
+def _shaped_rewards(rollouts: Sequence[Sequence[Trajectory]], algorithm: Algorithm) -> NDArray[np.float64]:
+    """Rewards, less what DAPO takes off long answers: of the longest part, which is what a limit cuts.  -> f64[R]"""
+    rewards = np.array([parts[0].reward for parts in rollouts], np.float64)
     if not algorithm.overlong_tokens:
         return rewards
-    lengths = np.array([np.count_nonzero(mask) for mask in masks])
+    lengths = np.array([max(np.count_nonzero(one.response_mask) for one in parts) for parts in rollouts])
     penalty = overlong_penalty(
         lengths,
         max_tokens=algorithm.max_response_tokens,
@@ -165,7 +192,8 @@ def _document(
 
     ``mask``: the tokens that are trained; ``advantages``: of those that the policy sampled.
     """
-    prompt = len(group.prompt_tokens)
+    prompt_tokens = group.prompt_of(trajectory)
+    prompt = len(prompt_tokens)
 
     def behind_prompt(values: NDArray[np.generic]) -> NDArray[np.generic]:
         return np.concatenate([np.zeros(prompt, values.dtype), values])
@@ -173,7 +201,7 @@ def _document(
     of_tokens = np.zeros(len(mask), np.float32)
     of_tokens[trajectory.response_mask] = advantages
     return Document(
-        tokens=np.concatenate([group.prompt_tokens, trajectory.tokens]),
+        tokens=np.concatenate([prompt_tokens, trajectory.tokens]),
         response_mask=behind_prompt(mask),  # type: ignore[arg-type]
         behavior_logprobs=behind_prompt(np.where(mask, trajectory.behavior_logprobs, np.float32(0))),  # type: ignore[arg-type]
         advantages=behind_prompt(np.where(mask, of_tokens, np.float32(0))),  # type: ignore[arg-type]
@@ -184,14 +212,18 @@ def _document(
 
 
 def _staleness_metrics(
-    ages: Sequence[NDArray[np.int32]], masks: Sequence[NDArray[np.bool_]], group: NDArray[np.int64], max_staleness: int
+    ages: Sequence[NDArray[np.int32]],
+    masks: Sequence[NDArray[np.bool_]],
+    group: NDArray[np.int64],
+    rollout: NDArray[np.int64],
+    max_staleness: int,
 ) -> dict[str, Metric]:
-    """Of the trained tokens: the ages of each trajectory's tokens, its mask, and its group."""
+    """Of the trained tokens: the ages of each trajectory's tokens, its mask, its group and its rollout."""
     staleness = _sampled(ages, masks)
     if staleness.size == 0:
         return {}
     sequence = np.repeat(np.arange(len(masks)), [np.count_nonzero(mask) for mask in masks])
-    found = statistics(staleness, sequence, num_sequences=len(masks))
+    found = statistics(staleness, rollout[sequence], num_sequences=int(rollout.max()) + 1)
     of_groups = statistics(staleness, group[sequence], num_sequences=int(group.max()) + 1)
     there = np.isfinite(of_groups.oldest)
     lags = [
@@ -216,24 +248,29 @@ def _staleness_metrics(
 
 
 def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
-    rewards = np.array([t.reward for group in groups for t in group.trajectories])
+    rollouts = [parts for group in groups for parts in group.rollouts]
+    rewards = np.array([parts[0].reward for parts in rollouts])
+    lengths = rollout_lengths(rollouts)
     metrics: dict[str, Metric] = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "staleness/cancelled": float(sum(group.cancelled for group in groups)),
-        "reward/same_in_group": float(np.mean([len({t.reward for t in g.trajectories}) == 1 for g in groups])),
-        "length/trained": histogram([len(t.tokens) for group in groups for t in group.trajectories]),
-        "length/trained_mean": float(np.mean([len(t.tokens) for group in groups for t in group.trajectories])),
-        "length/truncated_fraction": float(
-            np.mean([t.finish_reason == "length" for group in groups for t in group.trajectories])
-        ),
+        "reward/same_in_group": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
+        "length/trained": histogram(lengths),
+        "length/trained_mean": float(np.mean(lengths)),
+        "length/truncated_fraction": float(np.mean([_is_cut(parts) for parts in rollouts])),
+        "length/parts_mean": float(np.mean([len(parts) for parts in rollouts])),
     }
-    parts: dict[str, list[float]] = {}
-    for group in groups:
-        for trajectory in group.trajectories:
-            for name, value in trajectory.reward_parts.items():
-                parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in parts.items()}
+    of_parts: dict[str, list[float]] = {}
+    for first, *_ in rollouts:
+        for name, value in first.reward_parts.items():
+            of_parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in of_parts.items()}
+
+
+def rollout_lengths(rollouts: Sequence[Sequence[Trajectory]]) -> list[int]:
+    """Response tokens of each rollout, those of all its parts."""
+    return [sum(len(one.tokens) for one in parts) for parts in rollouts]
 
 
 def histogram(values: Sequence[int]) -> Histogram:

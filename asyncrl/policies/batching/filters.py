@@ -29,7 +29,7 @@ def has_spread(rewards: ArrayLike, *, tolerance: float = 1e-6) -> bool:
 
 def dynamic_sampling(group: TrajectoryGroup) -> bool:
     """Group filter: keeps a group whose rewards differ (``has_spread``)."""
-    return has_spread([trajectory.reward for trajectory in group.trajectories])
+    return has_spread(group.rewards)
 
 
 def overlong_penalty(

@@ -205,8 +205,7 @@ class GroupTable:
         """A buffered group has nothing to learn from. ``by``: the filter that says so."""
         found = self.buffered.pop(group_id)
         self._finish(found)
-        rewards = [trajectory.reward for trajectory in found.group.trajectories]
-        return self._lose("filtered", {group_id: {"rewards": rewards, "by": by}}, [found.group])
+        return self._lose("filtered", {group_id: {"rewards": found.group.rewards, "by": by}}, [found.group])
 
     def take(self, groups: Sequence[BufferedGroup]) -> None:
         """A step begins on these buffered groups, in the order of the batch."""
@@ -261,7 +260,7 @@ class GroupTable:
     # -- events: metrics -----------------------------------------------------------------------------------------------
 
     def take_lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of the trajectories that were buffered, and of those dropped as stale, since this was last asked."""
+        """Tokens of the rollouts that were buffered, and of those dropped as stale, since this was last asked."""
         lengths = (self.generated_lengths, self.dropped_lengths)
         self.generated_lengths, self.dropped_lengths = [], []
         return lengths
@@ -396,4 +395,4 @@ class GroupTable:
 
 
 def _lengths(group: TrajectoryGroup) -> list[int]:
-    return [len(trajectory.tokens) for trajectory in group.trajectories]
+    return [sum(len(one.tokens) for one in parts) for parts in group.rollouts]

@@ -4,7 +4,8 @@ The batch's loss is the sum of loss x weight over all its tokens (``total``), so
 batch is cut into micro-batches and data-parallel ranks (tests/unit/policies/losses/test_aggregation.py).
 
 A formula takes the masks of the tokens that are trained, [B] bool[T] of the batch's B answers, and returns their
-weights, [B] f32[T]. Masks of 0 and 1 as float64 give float64 weights.
+weights, [B] f32[T]. Masks of 0 and 1 as float64 give float64 weights. An answer here is a whole rollout: the parts of
+one count once, as one answer that has all their tokens.
 
 What a correction rejects is known only in the micro-batch. ``Algorithm.denominator`` says what the sums are divided by
 then, as frameworks differ: "before", the counts of these masks, so that rejecting makes the loss smaller (verl's
@@ -14,6 +15,7 @@ has to know of an aggregation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
@@ -49,8 +51,23 @@ class Aggregation(Part):
 
     divides_by: ClassVar[Literal["batch", "prompt", "sequence", ""]] = ""
 
-    def __call__(self, masks: Masks, *, group: ArrayLike) -> Weights:
-        """The weight of each trained token in the batch's loss.  [B] bool[T], prompt group i64[B] -> [B] f32[T]"""
+    def __call__(self, masks: Masks, *, group: ArrayLike, rollout: ArrayLike | None = None) -> Weights:
+        """The weight of each trained token in the batch's loss.  [B] bool[T], prompt group i64[B] -> [B] f32[T]
+
+        rollout  i64[B], rising: which rollout a sequence is a part of; None: each is one by itself
+        """
+        if rollout is None:
+            return self._of_answers(masks, np.asarray(group))
+        firsts = np.unique(np.asarray(rollout), return_index=True)[1]
+        rollouts = [masks[begin:end] for begin, end in itertools.pairwise([*firsts, len(masks)])]
+        whole = self._of_answers([np.concatenate(parts) for parts in rollouts], np.asarray(group)[firsts])
+        return [
+            part
+            for weights, parts in zip(whole, rollouts, strict=True)
+            for part in np.split(weights, np.cumsum([len(mask) for mask in parts])[:-1])
+        ]
+
+    def _of_answers(self, masks: Masks, group: NDArray[Any]) -> Weights:
         known = {"masks": masks, "group": group}
         made: Weights = self.formula(**{name: known[name] for name in self.inputs})
         return made

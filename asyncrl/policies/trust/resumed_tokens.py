@@ -31,7 +31,7 @@ def split(
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     for index, (document, (group, trajectory)) in enumerate(zip(documents, trajectories, strict=True)):
         if trajectory.resumed:
-            before = np.arange(len(document)) < len(group.prompt_tokens) + _end(trajectory)
+            before = np.arange(len(document)) < len(group.prompt_of(trajectory)) + _end(trajectory)
             own[index] = dataclasses.replace(document, response_mask=document.response_mask & ~before)
             found = dataclasses.replace(document, response_mask=document.response_mask & before)
             taken_over |= {index: found} if found.response_mask.any() else {}

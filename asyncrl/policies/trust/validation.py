@@ -82,6 +82,9 @@ class GroupValidation:
     largest_reward     magnitude of a reward and of its parts (reward.largest)
     are_answers_whole  whether every answer that was asked for must be there; False where stragglers are cut off
     are_sampled        False where answers come from the data: no version sampled them, and their logprobs mean nothing
+    are_whole          whether a rollout is one trajectory that follows the group's prompt: the rollout function is one
+                       that comes along. False where a function of the user's may give several, each with its prompt
+    max_parts          trajectories of one rollout; 0: any number
     num_experts, experts_shape  of the model: experts of a layer, and (layers, experts per token); 0: answers name none
     """
 
@@ -90,6 +93,8 @@ class GroupValidation:
     largest_reward: float = math.inf
     are_answers_whole: bool = False
     are_sampled: bool = True
+    are_whole: bool = False
+    max_parts: int = 0
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
     asked_before: Asked | None = None
@@ -149,13 +154,26 @@ def _counts(vetted: Vetted) -> Iterator[str]:
     group, asked = vetted.group, vetted.asked
     if asked is None:
         return
-    answers, most = len(group.trajectories), max(asked.samples)
+    answers, most = len(group.rollouts), max(asked.samples)
     if answers > most:
         yield f"it has {answers} answers, and {most} were asked for"
     elif answers + group.cancelled not in asked.samples:
         yield f"it has {answers} answers and {group.cancelled} cut off, and {_either(asked.samples)} were asked for"
     elif group.cancelled and vetted.possible.are_answers_whole:
         yield f"it says that {group.cancelled} answers were cut off, and this run cuts none"
+    elif (last := group.trajectories[-1].rollout) >= most:
+        yield f"it has rollout {last}, and {most} were asked for"
+
+
+def _parts(vetted: Vetted) -> Iterator[str]:
+    possible, rollouts = vetted.possible, vetted.group.rollouts
+    longest = max(len(parts) for parts in rollouts)
+    if possible.are_whole and longest > 1:
+        yield f"a rollout has {longest} parts, and this run's rollout function gives one"
+    elif possible.max_parts and longest > possible.max_parts:
+        yield f"a rollout has {longest} parts, over rollout.max_parts = {possible.max_parts}"
+    elif possible.are_whole and any(len(one.prompt_tokens) for one in vetted.group.trajectories):
+        yield "an answer has a prompt of its own, and this run's rollout function gives none"
 
 
 def _prompt(vetted: Vetted) -> Iterator[str]:
@@ -177,9 +195,9 @@ def _epoch(vetted: Vetted) -> Iterator[str]:
 
 
 def _lengths(vetted: Vetted) -> Iterator[str]:
-    prompt, asked, context = len(vetted.group.prompt_tokens), vetted.asked, vetted.possible.context_tokens
+    asked, context = vetted.asked, vetted.possible.context_tokens
     for trajectory in vetted.group.trajectories:
-        length = len(trajectory.tokens)
+        prompt, length = len(vetted.group.prompt_of(trajectory)), len(trajectory.tokens)
         if prompt + length > context:
             yield f"prompt and answer have {prompt + length} tokens, the model's context {context}"
         if asked is not None and length > asked.max_tokens:
@@ -193,8 +211,10 @@ def _masks(vetted: Vetted) -> Iterator[str]:
 
 def _tokens(vetted: Vetted) -> Iterator[str]:
     size = vetted.possible.vocabulary_size
-    parts = [("prompt token", vetted.group.prompt_tokens)]
-    for what, tokens in [*parts, *(("token", trajectory.tokens) for trajectory in vetted.group.trajectories)]:
+    trajectories = vetted.group.trajectories
+    prompts = [vetted.group.prompt_tokens, *(one.prompt_tokens for one in trajectories if len(one.prompt_tokens))]
+    named = [*(("prompt token", tokens) for tokens in prompts), *(("token", one.tokens) for one in trajectories)]
+    for what, tokens in named:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= size:
             yield f"{what} {low if low < 0 else high} is outside the vocabulary of {size}"
@@ -222,7 +242,7 @@ def _experts(vetted: Vetted) -> Iterator[str]:
         experts = trajectory.experts
         if not len(experts):
             continue
-        expected = (len(vetted.group.prompt_tokens) + len(trajectory.tokens), layers, per_token)
+        expected = (len(vetted.group.prompt_of(trajectory)) + len(trajectory.tokens), layers, per_token)
         if not most:
             yield "an answer names experts, and the model has none"
         elif experts.dtype != dtype_for(most) or experts.shape != expected:
@@ -244,7 +264,8 @@ def _rewards(vetted: Vetted) -> Iterator[str]:
     largest = vetted.possible.largest_reward
     for trajectory in vetted.group.trajectories:
         yield from _part_names(trajectory)
-        for name, value in {"reward": trajectory.reward, **trajectory.reward_parts}.items():
+        turns = {f"the reward of turn {turn.start}": turn.reward for turn in trajectory.turn_rewards}
+        for name, value in {"reward": trajectory.reward, **trajectory.reward_parts, **turns}.items():
             if not math.isfinite(value):
                 yield f"{name} is {value}"
             elif abs(value) > largest:
@@ -290,6 +311,7 @@ def _either(counts: frozenset[int]) -> str:
 CHECKS: Final = (
     Check(what="the worker's name", problems=_names, is_of_failed=True),
     Check(what="as many answers as were asked for", problems=_counts),
+    Check(what="no more parts of an answer than its rollout function gives", problems=_parts),
     Check(what="the prompt that was asked", problems=_prompt),
     Check(what="the pass over the data that its prompt is of", problems=_epoch),
     Check(what="answers no longer than asked, and within the model's context", problems=_lengths),

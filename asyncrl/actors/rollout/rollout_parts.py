@@ -1,0 +1,70 @@
+"""What a rollout function returned, as the parts of one rollout: checked, numbered, with one reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from asyncrl.messages import PromptGroup, Trajectory, replace
+from asyncrl.protocols import Reward
+
+_NO_PROMPT: Final = np.zeros(0, np.int32)
+
+
+def parts_of(
+    made: Any, prompt: PromptGroup, *, index: int, num_resumed: int, context_tokens: int, max_parts: int = 0
+) -> tuple[Trajectory, ...]:
+    """The parts of rollout ``index``.  Raises TypeError or ValueError for what cannot be trained.
+
+    num_resumed: its first sampled tokens that earlier attempts sampled. Which of several parts they are in nobody can
+    say, as contexts may grow side by side: all tokens of all parts count as such then (policies/trust/resumed_tokens)
+    """
+    trajectories = made if isinstance(made, list | tuple) else (made,)
+    if not trajectories:
+        raise ValueError("it gave no trajectory")
+    if 0 < max_parts < len(trajectories):
+        raise ValueError(f"it gave {len(trajectories)} trajectories, and rollout.max_parts = {max_parts}")
+    for one in trajectories:
+        if not isinstance(one, Trajectory):
+            raise TypeError(f"it gave a {type(one).__name__}, not a Trajectory")
+        of_part = prompt.prompt_tokens if not len(one.prompt_tokens) else one.prompt_tokens
+        length = len(of_part) + len(one.tokens)
+        if length > context_tokens:  # the learner would hold it against this worker
+            raise ValueError(f"prompt and answer have {length} tokens, the model's context {context_tokens}")
+        if not one.response_mask.any():
+            raise ValueError("its trajectory has no token that the model sampled: there is nothing to train")
+    is_alone = len(trajectories) == 1
+    given = _given_reward(trajectories)
+    parts = []
+    for number, one in enumerate(trajectories):
+        sampled = int(one.response_mask.sum())
+        parts.append(
+            replace(
+                one,
+                rollout=index,
+                part=number,
+                prompt_tokens=_NO_PROMPT
+                if np.array_equal(one.prompt_tokens, prompt.prompt_tokens)
+                else one.prompt_tokens,
+                resumed=min(num_resumed, sampled) if is_alone or not num_resumed else sampled,
+                reward=given.reward,
+                reward_parts=given.reward_parts,
+            )
+        )
+    return tuple(parts)
+
+
+def rewarded(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
+    """The parts of a rollout with its reward."""
+    return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]
+
+
+def _given_reward(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """The trajectory whose reward is that of the rollout: the last that has one. Raises ValueError if others differ."""
+    given = [one for one in trajectories if not math.isnan(one.reward)]
+    if any((one.reward, one.reward_parts) != (given[-1].reward, given[-1].reward_parts) for one in given):
+        raise ValueError(f"its trajectories have the rewards {[one.reward for one in given]}, and a rollout has one")
+    return given[-1] if given else trajectories[-1]
