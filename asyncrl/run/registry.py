@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.config import RunConfig, plugins
