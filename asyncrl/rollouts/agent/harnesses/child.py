@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_LINE = 2**26
+MOST_EXPLAINED = 100
 
 
 class Runner:
@@ -34,6 +35,8 @@ class Runner:
         self._address, self._protocol = address, protocol
         self._harness: Any = None
         self._samples: set[asyncio.Task[None]] = set()
+        self._explained: set[str] = set()
+        """Reasons whose traceback was printed."""
 
     async def serve(self, control: socket.socket) -> None:
         """consumes: connections    waits for: another one    woken by: our parent, also by its end"""
@@ -81,15 +84,18 @@ class Runner:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a user's: also one that exits
-            traceback.print_exc()
             text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-            return {"error": f"{type(error).__name__}: {text}" if text else type(error).__name__}
+            reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            if reason not in self._explained and len(self._explained) < MOST_EXPLAINED:
+                self._explained.add(reason)
+                traceback.print_exc()
+            return {"error": reason}
 
 
 def made(address: str, options: dict[str, Any]) -> Any:
     """The user's function, or the object of the class that it is."""
-    name, _, attribute = address.partition(":")
-    module = importlib.import_module(name)
+    name, _, attribute = address.rpartition(":")
+    module = load_file("asyncrl_harness", Path(name)) if name.endswith(".py") else importlib.import_module(name)
     found: Any = getattr(module, attribute)
     options_type = getattr(module, "Options", None) if inspect.isclass(found) else None
     if options and options_type is None:
@@ -117,10 +123,9 @@ def resident_mib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def load_protocol() -> Any:
-    """protocol.py beside this file, which is imported from no package here."""
-    name = "asyncrl_harness_protocol"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("protocol.py"))
+def load_file(name: str, path: Path) -> Any:
+    """A file as module ``name``, of no package."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -132,7 +137,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     control.setblocking(False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    asyncio.run(Runner(sys.argv[1], load_protocol()).serve(control))
+    protocol = load_file("asyncrl_harness_protocol", Path(__file__).with_name("protocol.py"))
+    asyncio.run(Runner(sys.argv[1], protocol).serve(control))
     os._exit(0)  # a thread of a harness may be in a call that never returns
 
 

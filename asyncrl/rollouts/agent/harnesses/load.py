@@ -17,6 +17,7 @@ from asyncrl.rollouts.agent.harnesses.limits import Limited, Limits
 _HERE: Final = "asyncrl.rollouts.agent.harnesses"
 HARNESSES: Final = {
     "command": f"{_HERE}.command:CommandHarness",
+    "verifiers": f"{_HERE}.verifiers:VerifiersHarness",
 }
 
 

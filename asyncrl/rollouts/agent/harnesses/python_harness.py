@@ -75,8 +75,9 @@ class _Child:
 class PythonHarness:
     """Samples go to the child that has the fewest."""
 
-    def __init__(self, address: str, options: Options) -> None:
-        self._address, self._options = address, options
+    def __init__(self, address: str, options: Options, *, name: str = "") -> None:
+        """address: "package.module:object", or "FILE.py:object". name: in reasons; "" is the address"""
+        self._address, self._options, self._name = address, options, name or address
         self._children: list[_Child] = []
         self._starting = asyncio.Lock()
 
@@ -176,7 +177,7 @@ class PythonHarness:
         member.is_leaving, member.was_hung = True, True
         self._forget(member)
         member.program.kill()
-        log.warning("harness %s: process %d hung, and was killed", self._address, member.program.pid)
+        log.warning("harness %s: process %d hung, and was killed", self._name, member.program.pid)
 
     async def _gone(self, member: _Child) -> RolloutError:
         """Why a child answers nothing any more."""
@@ -196,7 +197,7 @@ class PythonHarness:
             self._children.remove(member)
 
     def _failed(self, problem: str) -> RolloutError:
-        return RolloutError(f"harness {self._address}: {problem}")
+        return RolloutError(f"harness {self._name}: {problem}")
 
 
 async def _end(member: _Child) -> None:
