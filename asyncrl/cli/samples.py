@@ -255,8 +255,13 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
         yield f"  no text: {printable(problem)}"
     yield "prompt"
     yield from _indented(group.prompt if group.prompt is not None else _ids(group.prompt_tokens))
-    for number, answer in enumerate(group.answers, 1):
-        yield printable(_heading(answer, number=number, of=len(group.answers)))
+    most = max([sum(not one.part for one in group.answers), *(one.rollout + 1 for one in group.answers)])
+    for index, answer in enumerate(group.answers):
+        yield printable(_heading(answer, title=group.title(index), of=most))
+        if answer.prompt_tokens:
+            yield "  [its own prompt]"
+            yield from _indented(_ids(answer.prompt_tokens) if answer.prompt is None else answer.prompt)
+            yield "  [answer]"
         if not answer.turns:
             yield from _indented(_ids(answer.tokens))
         for by, text in answer.turns:
@@ -265,9 +270,9 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
             yield from _indented(text)
 
 
-def _heading(answer: Answer, *, number: int, of: int) -> str:
+def _heading(answer: Answer, *, title: str, of: int) -> str:
     parts = ", ".join(f"{name} {value:g}" for name, value in answer.parts.items())
-    text = [f"answer {number} of {of}"]
+    text = [title if ", part" in title else f"{title} of {of}"]
     text += [f"reward {answer.reward:.3f}" + (f" ({parts})" if parts else "")] if answer.reward is not None else []
     text += [f"advantage {answer.advantage:+.3f}"] if answer.advantage is not None else []
     text += [f"staleness {answer.staleness}"] if answer.staleness is not None else []

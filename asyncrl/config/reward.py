@@ -12,7 +12,8 @@ from asyncrl.config.checks import positive, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, exact, regex, remote, none (the reward that the rollout function set), or "package.module:function"."""
+    """math, exact, regex, reasoning_gym, remote, none (the reward that the rollout function set), or
+    "package.module:function"."""
     timeout_seconds: float = 30.0
     """Limit for one group. A group whose reward takes longer fails."""
     largest: float = 1e6

@@ -50,14 +50,20 @@ function heading(group) {
   return parts.join(" · ");
 }
 
+// "answer 2", or "answer 2, part 1 of 3" where a rollout has several trajectories.
+function titleOf(group, answer, index) {
+  const count = answer.rollout >= 0 ? group.answers.filter((other) => other.rollout === answer.rollout).length : 1;
+  return `answer ${(answer.rollout >= 0 ? answer.rollout : index) + 1}` + (count > 1 ? `, part ${answer.part + 1} of ${count}` : "");
+}
+
 function answerBox(group, answer, index) {
   const parts = Object.entries(answer.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  const title = [`answer ${index + 1}`, `reward ${number(answer.reward)}${parts ? ` (${parts})` : ""}`];
+  const title = [titleOf(group, answer, index), `reward ${number(answer.reward)}${parts ? ` (${parts})` : ""}`];
   title.push(answer.advantage === null ? "advantage not known" : `advantage ${number(answer.advantage)}`);
   if (answer.staleness !== null) title.push(`staleness ${answer.staleness}`);
   title.push(`${answer.tokens.length} tokens`, answer.finish_reason);
   const box = el("details", { class: "answer", "data-answer": index }, el("summary", {}, title.join(" · ")));
-  const fill = () => { if (box.open && box.children.length === 1) box.append(versions(answer), textOf(answer, group.texts[index])); };
+  const fill = () => { if (box.open && box.children.length === 1) box.append(versions(answer), ...(answer.prompt_tokens?.length ? [el("div", { class: "text" }, answer.prompt ?? `tokens ${answer.prompt_tokens.join(" ")}`)] : []), textOf(answer, group.texts[index])); };
   box.addEventListener("toggle", fill);
   box.open = index < 4;
   fill();

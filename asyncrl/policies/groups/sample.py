@@ -46,6 +46,8 @@ class Answer:
     tokens, logprobs  of each token, the behavior policy's
     environment    [start, end) of tokens that the policy did not sample
     versions       (start, incarnation, policy version) of each version span
+    rollout, part  which rollout of the group it is a part of, and which part of it; -1: a rollout by itself
+    prompt, prompt_tokens  what it follows, where that is not the group's prompt
     """
 
     reward: float | None = None
@@ -61,6 +63,10 @@ class Answer:
     entropies: tuple[float | None, ...] = ()
     environment: tuple[tuple[int, int], ...] = ()
     versions: tuple[tuple[int, int, int], ...] = ()
+    rollout: int = -1
+    part: int = 0
+    prompt: str | None = None
+    prompt_tokens: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -94,9 +100,16 @@ class GroupSample:
 
     @property
     def reward(self) -> float | None:
-        """Mean over its answers; None without any."""
-        rewards = [answer.reward for answer in self.answers if answer.reward is not None]
+        """Mean over its rollouts, whose parts have the same; None without any."""
+        rewards = [answer.reward for answer in self.answers if answer.reward is not None and not answer.part]
         return sum(rewards) / len(rewards) if rewards else None
+
+    def title(self, index: int) -> str:
+        """What answer ``index`` is called: "answer 2", or "answer 2, part 1" where that has several."""
+        answer = self.answers[index]
+        number = (answer.rollout if answer.rollout >= 0 else index) + 1
+        parts = sum(answer.rollout >= 0 and other.rollout == answer.rollout for other in self.answers)
+        return f"answer {number}" + (f", part {answer.part + 1} of {parts}" if parts > 1 else "")
 
     @property
     def worst(self) -> float:
@@ -166,7 +179,14 @@ def sample_of(
 
 def decoded(sample: GroupSample, decode: Decode) -> GroupSample:
     """With its text."""
-    answers = tuple(dataclasses.replace(answer, turns=tuple(_turns(answer, decode))) for answer in sample.answers)
+    answers = tuple(
+        dataclasses.replace(
+            answer,
+            turns=tuple(_turns(answer, decode)),
+            prompt=decode(answer.prompt_tokens) if answer.prompt_tokens else None,
+        )
+        for answer in sample.answers
+    )
     return dataclasses.replace(sample, prompt=decode(sample.prompt_tokens), answers=answers)
 
 
@@ -212,6 +232,9 @@ def _answer(
         entropies=tuple(map(_rounded, entropies)),
         environment=tuple(_ranges(~mask)),
         versions=tuple((span.start, span.incarnation, span.policy_version) for span in trajectory.version_spans),
+        rollout=trajectory.rollout,
+        part=trajectory.part,
+        prompt_tokens=tuple(trajectory.prompt_tokens.tolist()),
     )
 
 
@@ -282,7 +305,7 @@ def _rows(*shapes: Shape) -> Shape:
 
 
 _SHAPES: Final[Mapping[str, Shape]] = {
-    **dict.fromkeys(("group_id", "step", "incarnation", "epoch"), _is_whole),
+    **dict.fromkeys(("group_id", "step", "incarnation", "epoch", "rollout", "part"), _is_whole),
     **dict.fromkeys(("fate", "reason", "worker", "finish_reason"), _is_text),
     **dict.fromkeys(("seconds", "time"), _is_number),
     **dict.fromkeys(("reward", "advantage"), _or_none(_is_number)),

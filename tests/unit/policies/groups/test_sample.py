@@ -102,3 +102,18 @@ def test_the_worst_answer_ranks_a_group() -> None:
 def test_every_field_has_a_shape_by_which_it_is_read() -> None:
     fields = {field.name for kind in (Answer, GroupSample) for field in dataclasses.fields(kind)}
     assert set(sample_module._SHAPES) == fields
+
+
+def test_the_parts_of_a_rollout_are_told_apart_and_have_one_reward() -> None:
+    """Rewards 1 (in two parts) and 0: a mean of 1/2 over rollouts."""
+    whole, *_ = group(reward=1.0).trajectories
+    parts = (
+        dataclasses.replace(whole, rollout=0),
+        dataclasses.replace(whole, rollout=0, part=1, prompt_tokens=np.array([5], np.int32)),
+        dataclasses.replace(whole, rollout=2, reward=0.0),
+    )
+    sample = decoded(sample_of(dataclasses.replace(group(), trajectories=parts)), words)
+    assert sample.reward == 0.5
+    assert [answer.prompt for answer in sample.answers] == [None, "<5>", None]
+    assert [sample.title(index) for index in range(3)] == ["answer 1, part 1 of 2", "answer 1, part 2 of 2", "answer 3"]
+    assert GroupSample.from_json(sample.as_json()) == sample

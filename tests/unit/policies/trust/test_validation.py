@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, replace
+from asyncrl.messages import Trajectory, TrajectoryGroup, TurnReward, VersionSpan, replace
 from asyncrl.policies.trust.validation import LEAST_LOGPROB, UNLIKELY, Asked, GroupValidation, digest
 
 VETTING = GroupValidation(vocabulary_size=100, context_tokens=8)
@@ -214,3 +214,41 @@ def test_experts_that_no_token_can_have_gone_to_are_named(experts: NDArray[Any],
 
 def test_a_model_without_experts_has_none() -> None:
     assert "the model has none" in about_experts(EXPERTS, num_experts=0)
+
+
+def parts(*changes: dict[str, Any]) -> TrajectoryGroup:
+    """Rollout 0, a trajectory for each of ``changes``."""
+    made = tuple(replace(TRAJECTORY, rollout=0, part=part, **change) for part, change in enumerate(changes))
+    group: TrajectoryGroup = replace(GROUP, trajectories=made)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("possible", "group", "words"),
+    [
+        ({}, parts({}, {"prompt_tokens": np.array([5] * 5, np.int32)}), ""),
+        ({}, parts({}, {"prompt_tokens": np.array([5] * 6, np.int32)}), "prompt and answer have 9 tokens"),
+        ({}, parts({}, {"prompt_tokens": np.array([100], np.int32)}), "prompt token 100 is outside"),
+        ({"max_parts": 1}, parts({}, {}), "a rollout has 2 parts, over rollout.max_parts = 1"),
+        ({"are_whole": True}, parts({}, {}), "a rollout has 2 parts, and this run's rollout function gives one"),
+        ({"are_whole": True}, parts({"prompt_tokens": np.array([5], np.int32)}), "a prompt of its own"),
+        ({"largest_reward": 1.0}, parts({"turn_rewards": (TurnReward(start=1, reward=2.0),)}), "reward of turn 1 is 2"),
+    ],
+)
+def test_the_parts_of_a_rollout_are_vetted_each(possible: dict[str, Any], group: TrajectoryGroup, words: str) -> None:
+    vetting = GroupValidation(vocabulary_size=100, context_tokens=8, **possible)
+    found = vetting.problem(group, incarnation=1, policy_version=6, forks={1: 4})
+    assert found == "" if not words else words in found
+
+
+def test_rollouts_are_counted_and_not_their_parts() -> None:
+    """Two were asked for: three parts of one are one answer, and there is no rollout 2."""
+    asked = Asked(samples=frozenset({2}), max_tokens=8, max_prompt_tokens=8)
+    third = replace(GROUP, trajectories=(replace(TRAJECTORY, rollout=0), replace(TRAJECTORY, rollout=2)))
+    for group, words in (
+        (replace(parts({}, {}, {}), cancelled=1), ""),
+        (parts({}, {}, {}), "it has 1 answers and 0 cut off"),
+        (third, "it has rollout 2, and 2 were asked for"),
+    ):
+        found = VETTING.problem(group, incarnation=1, policy_version=6, forks={1: 4}, asked=asked)
+        assert found == "" if not words else words in found
