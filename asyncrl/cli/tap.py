@@ -2,7 +2,7 @@
 
 It connects as an observer, which may read and change nothing: no message is taken from anybody, and nobody waits for
 it. New entries of a log and new values of a state are shown within a second. A work topic's messages are their
-consumers' alone: of it the counts are shown, as they change.
+consumers' alone: of it the counts are shown, as they change. It ends with the `asyncrl run` whose server it reads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.topics import ALL, Topic
 from asyncrl.policies.health.faults import printable
 
@@ -62,19 +63,49 @@ async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Names
     from asyncrl.run.registry import observe
 
     bus = await observe(run_config, token=arguments.bus_token(run_config))
-    left = options.limit
     try:
-        async with contextlib.aclosing(flow(bus, topic)) as messages:
-            async for key, message, problem in messages:
-                if options.key is not None and key != options.key:
-                    continue
-                show = as_json if options.json else as_line
-                print(show(key, message, problem), flush=True)
-                left = None if left is None else left - 1
-                if left == 0:
-                    return
+        async with asyncio.TaskGroup() as group:
+            showing = group.create_task(_show(bus, topic, options), name="tap.show")
+            over = group.create_task(until_over(run_config), name="tap.until_over")
+            await asyncio.wait((showing, over), return_when=asyncio.FIRST_COMPLETED)
+            if not showing.done():
+                print("asyncrl tap: the run is over", file=sys.stderr)
+            showing.cancel()
+            over.cancel()
+    except ExceptionGroup as error:
+        raise error.exceptions[0] from None
     finally:
         await bus.close()
+
+
+async def _show(bus: Bus, topic: Topic[Any], options: argparse.Namespace) -> None:
+    left = options.limit
+    async with contextlib.aclosing(flow(bus, topic)) as messages:
+        async for key, message, problem in messages:
+            if options.key is not None and key != options.key:
+                continue
+            show = as_json if options.json else as_line
+            print(show(key, message, problem), flush=True)
+            left = None if left is None else left - 1
+            if left == 0:
+                return
+
+
+async def until_over(run_config: RunConfig) -> None:
+    """Until the server that `asyncrl run` started is no longer this run's; never with a server of the user's own.
+
+    waits for: the run's folder    woken by: the clock
+    """
+    from asyncrl.run.registry import bus_address
+
+    first = bus_address(run_config, token="")
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        try:
+            if bus_address(run_config, token="") != first:
+                return
+        except NoSuchRun:
+            return
 
 
 Flowing = tuple[str, Any, str]

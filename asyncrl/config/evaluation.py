@@ -81,6 +81,7 @@ class EvaluationDataset:
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
+        require(bool(self.path), "path is empty; name a file")
         positive(self, "samples")
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")
@@ -105,6 +106,7 @@ class EvaluationDataset:
                 k <= self.samples,
                 f"k = {k}: pass@k needs k answers to a prompt, and samples = {self.samples}; raise samples or lower k",
             )
+            require(self.k.count(k) == 1, f"k = {k} is there twice")
         require(
             not self.system_prompt or self.chat_template,
             "system_prompt is a chat message, which only a chat template turns into text; set chat_template = true",

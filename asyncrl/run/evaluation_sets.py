@@ -47,6 +47,11 @@ def open_set(
             f"{where}: {max_new_tokens:,} new tokens leave no room for a prompt in the model's context of "
             f"{context_tokens:,}; use fewer"
         )
+    if dataset.min_new_tokens > max_new_tokens:
+        raise ConfigError(
+            f"{where}: min_new_tokens = {dataset.min_new_tokens:,} is over rollout.max_new_tokens "
+            f"({max_new_tokens:,}), which holds where the data set has no max_new_tokens; give it one"
+        )
     if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
         raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is no token of the model's {vocabulary:,}")
     metadata = plain(dataset.metadata, where, "metadata")
@@ -117,7 +122,7 @@ def _sampling(dataset: EvaluationDataset, *, max_new_tokens: int) -> SamplingPar
         temperature=dataset.temperature,
         top_p=dataset.top_p,
         top_k=dataset.top_k,
-        min_new_tokens=min(dataset.min_new_tokens, max_new_tokens),
+        min_new_tokens=dataset.min_new_tokens,
         stop=dataset.stop,
         stop_token_ids=dataset.stop_token_ids,
         repetition_penalty=dataset.repetition_penalty,

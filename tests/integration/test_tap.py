@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl import config
 from asyncrl.cli import tap
 from asyncrl.messages import Event, Progress, StepMetrics
 from asyncrl.messages.topics import EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
@@ -54,6 +55,20 @@ async def test_of_work_the_counts_are_shown_and_nothing_is_taken(bus_factory: An
     async with bus.consume(PROMPTS) as deliveries:
         delivery = await anext(deliveries)
         assert delivery.attempt == 1
+
+
+async def test_it_ends_when_the_server_of_asyncrl_run_is_gone(tmp_path: Path) -> None:
+    """A resumed run has another one, which nobody is told of who waits for the first."""
+    run = config.only_overrides([f"run.directory={tmp_path}", "run.name=r"])
+    server = tmp_path / "r" / "bus.json"
+    server.parent.mkdir()
+    for change in (server.unlink, lambda: server.write_text('{"url": "nats://127.0.0.1:2", "token": "b"}')):
+        server.write_text('{"url": "nats://127.0.0.1:1", "token": "a"}')
+        waiting = asyncio.ensure_future(tap.until_over(run))
+        await asyncio.wait((waiting,), timeout=0.01)
+        assert not waiting.done()
+        change()
+        await waiting
 
 
 def test_a_line_cannot_move_the_cursor_and_has_an_end() -> None:
