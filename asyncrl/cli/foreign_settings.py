@@ -2,7 +2,8 @@
 
 1. Keys that no worker needs, and whatever says where this machine keeps its files or who it is, are left out.
 2. Code is imported when asyncrl ships it or `--allow` names it; servers are asked when `--allow` names them.
-3. An adapter refuses options that could do more than set a size or a method (``Adapter.check_joined``).
+3. An adapter refuses options that could do more than set a size or a method (``Adapter.check_joined``), and so does a
+   reward (its ``own_options``, such as a sandbox).
 
 What this machine's own command says with --set is not foreign. Nothing is imported before 2 is settled.
 """
@@ -42,6 +43,7 @@ _TABLES: Final = ("reward.rows",)
 _ASKED: Final = ("engine.options.url", "reward.options.url")
 _DATASETS: Final = "evaluation.datasets"
 """Each has a reward like [reward], whose keys are looked at too."""
+_OF_DATASETS: Final = (*_DATASETS.split("."), "reward")
 _OWN: Final = "asyncrl"
 _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
 
@@ -125,6 +127,21 @@ def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
     for section, adapter in (("engine", registry.engine_class(run)), ("weights", registry.channel_class(run))):
         options = table.get(section, {}).get("options", {})
         adapter.check_joined(options)
+    for where, reward in _rewards(table):
+        options = reward.get("options") or {}
+        for key in registry.reward_own_options(reward["kind"]) if options and "kind" in reward else ():
+            if key in options:
+                raise ConfigError(
+                    f"{where}.options.{key}: the run's settings say {_short(str(options[key]))}, and what programs may "
+                    f"do on this machine its own command says: --set reward.options.{key}=VALUE"
+                )
+
+
+def _rewards(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The run's, and those of data sets that have their own."""
+    for where, value in (("reward", table.get("reward")), *((_DATASETS, one) for one in _under(table, _OF_DATASETS))):
+        if isinstance(value, dict):
+            yield (where if where == "reward" else f"{where}.reward"), value
 
 
 def is_shared_folder(run: RunConfig) -> bool:

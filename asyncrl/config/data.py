@@ -59,8 +59,8 @@ class DataSection:
     """Column with a table of max_new_tokens, min_new_tokens, stop and stop_token_ids that override [rollout] for the
     row; optional in a row."""
     reward_key: str = ""
-    """Column with the name of the row's reward: math, exact, regex, or one of reward.rows; a row without one has
-    reward.kind."""
+    """Column with the name of the row's reward: a built-in one that needs no options, or one of reward.rows; a row
+    without one has reward.kind."""
     chat_template: bool = False
     """Wrap a text prompt as one user message in the tokenizer's chat template."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)

@@ -12,8 +12,8 @@ from asyncrl.config.checks import positive, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, exact, regex, reasoning_gym, remote, none (the reward that the rollout function set), or
-    "package.module:function"."""
+    """math, dapo, deepscaler, gpqa, f1, rouge, json_schema, code, exact, regex, llm_judge, remote, reasoning_gym,
+    random, none (the reward that the rollout function set), or "package.module:function"."""
     timeout_seconds: float = 30.0
     """Limit for one group. A group whose reward takes longer fails."""
     largest: float = 1e6
@@ -23,7 +23,7 @@ class RewardSection:
     """Options of the reward."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """Rewards of single rows by the name that data.reward_key gives: {code = "package.module:function"}. They have no
-    options; math, exact and regex need no entry."""
+    options; built-in ones that need none need no entry either."""
 
     def __post_init__(self) -> None:
         positive(self, "timeout_seconds", "largest")

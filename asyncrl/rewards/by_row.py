@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from asyncrl.errors import RewardError
-from asyncrl.protocols import Reward, RewardFn, Sample
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.guard import GuardedReward
 
 
 class RowRewards:
     """A RewardFn of several. All samples of a group are of one row."""
 
-    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn]) -> None:
+    def __init__(self, default: GuardedReward, by_name: Mapping[str, GuardedReward]) -> None:
         self._default, self._by_name = default, dict(by_name)
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
@@ -19,6 +20,11 @@ class RowRewards:
         if name and name not in self._by_name:
             raise RewardError(f"the row's reward {name!r} is none of this worker's: {', '.join(self._by_name)}")
         return await (self._by_name[name] if name else self._default)(samples)
+
+    def check_machine(self) -> None:
+        """What this machine lacks for any of them. Raises ConfigError."""
+        for reward in (self._default, *self._by_name.values()):
+            reward.check_machine()
 
     async def close(self) -> None:
         for reward in (self._default, *self._by_name.values()):

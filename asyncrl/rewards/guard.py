@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from asyncrl.config import plugins
-from asyncrl.errors import RewardError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Reward, Sample
 from asyncrl.protocols.functions import MOST_PARTS, part_problem
 
@@ -47,6 +47,15 @@ class GuardedReward:
     def function(self) -> Callable[..., Any]:
         """What is guarded."""
         return self._function
+
+    def check_machine(self) -> None:
+        """What this machine lacks, by ``check_machine`` of the function's object if it has one. Raises ConfigError."""
+        check = getattr(self._function, "check_machine", None)
+        if check is not None:
+            try:
+                check()
+            except ConfigError as error:
+                raise ConfigError(f"reward {self._name}: {error}") from None
 
     async def votes(self, completions: Sequence[str]) -> tuple[list[str], str]:
         """What each answer comes down to (``vote`` of the function's object, or all of it), and why one has no vote.

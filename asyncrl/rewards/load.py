@@ -29,10 +29,19 @@ from asyncrl.rewards.guard import GuardedReward
 
 KINDS: Final = {
     "math": "asyncrl.rewards.math:MathReward",
+    "dapo": "asyncrl.rewards.dapo:DapoReward",
+    "deepscaler": "asyncrl.rewards.deepscaler:DeepScalerReward",
+    "gpqa": "asyncrl.rewards.gpqa:GpqaReward",
+    "f1": "asyncrl.rewards.f1:F1Reward",
+    "rouge": "asyncrl.rewards.rouge:RougeReward",
+    "json_schema": "asyncrl.rewards.json_schema:JsonSchemaReward",
+    "code": "asyncrl.rewards.code:CodeReward",
     "exact": "asyncrl.rewards.exact:ExactReward",
     "regex": "asyncrl.rewards.regex:RegexReward",
+    "llm_judge": "asyncrl.rewards.llm_judge:JudgeReward",
     "remote": "asyncrl.rewards.remote:RemoteReward",
     "reasoning_gym": "asyncrl.data.reasoning_gym:Score",
+    "random": "asyncrl.rewards.random:RandomReward",
     "none": "asyncrl.rewards.none:no_reward",
 }
 
@@ -53,7 +62,7 @@ def load_reward(section: config.RewardSection, *, where: str = "reward.kind") ->
     )
 
 
-OF_ROWS: Final = ("math", "exact", "regex")
+OF_ROWS: Final = ("math", "dapo", "deepscaler", "gpqa", "f1", "rouge", "json_schema", "exact", "regex", "random")
 """Built-in kinds that a row may name without an entry in reward.rows."""
 
 

@@ -11,6 +11,8 @@ import logging
 import sys
 from typing import Any
 
+from asyncrl.rewards.answers import bare, last_boxed
+
 
 def main() -> None:
     timeout_seconds = int(sys.argv[1])
@@ -34,6 +36,9 @@ def judge(label: str, completion: str, *, timeout_seconds: int) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
 
+    boxed = last_boxed(completion)
+    if bare(completion if boxed is None else boxed) == bare(label) != "":
+        return 1.0
     targets = (LatexExtractionConfig(), ExprExtractionConfig())
     gold = parse(label, targets, parsing_timeout=timeout_seconds) or parse(
         f"${label}$", targets, parsing_timeout=timeout_seconds

@@ -41,6 +41,7 @@ def check(run: RunConfig) -> None:
     registry.backend_class(run).check_machine(run)
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
+        registry.check_reward_machine(run)
 
 
 def check_learner(run: RunConfig) -> None:
@@ -54,6 +55,7 @@ def check_worker(run: RunConfig) -> None:
     _check_before_torch(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
+    registry.check_reward_machine(run)
 
 
 def _check_settings(run: RunConfig) -> None:
@@ -191,6 +193,7 @@ def check_evaluation(run: RunConfig) -> None:
     _check_evaluation(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
+    registry.check_reward_machine(run)
 
 
 def _check_evaluation(run: RunConfig) -> None:

@@ -179,6 +179,19 @@ def load_evaluation_rewards(run: RunConfig) -> dict[str, Any]:
     return found
 
 
+def reward_own_options(kind: str) -> tuple[str, ...]:
+    """Options of a reward that a machine takes from its own command only, not from settings on the bus."""
+    from asyncrl.rewards.load import KINDS
+
+    return tuple(getattr(plugins.load(kind, where="reward.kind", table=KINDS), "own_options", ()))
+
+
+def check_reward_machine(run: RunConfig) -> None:
+    """What this machine lacks for the run's rewards, such as a sandbox. Raises ConfigError."""
+    for reward in (load_reward(run), *load_evaluation_rewards(run).values()):
+        reward.check_machine()
+
+
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
     from asyncrl.config.secret_values import hidden

@@ -74,10 +74,10 @@ def _table(kind: Any, section: str, comments: Mapping[str, str]) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The text behind each field of a dataclass."""
+    """The text behind each field of a dataclass, those of the class that it derives from too."""
     (made,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(made, ast.ClassDef)
-    found: dict[str, str] = {}
+    found = _meanings(kind.__base__) if dataclasses.is_dataclass(kind.__base__) else {}
     for before, behind in zip(made.body, made.body[1:], strict=False):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name) and isinstance(behind, ast.Expr):
             text = behind.value.value if isinstance(behind.value, ast.Constant) else ""
@@ -137,7 +137,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return '"' + value.replace("\n", "\\n") + '"'
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, Mapping):

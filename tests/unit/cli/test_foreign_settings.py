@@ -214,6 +214,22 @@ def test_code_of_an_evaluations_rewards_is_not_imported_unless_the_command_allow
     assert joins(table, allow=["trap"]).evaluation.datasets[1].name == "sums"
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("sandbox", "none"), ("python", "/tmp/python"), ("readable", ["/home"]), ("network", True)]
+)
+def test_what_programs_may_do_on_a_machine_its_own_command_says(joins: Joins, option: str, value: Any) -> None:
+    reward = {"kind": "code", "options": {"seconds": 1.0, option: value}}
+    with pytest.raises(
+        ConfigError, match=rf"^reward.options.{option}: the run's settings say .*: --set reward.options"
+    ):
+        joins(forged(reward=reward))
+    datasets = [{"name": "sums", "path": "", "reward": reward}]
+    with pytest.raises(ConfigError, match=rf"^evaluation.datasets.reward.options.{option}: the run's settings say "):
+        joins(forged(evaluation={"place": "shared", "datasets": datasets}))
+    made = joins(forged(reward={"kind": "code", "options": {"sandbox": "none"}}), "reward.options.sandbox=bwrap")
+    assert made.reward.options == {"sandbox": "bwrap"}
+
+
 def test_a_server_of_an_evaluations_reward_is_not_asked_unless_the_command_allows_it(joins: Joins) -> None:
     reward = {"kind": "remote", "options": {"url": "http://10.0.0.1:8000/score"}}
     table = forged(evaluation={"place": "shared", "datasets": [{"name": "sums", "path": "", "reward": reward}]})

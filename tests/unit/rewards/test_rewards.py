@@ -52,7 +52,7 @@ async def test_a_judge_that_dies_fails_its_group_and_is_replaced() -> None:
     pytest.importorskip("math_verify")
     reward = load("math")
     await reward([sample("1", label="1")])
-    judge = reward._function._idle[0]  # type: ignore[attr-defined]
+    judge = reward._function._judges.idle[0]  # type: ignore[attr-defined]
     judge.kill()
     await judge.wait()
     with pytest.raises(RewardError, match="judge's process"):
@@ -356,4 +356,4 @@ def test_loading_starts_nothing() -> None:
     before = threading.active_count()
     reward = load("math")
     assert threading.active_count() == before
-    assert not reward._function._idle  # type: ignore[attr-defined]
+    assert not reward._function._judges.idle  # type: ignore[attr-defined]

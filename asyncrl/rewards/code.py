@@ -1,0 +1,222 @@
+"""reward.kind = "code": the program that a completion holds passes tests, each in a sandbox (sandbox/).
+
+The program is the last fenced block (```python) after </think>, or all of it if there is none. The label has the tests:
+
+{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}     standard input and output, compared word by word
+[{"input": "1 2\\n", "output": "3\\n"}]         the same
+{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}   calls of a function, or of a method of class Solution
+["assert add(1, 2) == 3"]                      statements that must not raise, each a test
+"assert add(1, 2) == 3"                        all of it one test; one that defines check(candidate) has it called with
+                                               metadata["entry_point"]
+
+or JSON text of a table or list. Output is compared here, out of the program's reach. Statements run in the program's
+own process: one that exits early fails, but one that goes looking for what a test prints at its end could fake it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import after_thinking, last_block
+from asyncrl.rewards.sandbox.load import open_sandbox
+from asyncrl.rewards.sandbox.sandbox import Limits, Outcome
+
+_PROGRAM: Final = "program.py"
+_LANGUAGES: Final = ("python", "python3", "py")
+_CALL: Final = """
+_target = {name} if "{name}" in globals() else getattr(Solution(), "{name}")
+_found = _target(*_json.loads({arguments!r}))
+assert _json.loads(_json.dumps(_found)) == _json.loads({expected!r}), "another result"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    sandbox: Literal["bwrap", "none"] = "bwrap"
+    """bwrap: bubblewrap, which must be installed. none: no walls, only limits, for programs that are trusted."""
+    score: Literal["all", "share"] = "all"
+    """all: 1 when every test passes, else 0. share: the share of tests that pass."""
+    seconds: float = 6.0
+    """Limit for one test."""
+    total_seconds: float = 25.0
+    """Limit for all tests of an answer; those that it leaves no time for fail. Answers of a group wait for each other
+    where at_once is small, and all must fit into reward.timeout_seconds."""
+    memory_mib: int = 512
+    """Limit for one test."""
+    disk_mib: int = 16
+    """Limit for the files of one test."""
+    output_kib: int = 1024
+    """Limit for the output of one test."""
+    processes: int = 16
+    """Limit for the processes of one test."""
+    at_once: int = 2
+    """Tests that run at the same time on a worker."""
+    python: str = ""
+    """Interpreter of the programs, for example of a virtual environment with packages. Empty: that of asyncrl, without
+    packages."""
+    readable: tuple[str, ...] = ()
+    """Folders of the worker's machine that programs may read, besides the system's and the interpreter's."""
+    network: bool = False
+    """Whether programs may use the network, servers on the worker's own machine included."""
+
+    def __post_init__(self) -> None:
+        self.limits(self.seconds)
+        if self.at_once < 1 or self.total_seconds <= 0:
+            raise ConfigError("at_once must be >= 1 and total_seconds > 0")
+        for path in (self.python, *self.readable):
+            if path and not os.path.exists(path):
+                raise ConfigError(f"python, readable: {path} is not there")
+
+    def limits(self, seconds: float) -> Limits:
+        return Limits(
+            seconds=min(seconds, self.seconds),
+            memory_mib=self.memory_mib,
+            disk_mib=self.disk_mib,
+            output_kib=self.output_kib,
+            processes=self.processes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """One run of a program.
+
+    expected  words of its standard output
+    statements  that run after the program, in its process; None: the program alone, with ``stdin``
+    """
+
+    stdin: str = ""
+    expected: str = ""
+    statements: str | None = None
+
+
+class CodeReward:
+    """Tests run in the threads that it is called in."""
+
+    needs_label = True
+    own_options = ("sandbox", "python", "readable", "network")
+    """Said by a machine's own command only: what programs may do there is nobody else's to say."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        interpreter = os.path.realpath(options.python or sys.executable)
+        self._python = [options.python, "-I"] if options.python else [interpreter, "-I", "-S"]
+        prefixes = [os.path.dirname(os.path.dirname(path)) for path in (interpreter, options.python) if path]
+        prefixes += [] if options.python else [sys.base_prefix]
+        readable = [*(path for path in prefixes if path != "/"), *options.readable]
+        self._sandbox = open_sandbox(options.sandbox, readable=readable, network=options.network)
+        self._places = threading.Semaphore(options.at_once)
+
+    def check_machine(self) -> None:
+        """Raises ConfigError where the sandbox is missing or cannot start, or the interpreter cannot in it."""
+        self._sandbox.check()
+        outcome = self._run(["-c", "pass"], self._options.limits(self._options.seconds), stdin="", files={})
+        if outcome.code or outcome.stopped:
+            said = outcome.stderr.decode(errors="replace").strip().splitlines()
+            problem = said[-1] if said else outcome.stopped or f"exit code {outcome.code}"
+            raise ConfigError(f"python: {self._python[0]} does not run in the sandbox: {problem}")
+
+    def __call__(self, sample: Sample) -> Reward:
+        tests = tests_of(sample)
+        answer = after_thinking(sample.completion)
+        program = last_block(answer, *_LANGUAGES)
+        passed = self._num_passed(answer if program is None else program, tests)
+        share = passed / len(tests)
+        return Reward(
+            value=float(passed == len(tests)) if self._options.score == "all" else share, parts={"tests": share}
+        )
+
+    def _num_passed(self, program: str, tests: Sequence[Test]) -> int:
+        passed, left = 0, self._options.total_seconds
+        for test in tests:
+            with self._places:
+                is_passed, seconds = self._passes(program, test, self._options.limits(left))
+            passed += is_passed
+            left -= seconds
+            if left <= 0 or (not is_passed and self._options.score == "all"):
+                break
+        return passed
+
+    def _passes(self, program: str, test: Test, limits: Limits) -> tuple[bool, float]:
+        if test.statements is None:
+            outcome = self._run([_PROGRAM], limits, stdin=test.stdin, files={_PROGRAM: _bytes(program)})
+            is_passed = _text(outcome).split() == test.expected.split()
+        else:
+            # What it prints at its end is in no file, and standard input is read to its end before anything runs.
+            seal = secrets.token_hex(16)
+            source = f"{program}\n\nimport json as _json\n{test.statements}\nprint('\\n{seal}', flush=True)\n"
+            outcome = self._run(["-"], limits, stdin=source, files={})
+            is_passed = _text(outcome).rstrip().endswith(f"\n{seal}")
+        return is_passed and outcome.code == 0 and not outcome.stopped, outcome.seconds
+
+    def _run(self, arguments: Sequence[str], limits: Limits, *, stdin: str, files: Mapping[str, bytes]) -> Outcome:
+        return self._sandbox.run([*self._python, *arguments], limits=limits, stdin=_bytes(stdin), files=files)
+
+
+def tests_of(sample: Sample) -> list[Test]:
+    """The tests that a label says; at least one. Raises ValueError with what is wrong with it."""
+    label = sample.label
+    if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError):  # statements may begin with a bracket
+            label = json.loads(label)
+    if isinstance(label, str) and label.strip():
+        return [Test(statements=_called(label, sample.metadata.get("entry_point")))]
+    found = list(_tests(label))
+    if not found:
+        raise ValueError(f"the label holds no tests: {str(label)[:60]!r}")
+    return found
+
+
+def _tests(label: Any) -> Iterator[Test]:
+    if isinstance(label, Mapping):
+        inputs, outputs = label.get("inputs"), label.get("outputs")
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
+            raise ValueError("the label's tests need inputs and outputs, lists of one length")
+        name = label.get("fn_name")
+        for given, expected in zip(inputs, outputs, strict=True):
+            yield _call(str(name), given, expected) if name else Test(stdin=_lines(given), expected=_lines(expected))
+    elif isinstance(label, list | tuple):
+        for one in label:
+            if isinstance(one, Mapping) and "input" in one and "output" in one:
+                yield Test(stdin=_lines(one["input"]), expected=_lines(one["output"]))
+            elif isinstance(one, str):
+                yield Test(statements=one)
+            else:
+                raise ValueError(f"a test must be a statement or have input and output, is {str(one)[:60]!r}")
+
+
+def _call(name: str, given: Any, expected: Any) -> Test:
+    if not name.isidentifier():
+        raise ValueError(f"fn_name must be a function's name, is {name[:60]!r}")
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"inputs of {name} must be lists of arguments, one is {str(given)[:60]!r}")
+    return Test(statements=_CALL.format(name=name, arguments=json.dumps(given), expected=json.dumps(expected)))
+
+
+def _called(statements: str, entry_point: Any) -> str:
+    if entry_point and "def check(" in statements:
+        return f"{statements}\ncheck({entry_point})\n"
+    return statements
+
+
+def _lines(value: Any) -> str:
+    """Data sets have texts, or lists of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
+
+
+def _text(outcome: Outcome) -> str:
+    return outcome.stdout.decode(errors="replace")

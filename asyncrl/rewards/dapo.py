@@ -1,0 +1,85 @@
+"""reward.kind = "dapo": the text after the last "Answer:" equals the label (DAPO, Yu et al. 2025, arXiv 2503.14476).
+
+1 for a right answer and -1 for a wrong one, as the paper has it (equation 7). Both sides are first written alike, by
+the rules that Minerva's paper lists (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1): no units, no words
+around a formula, \\frac{a}{b} for \\frac ab, no commas in whole numbers. What is equal but written otherwise is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import last_boxed
+
+_ANSWER: Final = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_WORDS: Final = (
+    *("square units", "integers", "dollars", "mph", "inches", "ft", "hours", "hour", "km", "units", "points", "feet"),
+    *("minutes", "digits", "cents", "degrees", "degree", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("children", "childrentickets", "multiples", "tickets", "ounces", "square", "sq"),
+)
+"""Units and nouns that stand behind a number."""
+_UNIT: Final = re.compile(r"(?<![A-Za-z\\])(?:" + "|".join(sorted(_WORDS, key=len, reverse=True)) + r")(?![A-Za-z])")
+_ARTICLE: Final = re.compile(r"(?<![A-Za-z\\])(?:an|a|the)\s+")
+_SETTING: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf|overline)\{([^{}]*)\}")
+_DROPPED: Final = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\ ", "\\$", "$", "\\%", "%", "^\\circ", "^{\\circ}", '"')
+_SHORT_FRACTION: Final = re.compile(r"\\frac\s*([^\s{\\])\s*([^\s{\\])")
+_SHORT_ROOT: Final = re.compile(r"\\sqrt\s*([^\s{\[\\])")
+_WHOLE: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    right: float = 1.0
+    """Reward of a right answer."""
+    wrong: float = -1.0
+    """Reward of any other."""
+    boxed: bool = False
+    """The answer is what the last \\boxed{} holds, not what follows "Answer:"."""
+    tail_characters: int = 300
+    """Only the end of a completion is looked at."""
+
+    def __post_init__(self) -> None:
+        if self.tail_characters < 1:
+            raise ConfigError(f"tail_characters must be >= 1, got {self.tail_characters}")
+
+
+class DapoReward:
+    needs_label = True
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __call__(self, sample: Sample) -> Reward:
+        if sample.label is None:
+            raise ValueError("the prompt has no label to compare to")
+        is_right = self.vote(sample.completion) == normal(str(sample.label))
+        value = self._options.right if is_right else self._options.wrong
+        return Reward(value=value, parts={"accuracy": float(is_right)})
+
+    def vote(self, completion: str) -> str:
+        """The answer as it is compared; "" if there is none."""
+        tail = completion[-self._options.tail_characters :]
+        if self._options.boxed:
+            return normal(last_boxed(tail) or "")
+        answers = _ANSWER.findall(tail)
+        return normal(answers[-1]) if answers else ""
+
+
+def normal(answer: str) -> str:
+    """An answer as Minerva's rules write it."""
+    answer = answer.rpartition("=")[2]
+    boxed = last_boxed(answer)
+    answer = answer if boxed is None else boxed
+    while (bare := _SETTING.sub(r"\1", answer)) != answer:
+        answer = bare
+    answer = answer.replace("tfrac", "frac").replace("dfrac", "frac")
+    for text in _DROPPED:
+        answer = answer.replace(text, "")
+    answer = _UNIT.sub("", _ARTICLE.sub("", answer)).replace(" and ", ",")
+    answer = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", answer))
+    answer = "".join(answer.split()).rstrip(".").replace(",\\text{}", "")
+    return answer.replace(",", "") if _WHOLE.fullmatch(answer) else answer

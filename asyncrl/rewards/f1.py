@@ -1,0 +1,89 @@
+"""reward.kind = "f1": words in common with the label, as SQuAD counts them (Rajpurkar et al. 2016, arXiv 1606.05250).
+
+Text is lower-cased; punctuation and the articles a, an, the are left out. F1 is the harmonic mean of the share of the
+answer's words that are the label's and the share of the label's that are the answer's, each as often as it occurs.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import after_thinking
+
+_ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
+_CLOSED: Final = ("yes", "no", "noanswer")
+"""Answers that are right or wrong as a whole (HotpotQA, Yang et al. 2018)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    metric: Literal["f1", "exact_match"] = "f1"
+    """The reward; both are metrics."""
+    extract: str = ""
+    """Regular expression; its last match in the completion is the answer (its first group, if it has one). Empty: what
+    follows </think>, or all of it."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.extract)
+        except re.error as error:
+            raise ConfigError(f"extract: {self.extract!r} is no regular expression: {error}") from None
+
+
+class F1Reward:
+    """The best over the labels, where the label is a list."""
+
+    needs_label = True
+
+    def __init__(self, options: Options) -> None:
+        self._metric = options.metric
+        self._extract = re.compile(options.extract, re.DOTALL) if options.extract else None
+
+    def __call__(self, sample: Sample) -> Reward:
+        answer, labels = self._answer(sample.completion), label_texts(sample)
+        parts = {
+            "f1": max(f1(answer, label) for label in labels),
+            "exact_match": max(float(normal(answer) == normal(label)) for label in labels),
+        }
+        return Reward(value=parts[self._metric], parts=parts)
+
+    def vote(self, completion: str) -> str:
+        """The answer as it is compared."""
+        return normal(self._answer(completion))
+
+    def _answer(self, completion: str) -> str:
+        if self._extract is None:
+            return after_thinking(completion)
+        matches = list(self._extract.finditer(completion))
+        return (matches[-1].group(1 if self._extract.groups else 0) or "") if matches else ""
+
+
+def label_texts(sample: Sample) -> list[str]:
+    """The labels of a sample: one, or each of a list. Raises ValueError where there is none."""
+    label: Any = sample.label
+    if label is None or label == [] or label == ():
+        raise ValueError("the prompt has no label to compare to")
+    return [str(one) for one in label] if isinstance(label, list | tuple) else [str(label)]
+
+
+def normal(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(answer: str, label: str) -> float:
+    """In 0..1; two empty texts are equal."""
+    answer, label = normal(answer), normal(label)
+    if answer == label:
+        return 1.0
+    if answer in _CLOSED or label in _CLOSED:
+        return 0.0
+    words, expected = answer.split(), label.split()
+    common = (Counter(words) & Counter(expected)).total()
+    return 2 * common / (len(words) + len(expected))

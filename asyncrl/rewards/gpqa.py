@@ -1,0 +1,69 @@
+"""reward.kind = "gpqa": the letter that a completion chooses is the label's (multiple choice, GPQA, MMLU).
+
+The letter is looked for where models put it, in what follows </think>: the last \\boxed{}, the last "answer is" or
+"Answer:", a letter alone in the last line. A letter anywhere else in a sentence is none ("A good start"). The order of
+the choices is the data's: shuffle them there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Sample
+from asyncrl.rewards.answers import after_thinking, bare, last_boxed
+
+_STATED: Final = (
+    r"(?i:answer|choice|option)[\s*_]*(?:(?i:is)\b|[:=])[\s*_:=$(\[]*(?:\\text\{{)?\(?([{letters}])(?![A-Za-z])"
+)
+_ALONE: Final = r"[\s*$(\[]*([{letters}])[\s*$)\].:]*"
+_LEADING: Final = r"\s*\(?([{letters}])[).:]\s.*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    letters: str = "ABCD"
+    """The choices, in order; also of labels that are numbers, from 0."""
+
+    def __post_init__(self) -> None:
+        if not self.letters.isalpha() or not self.letters.isascii() or len(set(self.letters)) != len(self.letters):
+            raise ConfigError(f"letters must be different letters, such as ABCD, got {self.letters!r}")
+
+
+class GpqaReward:
+    needs_label = True
+
+    def __init__(self, options: Options) -> None:
+        self._letters = letters = options.letters.upper()
+        self._stated = re.compile(_STATED.format(letters=letters))
+        self._alone = re.compile(_ALONE.format(letters=letters + letters.lower()))
+        self._leading = re.compile(_LEADING.format(letters=letters), re.DOTALL)
+
+    def __call__(self, sample: Sample) -> float:
+        return float(self.vote(sample.completion) == self._letter(sample.label, sample.metadata.get("choices")))
+
+    def vote(self, completion: str) -> str:
+        """The letter; "" if none is chosen."""
+        text = after_thinking(completion)
+        if (boxed := last_boxed(text)) is not None:
+            return self._of(bare(boxed))
+        if stated := self._stated.findall(text):
+            return str(stated[-1])
+        lines = text.strip().splitlines()
+        return self._of(lines[-1]) if lines else ""
+
+    def _of(self, text: str) -> str:
+        found = self._alone.fullmatch(text) or self._leading.fullmatch(text)
+        return found[1].upper() if found else ""
+
+    def _letter(self, label: Any, choices: Any) -> str:
+        """Of a letter, "(B)", a number from 0, or the text of one of metadata["choices"]."""
+        if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self._letters):
+            return self._letters[label]
+        if isinstance(label, str) and (letter := bare(label).upper()) and len(letter) == 1 and letter in self._letters:
+            return letter
+        if isinstance(choices, list | tuple) and label in choices and list(choices).index(label) < len(self._letters):
+            return self._letters[list(choices).index(label)]
+        raise ValueError(f"the label {str(label)[:60]!r} is none of {', '.join(self._letters)}")

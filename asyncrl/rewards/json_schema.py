@@ -1,0 +1,96 @@
+"""reward.kind = "json_schema": the completion is JSON that a JSON Schema allows, as jsonschema judges.
+
+The JSON is the last fenced block (```json) after </think>, or all of it. The schema is the label, a table or JSON text,
+or ``schema`` for all rows. A schema's patterns are regular expressions that can take for ever: they run in a process of
+their own (schema_judge.py) with a limit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import after_thinking, last_block
+from asyncrl.rewards.judge_pool import JudgePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    schema: str = ""
+    """JSON file with the schema of all rows; empty: each label is one."""
+    processes: int = 1
+    """Judges per rollout worker."""
+    timeout_seconds: int = 2
+    """Limit for one answer; one that takes longer is wrong."""
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or self.timeout_seconds < 1:
+            raise ConfigError("processes and timeout_seconds must be >= 1")
+        if importlib.util.find_spec("jsonschema") is None:
+            raise ConfigError("reward.kind = \"json_schema\" needs jsonschema: pip install 'asyncrl[jsonschema]'")
+
+
+class JsonSchemaReward:
+    own_options = ("schema",)
+
+    def __init__(self, options: Options) -> None:
+        self.needs_label = not options.schema
+        self._schema = _read(options.schema) if options.schema else None
+        self._judges = JudgePool(
+            "asyncrl.rewards.schema_judge",
+            [str(options.timeout_seconds)],
+            name="json_schema",
+            processes=options.processes,
+        )
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        """1 for JSON that the schema allows; the metric is_json says how many are JSON at all."""
+        texts = [_answer(sample.completion) for sample in samples]
+        parsed = [_is_json(text) for text in texts]
+        schema = self._schema if self._schema is not None else _schema_of(samples[0].label)
+        valid = await self._judges.ask({"schema": schema, "answers": texts})
+        return [
+            Reward(value=value, parts={"is_json": float(is_json)}) for value, is_json in zip(valid, parsed, strict=True)
+        ]
+
+    async def close(self) -> None:
+        await self._judges.close()
+
+
+def _answer(completion: str) -> str:
+    text = after_thinking(completion)
+    block = last_block(text, "json")
+    return text if block is None else block
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _schema_of(label: Any) -> Any:
+    """Raises ValueError where the label is no schema."""
+    if isinstance(label, str):
+        try:
+            label = json.loads(label)
+        except ValueError as error:
+            raise ValueError(f"the label is no JSON Schema: {error}") from None
+    if not isinstance(label, Mapping | bool):
+        raise ValueError(f"the label must be a JSON Schema, is {str(label)[:60]!r}")
+    return dict(label) if isinstance(label, Mapping) else label
+
+
+def _read(path: str) -> Any:
+    try:
+        return _schema_of(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"schema: {path}: {error}") from None

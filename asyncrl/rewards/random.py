@@ -1,0 +1,34 @@
+"""reward.kind = "random": 1 or 0 by chance, for tests of a pipeline: nothing can be learned from it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.errors import ConfigError
+from asyncrl.protocols import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    probability: float = 0.5
+    """Of a 1."""
+    seed: int = 0
+    """Another one gives other rewards. The same answer to the same prompt has the same one, in every worker."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(f"probability must be in 0..1, got {self.probability}")
+
+
+class RandomReward:
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __call__(self, sample: Sample) -> float:
+        digest = hashlib.sha256(str(self._options.seed).encode())
+        for tokens in (sample.prompt_tokens, sample.trajectory.tokens):
+            digest.update(np.asarray(tokens, np.int32).tobytes() + b"|")
+        return float(int.from_bytes(digest.digest()[:8], "big") < self._options.probability * 2**64)

@@ -1,0 +1,73 @@
+"""reward.kind = "rouge": overlap with a reference text, ROUGE-1, -2 or -L (Lin 2004, "ROUGE: A Package for Automatic
+Evaluation of Summaries").
+
+Words are runs of letters and digits, lower-cased and not stemmed. The reward is the F-measure with equal weights: of
+n-grams in common (each as often as it occurs), or of the longest common subsequence of words over the whole text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.f1 import label_texts
+
+_WORD: Final = re.compile(r"[a-z0-9]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    metric: Literal["rouge1", "rouge2", "rougeL"] = "rougeL"
+    """The reward; all three are metrics."""
+
+
+class RougeReward:
+    """The best over the labels, where the label is a list."""
+
+    needs_label = True
+
+    def __init__(self, options: Options) -> None:
+        self._metric = options.metric
+
+    def __call__(self, sample: Sample) -> Reward:
+        found = words(after_thinking(sample.completion))
+        scores = [scored(found, words(label)) for label in label_texts(sample)]
+        parts = {name: max(score[name] for score in scores) for name in scores[0]}
+        return Reward(value=parts[self._metric], parts=parts)
+
+
+def words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def scored(found: Sequence[str], expected: Sequence[str]) -> dict[str, float]:
+    """Each F-measure in 0..1."""
+    scores = {f"rouge{size}": _of_ngrams(found, expected, size) for size in (1, 2)}
+    return {**scores, "rougeL": _f_measure(longest_common(found, expected), len(found), len(expected))}
+
+
+def longest_common(first: Sequence[str], second: Sequence[str]) -> int:
+    """Length of the longest common subsequence. Bit-parallel (Hyyrö 2004): a row is one whole number."""
+    places: dict[str, int] = {}
+    for place, word in enumerate(first):
+        places[word] = places.get(word, 0) | 1 << place
+    all_ones = (1 << len(first)) - 1
+    row = all_ones
+    for word in second:
+        matches = row & places.get(word, 0)
+        row = (row + matches | row - matches) & all_ones
+    return len(first) - row.bit_count()
+
+
+def _of_ngrams(found: Sequence[str], expected: Sequence[str], size: int) -> float:
+    counts = [Counter(zip(*(text[start:] for start in range(size)), strict=False)) for text in (found, expected)]
+    return _f_measure((counts[0] & counts[1]).total(), counts[0].total(), counts[1].total())
+
+
+def _f_measure(common: int, num_found: int, num_expected: int) -> float:
+    return 2 * common / (num_found + num_expected) if common else 0.0

@@ -1,0 +1,107 @@
+"""sandbox = "bwrap": namespaces of its own for every program (bubblewrap, https://github.com/containers/bubblewrap).
+
+A program sees the system's programs and what ``readable`` names, read-only, and an empty folder of limited size. It has
+no network, no other process, no environment of ours and no rights; with its first process all of them end, and they end
+with us. Bugs of the kernel are not held: against those take a machine of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.sandbox.program import ENVIRONMENT, limited, run_program
+from asyncrl.rewards.sandbox.sandbox import MIB, NO_FILES, Limits, Outcome
+
+FOLDER: Final = "/work"
+"""Where a program is, and the only place, with /dev/shm, that it can write to."""
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_NOBODY: Final = "65534"
+_INSTALL: Final = "install bubblewrap (apt install bubblewrap; the `bubblewrap` of PyPI is something else)"
+
+
+class Bubblewrap:
+    """A Sandbox (sandbox.py)."""
+
+    def __init__(self, *, readable: Sequence[str], network: bool) -> None:
+        self._readable = tuple(path for path in dict.fromkeys([*_SYSTEM, *readable]) if os.path.exists(path))
+        self._network = network
+
+    def run(
+        self, command: Sequence[str], *, limits: Limits, stdin: bytes = b"", files: Mapping[str, bytes] = NO_FILES
+    ) -> Outcome:
+        with contextlib.ExitStack() as stack:
+            opened = {name: stack.enter_context(_in_memory(data)) for name, data in files.items()}
+            return run_program(
+                self._command(command, limits, opened),
+                limits=limits,
+                stdin=stdin,
+                environment={**ENVIRONMENT, "HOME": FOLDER, "TMPDIR": FOLDER},
+                inherited=list(opened.values()),
+            )
+
+    def check(self) -> None:
+        if shutil.which("bwrap") is None:
+            raise ConfigError(f'sandbox = "bwrap": there is no bwrap on PATH; {_INSTALL}, or choose another sandbox')
+        outcome = self.run(["true"], limits=Limits())
+        if outcome.code or outcome.stopped:
+            said = outcome.stderr.decode(errors="replace").strip().splitlines()
+            problem = said[-1] if said else outcome.stopped or f"exit code {outcome.code}"
+            raise ConfigError(
+                f'sandbox = "bwrap": cannot start here: {problem}; a container may forbid user namespaces: allow them, '
+                "or choose another sandbox"
+            )
+
+    def _command(self, command: Sequence[str], limits: Limits, files: Mapping[str, int]) -> list[str]:
+        size = ["--size", str(limits.disk_mib * MIB)]
+        return [
+            shutil.which("bwrap") or "bwrap",
+            *("--unshare-all", "--unshare-user", "--uid", _NOBODY, "--gid", _NOBODY, "--cap-drop", "ALL"),
+            *("--share-net",) * self._network,
+            *("--die-with-parent", "--new-session"),
+            *self._mounts(),
+            *("--proc", "/proc", *self._settings(), "--dev", "/dev", "--remount-ro", "/dev"),
+            *(*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", FOLDER, "--symlink", FOLDER, "/tmp"),
+            *(word for name, file in files.items() for word in ("--file", str(file), f"{FOLDER}/{name}")),
+            *("--remount-ro", "/"),  # or its memory would be a disk without a limit
+            *("--chdir", FOLDER, "--"),
+            *limited(command, limits),
+        ]
+
+    def _mounts(self) -> Iterator[str]:
+        """A link of the system's root, such as /lib to usr/lib, stays one."""
+        for path in self._readable:
+            if os.path.islink(path) and path in _SYSTEM:
+                yield from ("--symlink", os.readlink(path), path)
+            else:
+                yield from ("--ro-bind", path, path)
+        if self._network:
+            for path in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs"):
+                yield from ("--ro-bind-try", str(Path(path).resolve()), path)
+
+    def _settings(self) -> Iterator[str]:
+        """The machine's settings in /proc, read-only: where we are root, a program's writes there would be root's."""
+        with os.scandir("/proc") as entries:
+            for entry in entries:
+                if entry.name.isdecimal() or entry.is_symlink():  # of processes: the sandbox has its own
+                    continue
+                if entry.is_dir() or entry.stat().st_mode & 0o222 or entry.name == "kcore":
+                    yield from ("--ro-bind", entry.path, entry.path)
+
+
+@contextlib.contextmanager
+def _in_memory(data: bytes) -> Iterator[int]:
+    """A file descriptor from which ``data`` can be read."""
+    descriptor = os.memfd_create("asyncrl-sandbox")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)

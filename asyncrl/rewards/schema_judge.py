@@ -1,0 +1,69 @@
+"""The process that judges JSON: a line {"schema": ..., "answers": [...]} in, {"rewards": [...]} out.
+
+Python's regular expressions look for signals while they search, so a timer ends even those that would search for ever;
+signals work in a process's main thread only. It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+
+def main() -> None:
+    seconds = int(sys.argv[1])
+    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not mix with the answers
+    signal.signal(signal.SIGALRM, _too_long)
+    for line in sys.stdin:
+        print(json.dumps(judged(json.loads(line), seconds)), file=answers, flush=True)
+
+
+def judged(question: Any, seconds: float) -> dict[str, Any]:
+    """The answer to a line; an error for a schema that is none."""
+    import jsonschema
+    from jsonschema.validators import validator_for
+
+    schema = question["schema"]
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return {"error": f"the schema is none: {error.message}"[:200]}
+    validator = kind(schema)
+    try:
+        return {"rewards": [_valid(validator, text, seconds) for text in question["answers"]]}
+    except Unreadable as error:
+        return {"error": str(error)}
+
+
+class TooLong(Exception):
+    """The time for one answer is over."""
+
+
+class Unreadable(Exception):
+    """The schema refers to what is not there."""
+
+
+def _valid(validator: Any, text: str, seconds: float) -> float:
+    from referencing.exceptions import Unresolvable
+
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return float(validator.is_valid(json.loads(text)))
+    except (ValueError, RecursionError, TooLong):
+        return 0.0
+    except Unresolvable as error:
+        raise Unreadable(f"the schema refers to what is not in it: {error}"[:200]) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TooLong
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What a sandbox holds: hostile programs, each with what it must not have done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.rewards.sandbox.load import open_sandbox
+from asyncrl.rewards.sandbox.sandbox import Limits, Outcome, Sandbox
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here (bubblewrap)")
+PYTHON = os.path.realpath(sys.executable)
+LIMITS = Limits(seconds=60.0, memory_mib=256, disk_mib=8, output_kib=64, processes=8)
+"""Time that no test is meant to reach."""
+
+
+@pytest.fixture
+def bwrap() -> Sandbox:
+    return open_sandbox("bwrap", readable=[sys.base_prefix])
+
+
+@pytest.fixture(params=[pytest.param("bwrap", marks=needs_bwrap), "none"])
+def each(request: pytest.FixtureRequest) -> Sandbox:
+    return open_sandbox(request.param, readable=[sys.base_prefix])
+
+
+def run(sandbox: Sandbox, program: str, *, limits: Limits = LIMITS, stdin: bytes = b"") -> Outcome:
+    return sandbox.run(
+        [PYTHON, "-I", "-S", "program.py"], limits=limits, stdin=stdin, files={"program.py": program.encode()}
+    )
+
+
+# -- whatever the sandbox ----------------------------------------------------------------------------------------------
+
+
+def test_a_program_is_fed_and_listened_to(each: Sandbox) -> None:
+    program = "import sys\nprint(sys.stdin.read()[::-1])\nprint('warned', file=sys.stderr)\nsys.exit(3)"
+    outcome = run(each, program, stdin=b"abc" * 21_840)
+    assert (outcome.code, outcome.stopped, outcome.stderr) == (3, "", b"warned\n")
+    assert outcome.stdout == b"cba" * 21_840 + b"\n"
+
+
+def test_standard_input_that_nobody_reads_is_no_error(each: Sandbox) -> None:
+    assert run(each, "print(1)", stdin=b"x" * 2**20).stdout == b"1\n"
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(1000)"])
+def test_a_program_that_does_not_end_is_ended(each: Sandbox, program: str) -> None:
+    assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
+
+
+def test_a_program_that_closes_its_output_and_goes_on_is_ended(each: Sandbox) -> None:
+    program = "import os\nos.close(1)\nos.close(2)\nwhile True: pass"
+    assert run(each, program, limits=Limits(seconds=0.5)).stopped == "time"
+
+
+def test_output_without_end_is_cut_and_not_kept(each: Sandbox) -> None:
+    program = "import sys\nfor _ in range(200): sys.{}.write('x' * 2**20)"
+    for stream in ("stdout", "stderr"):
+        outcome = run(each, program.format(stream))
+        assert outcome.stopped == "output"
+        assert len(outcome.stdout) + len(outcome.stderr) == LIMITS.output_kib * 1024
+
+
+def test_memory_is_limited(each: Sandbox) -> None:
+    outcome = run(each, "x = bytearray(4 << 30)\nprint('had it')")
+    assert outcome.code == 1 and b"MemoryError" in outcome.stderr and not outcome.stdout
+
+
+def test_processes_together_have_no_more_memory_than_one(each: Sandbox) -> None:
+    program = (
+        "import os, time\n"
+        "for _ in range(4):\n"
+        "    if os.fork() == 0:\n"
+        "        x = bytearray(os.urandom(1)) * (100 << 20)\n"
+        "        time.sleep(1000)\n"
+        "time.sleep(1000)"
+    )
+    assert run(each, program).stopped == "memory"
+
+
+def test_forks_without_end_are_ended(each: Sandbox) -> None:
+    program = "import os, time\nfor _ in range(300):\n    if os.fork() == 0: time.sleep(1000)\ntime.sleep(1000)"
+    assert run(each, program).stopped == "processes"
+
+
+def test_a_large_file_is_cut(each: Sandbox) -> None:
+    program = "f = open('big', 'wb')\nfor _ in range(300): f.write(b'x' * 2**20)\nf.flush()\nprint('wrote 300 MB')"
+    outcome = run(each, program)
+    assert outcome.code != 0 and not outcome.stdout
+
+
+def test_a_child_in_the_same_session_ends_with_its_program(each: Sandbox) -> None:
+    """Else its hold of standard output would be waited for."""
+    outcome = run(each, "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('left')")
+    assert (outcome.stdout, outcome.stopped) == (b"left\n", "")
+
+
+def test_nothing_of_our_environment_is_seen(each: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCRL_BUS_TOKEN", "secret")
+    seen = run(each, "import os\nprint(sorted(os.environ))").stdout.decode()
+    assert "ASYNCRL" not in seen and "PATH" in seen
+
+
+def test_a_folder_is_gone_with_its_program(each: Sandbox) -> None:
+    assert run(each, "open('left', 'w').write('x')").code == 0
+    assert b"left" not in run(each, "import os\nprint(os.listdir())").stdout
+
+
+# -- bubblewrap --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("s3cret")
+    return path
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """The port of a server on this machine's loopback."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+@needs_bwrap
+def test_files_of_the_machine_are_not_there(bwrap: Sandbox, secret: Path) -> None:
+    outcome = run(bwrap, f"print(open({str(secret)!r}).read())")
+    assert outcome.code == 1 and b"No such file" in outcome.stderr
+
+
+@needs_bwrap
+@pytest.mark.parametrize("path", ["/written", "/usr/written", "/etc/written", "/dev/written"])
+def test_nothing_but_its_own_folder_can_be_written(bwrap: Sandbox, path: str) -> None:
+    outcome = run(bwrap, f"open({path!r}, 'w').write('x')\nprint('wrote')")
+    assert outcome.code == 1 and not outcome.stdout
+
+
+@needs_bwrap
+def test_settings_of_the_machine_cannot_be_opened_for_writing(bwrap: Sandbox) -> None:
+    """Not even where we are root, whom the kernel takes the program for: /proc/sys/kernel/core_pattern names a program
+    that it would run as root."""
+    program = (
+        "import os\n"
+        "for folder, _, names in os.walk('/proc'):\n"
+        "    if (folder + '//').split('/')[2].isdigit(): continue\n"
+        "    for name in names:\n"
+        "        try: os.close(os.open(f'{folder}/{name}', os.O_WRONLY | os.O_NONBLOCK))\n"
+        "        except OSError: pass\n"
+        "        else: print(f'{folder}/{name}')\n"
+    )
+    assert run(bwrap, program).stdout == b""
+
+
+@needs_bwrap
+@pytest.mark.parametrize("folder", ["/work", "/tmp", "/dev/shm"])
+def test_many_small_files_do_not_fill_the_machine(bwrap: Sandbox, folder: str) -> None:
+    program = f"for n in range(100): open('{folder}/%d' % n, 'wb').write(b'x' * 2**20)\nprint('wrote 100 MB')"
+    outcome = run(bwrap, program)
+    assert b"No space left" in outcome.stderr and not outcome.stdout
+
+
+@needs_bwrap
+def test_servers_of_the_machine_are_out_of_reach(bwrap: Sandbox, listener: int) -> None:
+    outcome = run(bwrap, f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 5)\nprint('connected')")
+    assert b"ConnectionRefused" in outcome.stderr and not outcome.stdout
+
+
+@needs_bwrap
+def test_the_network_is_there_when_it_is_asked_for(listener: int) -> None:
+    sandbox = open_sandbox("bwrap", readable=[sys.base_prefix], network=True)
+    program = f"import socket\nsocket.create_connection(('127.0.0.1', {listener}), 50)\nprint('connected')"
+    assert run(sandbox, program).stdout == b"connected\n"
+
+
+@needs_bwrap
+def test_other_processes_are_neither_seen_nor_signalled(bwrap: Sandbox) -> None:
+    assert int(run(bwrap, "import os\nprint(sum(name.isdigit() for name in os.listdir('/proc')))").stdout) <= 3
+    outcome = run(bwrap, f"import os\nos.kill({os.getpid()}, 0)\nprint('could')")
+    assert not outcome.stdout
+
+
+@needs_bwrap
+def test_a_child_in_a_session_of_its_own_ends_too(bwrap: Sandbox) -> None:
+    program = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '4321.5'], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "print('left')"
+    )
+    assert run(bwrap, program).stdout == b"left\n"
+    while any(b"4321.5" in line for line in command_lines()):
+        time.sleep(0.01)  # the kernel ends it with its namespace, which nobody announces
+
+
+def command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield path.read_bytes()
+        except OSError:  # it has just ended
+            continue
+
+
+@needs_bwrap
+def test_it_has_no_rights_there(bwrap: Sandbox) -> None:
+    program = "print(open('/proc/self/status').read())"
+    status = dict(line.split(":", 1) for line in run(bwrap, program).stdout.decode().splitlines() if ":" in line)
+    assert int(status["CapEff"], 16) == 0 and status["NoNewPrivs"].strip() == "1" and "65534" in status["Uid"]
+
+
+@needs_bwrap
+def test_a_sandbox_that_starts_passes_its_check(bwrap: Sandbox) -> None:
+    bwrap.check()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match='^sandbox = "bwrap": there is no bwrap on PATH; install bubblewrap'
+    ) as caught:
+        open_sandbox("bwrap").check()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sandbox_that_cannot_start_is_refused_with_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match="cannot start here: bwrap: No permissions to create new namespace; a container"
+    ):
+        open_sandbox("bwrap").check()
+
+
+def test_an_unknown_sandbox_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^sandbox: 'bwrp' is unknown; known: bwrap, none$"):
+        open_sandbox("bwrp")

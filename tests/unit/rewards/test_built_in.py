@@ -1,0 +1,249 @@
+"""What the built-in rewards give, by vectors worked by hand from their definitions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl import config
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.messages import replace
+from asyncrl.rewards import dapo, rouge
+from asyncrl.rewards.load import load_reward
+from tests.harness.rewards import load, sample, values
+
+
+async def given(kind: str, cases: list[tuple[str, Any, float]], **options: Any) -> None:
+    got = await values(load(kind, **options), *(sample(text, label=label) for text, label, _ in cases))
+    assert got == pytest.approx([value for _, _, value in cases])
+
+
+# -- mathematics -------------------------------------------------------------------------------------------------------
+
+
+async def test_math_takes_an_answer_that_reads_like_its_label() -> None:
+    pytest.importorskip("math_verify")
+    cases = [
+        ("A", "A", 1.0),
+        (" (A).", "A", 1.0),
+        ("\\boxed{A}", "A", 1.0),
+        ("so it is \\boxed{\\text{(A)}}", "A", 1.0),
+        ("B", "A", 0.0),
+        ("yes", "yes", 1.0),
+        ("\\boxed{\\frac{1}{23}}", "\\frac{12}{3}", 0.0),
+    ]
+    await given("math", cases)
+
+
+async def test_dapo_compares_the_last_answer_line() -> None:
+    cases = [
+        ("So.\nAnswer: 42", "42", 1.0),
+        ("Answer: 41\nno, answer : 42.", "42", 1.0),
+        ("Answer: $x = 42$", "42", 1.0),
+        ("Answer: \\boxed{42}", "42", 1.0),
+        ("Answer: 1,234 dollars", "1234", 1.0),
+        ("Answer: \\dfrac12", "\\frac{1}{2}", 1.0),
+        ("Answer: 90^\\circ", "90", 1.0),
+        ("Answer: \\text{north}", "north", 1.0),
+        ("Answer: \\sqrt2", "\\sqrt{2}", 1.0),
+        ("Answer: 41", "42", -1.0),
+        ("Answer: 0.5", "\\frac{1}{2}", -1.0),
+        ("42", "42", -1.0),
+        ("Answer: 42" + "." * 300, "42", -1.0),
+    ]
+    await given("dapo", cases)
+    await given("dapo", [("Answer: 41 \\boxed{42}", "42", 1.0), ("Answer: 42", "42", 0.0)], boxed=True, wrong=0.0)
+
+
+async def test_dapo_says_how_many_are_right() -> None:
+    (reward,) = await load("dapo")([sample("Answer: 7", label=8)])
+    assert (reward.value, reward.parts) == (-1.0, {"accuracy": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("10 square units", "10"),
+        ("the 5 minutes", "5"),
+        ("1,2,3", "1,2,3"),
+        ("12,345,678", "12345678"),
+        ("50\\%", "50"),
+        ("$\\frac ab$", "\\frac{a}{b}"),
+        ("kmax", "kmax"),
+        ("theta", "theta"),
+    ],
+)
+def test_dapo_writes_answers_alike(text: str, normal: str) -> None:
+    assert dapo.normal(text) == normal
+
+
+async def test_deepscaler_judges_the_box_after_the_thinking() -> None:
+    pytest.importorskip("math_verify")
+    cases: list[tuple[str, Any, float]] = [
+        ("<think>\\boxed{1}</think> It is \\boxed{\\frac{1}{2}}", "0.5", 1.0),
+        ("<think>hm</think>\\boxed{2}", "\\boxed{2}", 1.0),
+        ("<think>hm</think>\\boxed{2}", ["3", "2"], 1.0),
+        ("<think>\\boxed{2}</think> It is 2", "2", 0.0),
+        ("\\boxed{2}", "2", 0.0),
+        ("<think>hm</think>\\boxed{3}", "2", 0.0),
+    ]
+    await given("deepscaler", cases)
+    await given("deepscaler", [("\\boxed{2}", "2", 1.0)], needs_thinking=False)
+
+
+# -- choices and text --------------------------------------------------------------------------------------------------
+
+
+async def test_gpqa_finds_the_letter_that_was_chosen() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("The answer is (B).", "B", 1.0),
+        ("Answer: B", "B", 1.0),
+        ("**Answer:** B", "B", 1.0),
+        ("the correct answer is **C**", "C", 1.0),
+        ("\\boxed{\\text{B}}", "B", 1.0),
+        ("<think>The answer is A</think>B", "B", 1.0),
+        ("b", "B", 1.0),
+        ("It is clear.\nB) because it is", "(B)", 1.0),
+        ("first answer: A, then answer: D", 3, 1.0),
+        ("A good start is to compare", "A", 0.0),
+        ("The answer is Absent", "A", 0.0),
+        ("I do not know", "D", 0.0),
+        ("", "A", 0.0),
+    ]
+    await given("gpqa", cases)
+    await given("gpqa", [("Answer: F", "F", 1.0)], letters="ABCDEF")
+
+
+async def test_gpqa_takes_the_text_of_a_choice_as_label() -> None:
+    one = sample("Answer: B", label="two", metadata={"choices": ["one", "two"]})
+    assert await values(load("gpqa"), one) == [1.0]
+    with pytest.raises(RewardError, match="the label 'five' is none of A, B, C, D$"):
+        await load("gpqa")([sample("A", label="five")])
+
+
+async def test_f1_counts_words_as_squad_does() -> None:
+    cases: list[tuple[str, Any, float]] = [
+        ("The cat sat.", "cat sat", 1.0),
+        ("a big cat", "the cat", 2 / 3),  # 1 of 2 words is right, 1 of 1 is found
+        ("cat cat dog", "cat dog dog", 2 / 3),  # cat once and dog once in common, of 3 and 3
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("yes it is", "yes", 0.0),
+        ("Yes.", "yes", 1.0),
+        ("two", ["one", "two"], 1.0),
+        ("<think>cat</think>dog", "dog", 1.0),
+    ]
+    await given("f1", cases)
+    await given("f1", [("The cat.", "cat", 1.0), ("big cat", "cat", 0.0)], metric="exact_match")
+    await given("f1", [("<a>no</a> <a>cat</a> dog", "cat", 1.0), ("cat", "cat", 0.0)], extract="<a>(.*?)</a>")
+
+
+async def test_rouge_is_the_f_measure_of_words_in_common() -> None:
+    # In common: police, the, gunman of 4 and 4; pair "the gunman" of 3 and 3; in order police, the, gunman of 4 and 4.
+    text, label = "police ended the gunman", "police kill the gunman"
+    (reward,) = await load("rouge")([sample(text, label=label)])
+    assert reward.value == 0.75
+    assert reward.parts == pytest.approx({"rouge1": 0.75, "rouge2": 1 / 3, "rougeL": 0.75})
+    await given("rouge", [("the gunman police", "police the gunman", 2 / 3), ("", "a", 0.0), ("b", ["a", "b"], 1.0)])
+
+
+def test_the_longest_common_subsequence_is_that_of_the_table() -> None:
+    def by_table(first: str, second: str) -> int:
+        row = [0] * (len(second) + 1)
+        for letter in first:
+            found = [0]
+            for place, other in enumerate(second):
+                found.append(row[place] + 1 if letter == other else max(row[place + 1], found[-1]))
+            row = found
+        return row[-1]
+
+    for first, second in [("", "ab"), ("abcbdab", "bdcaba"), ("aaaa", "aa"), ("abc" * 40, "cab" * 33), ("x", "y")]:
+        assert rouge.longest_common(first, second) == by_table(first, second)
+
+
+async def test_random_rewards_have_their_share_and_are_the_same_again() -> None:
+    samples = [
+        replace(one, prompt_tokens=np.asarray([number], np.int32)) for number, one in enumerate([sample("x")] * 400)
+    ]
+    first, again = await values(load("random"), *samples), await values(load("random"), *samples)
+    other = await values(load("random", seed=1), *samples)
+    assert first == again and first != other
+    assert 0.4 < sum(first) / 400 < 0.6
+    assert await values(load("random", probability=1.0), *samples[:9]) == [1.0] * 9
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+async def test_json_is_judged_by_the_rows_schema_or_that_of_all() -> None:
+    pytest.importorskip("jsonschema")
+    cases: list[tuple[str, Any, float]] = [
+        ('{"n": 1}', SCHEMA, 1.0),
+        ('Here:\n```json\n{"n": 1}\n```', SCHEMA, 1.0),
+        ('{"n": "1"}', SCHEMA, 0.0),
+        ("n = 1", SCHEMA, 0.0),
+        ("[" * 100_000, SCHEMA, 0.0),
+    ]
+    await given("json_schema", cases)
+    (reward,) = await load("json_schema")([sample('{"n": "1"}', label=json.dumps(SCHEMA))])
+    assert (reward.value, reward.parts) == (0.0, {"is_json": 1.0})
+
+
+async def test_one_schema_serves_all_rows(tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    await given("json_schema", [('{"n": 1}', None, 1.0), ("{}", None, 0.0)], schema=str(tmp_path / "schema.json"))
+
+
+async def test_a_pattern_that_would_search_for_ever_is_a_wrong_answer() -> None:
+    pytest.importorskip("jsonschema")
+    schema = {"type": "string", "pattern": "^(a+)+$"}
+    endless = json.dumps("a" * 60 + "!")
+    reward = load_reward(
+        config.RewardSection(kind="json_schema", timeout_seconds=200.0, options={"timeout_seconds": 1})
+    )
+    assert await values(reward, sample(endless, label=schema), sample('"aa"', label=schema)) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        ({"type": "objct"}, "the schema is none: 'objct'"),
+        ({"$ref": "#/nowhere"}, "refers to what is not in it"),
+        ("{", "the label is no JSON Schema"),
+        (3, "the label must be a JSON Schema, is '3'"),
+    ],
+)
+async def test_a_schema_that_is_none_fails_its_group(label: Any, problem: str) -> None:
+    pytest.importorskip("jsonschema")
+    reward = load("json_schema")
+    with pytest.raises(RewardError, match=problem):
+        await reward([sample("{}", label=label)])
+    await reward.close()
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("dapo", {"tail_characters": 0}, "tail_characters must be >= 1, got 0"),
+        ("gpqa", {"letters": "AAB"}, "letters must be different letters"),
+        ("f1", {"metric": "f2"}, "metric must be one of 'f1', 'exact_match'"),
+        ("f1", {"extract": "("}, "is no regular expression"),
+        ("random", {"probability": 2.0}, "probability must be in 0..1"),
+        ("json_schema", {"schema": "/nowhere.json"}, "schema: /nowhere.json: "),
+        ("deepscaler", {"processes": 0}, "must be >= 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(kind: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load(kind, **options)
+    assert "\n" not in str(caught.value)

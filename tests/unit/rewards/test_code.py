@@ -1,0 +1,152 @@
+"""What the code reward promises: a program is right when its tests pass, and it cannot say so itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols import Sample
+from asyncrl.rewards.guard import GuardedReward
+from tests.harness.rewards import load, sample, values
+
+PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
+"""No test is about time; walls are those of sandbox/test_sandbox.py."""
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+RIGHT = "Let me add.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
+
+
+def code(**options: Any) -> GuardedReward:
+    return load("code", timeout_seconds=200.0, **(PLAIN | options))
+
+
+def written(source: str, label: Any, **metadata: Any) -> Sample:
+    return sample(f"```python\n{source}\n```", label=label, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        SUMS,
+        json.dumps(SUMS),
+        [{"input": "1 2", "output": "3"}, {"input": "3 4", "output": "7\n\n"}],
+        {"inputs": [["1 2"], "3 4"], "outputs": [["3"], 7]},
+    ],
+)
+async def test_output_is_compared_word_by_word_with_what_every_test_expects(label: Any) -> None:
+    wrong = RIGHT.replace("+", "*")
+    assert await values(code(), sample(RIGHT, label=label), sample(wrong, label=label)) == [1.0, 0.0]
+
+
+async def test_the_share_of_tests_is_a_reward_or_a_metric() -> None:
+    half = sample("print(3)", label=SUMS)
+    (reward,) = await code(score="share")([half])
+    assert (reward.value, reward.parts) == (0.5, {"tests": 0.5})
+    assert await values(code(), half) == [0.0]
+
+
+async def test_statements_functions_and_methods_are_called() -> None:
+    add = "def add(a, b):\n    return a + b"
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"
+    calls = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+    asserts = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+    human = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    cases = [
+        (written(add, calls), 1.0),
+        (written(method, calls), 1.0),
+        (written(add, {**calls, "outputs": [3, 8]}), 0.0),
+        (written(add, asserts), 1.0),
+        (written(add, "\n".join(asserts)), 1.0),
+        (written(add.replace("+", "-"), asserts), 0.0),
+        (written(add, human, entry_point="add"), 1.0),
+        (written(add.replace("+", "-"), human, entry_point="add"), 0.0),
+    ]
+    assert await values(code(), *(one for one, _ in cases)) == [value for _, value in cases]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "import sys\nprint(sys.stdin.read())\nimport os\nos._exit(0)",
+        "print(open(__file__).read())\nimport os\nos._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
+        "'''",
+    ],
+)
+async def test_a_program_that_ends_before_its_tests_has_passed_none(source: str) -> None:
+    assert await values(code(), written(source, "assert add(1, 2) == 3")) == [0.0]
+
+
+async def test_what_does_not_end_is_wrong_and_costs_the_others_nothing() -> None:
+    endless = written("while True: pass", SUMS)
+    assert await values(code(seconds=0.5), endless, sample(RIGHT, label=SUMS)) == [0.0, 1.0]
+
+
+async def test_tests_that_no_time_is_left_for_fail() -> None:
+    endless = written("while True: pass", {"inputs": ["1"] * 1000, "outputs": ["1"] * 1000})
+    assert await values(code(score="share", seconds=0.3, total_seconds=0.5), endless) == [0.0]
+
+
+async def test_what_was_thought_is_not_run() -> None:
+    text = f"<think>```python\nprint(3)\n```</think>{RIGHT}"
+    assert await values(code(), sample(text, label=SUMS)) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (None, "the label holds no tests"),
+        ("", "the label holds no tests"),
+        ([], "the label holds no tests"),
+        ({"inputs": ["1"]}, "need inputs and outputs, lists of one length"),
+        ([3], "a test must be a statement or have input and output, is '3'"),
+        ({"fn_name": "a b", "inputs": [[1]], "outputs": [1]}, "fn_name must be a function's name"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must be lists of arguments"),
+    ],
+)
+async def test_a_label_that_is_no_test_fails_its_group_with_the_reason(label: Any, problem: str) -> None:
+    with pytest.raises(RewardError, match=problem):
+        await code()([sample("print(1)", label=label)])
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bwrap here (bubblewrap)")
+async def test_programs_run_in_a_sandbox_unless_the_run_file_says_otherwise() -> None:
+    reward = load("code", timeout_seconds=200.0, seconds=100.0, total_seconds=100.0)
+    reward.check_machine()
+    looks = written("import os\nprint(os.getcwd(), os.path.exists('/root'), len(os.environ))", None)
+    cases = [sample(RIGHT, label=SUMS), written(looks.completion, SUMS)]
+    assert await values(reward, *cases) == [1.0, 0.0]
+
+
+def test_a_sandbox_that_is_not_here_is_refused_by_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match='^reward code: sandbox = "bwrap": there is no bwrap on PATH'):
+        load("code").check_machine()
+
+
+def test_an_interpreter_that_does_not_start_is_refused_by_check(tmp_path: Any) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no modules >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(ConfigError, match="python: .*/python does not run in the sandbox: no modules$"):
+        code(python=str(broken)).check_machine()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sandbox": "docker"}, "sandbox must be one of 'bwrap', 'none'"),
+        ({"seconds": 0.0}, "seconds must be > 0"),
+        ({"at_once": 0}, "at_once must be >= 1"),
+        ({"python": "/nowhere/python"}, "/nowhere/python is not there"),
+        ({"readable": ["/nowhere"]}, "/nowhere is not there"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load("code", **options)
