@@ -1,0 +1,388 @@
+"""What the endpoint for agents costs: its own time in each call, its CPU, its memory, and requests that make no sense.
+
+    python -m benchmarks.endpoint [sessions] [cpu] [fuzz] [--sessions 1000] [--calls 8] [--seconds 20]
+
+sessions  many agents at once against one server, on an engine that answers after --seconds; the clients are another
+          process. Own time: from the request's arrival at the client's socket to its answer, without the engine's
+cpu       a call's CPU in the server's process, for a short history and for one of 80 kB
+fuzz      requests made of broken ones; each is answered, or refused with a reason
+
+One JSON line a row. The engine is scripted and the tokenizer a byte-level BPE made of this repository's docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.messages import VersionSpan
+from asyncrl.protocols import Generation
+from asyncrl.rollouts.agent.endpoint.parsers import PlainParser
+from asyncrl.rollouts.agent.endpoint.server import EndpointServer
+from asyncrl.rollouts.agent.endpoint.session import Session
+from asyncrl.rollouts.agent.endpoint.template import Template
+from benchmarks.stop_strings import tokenizer as docs_tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ANSWER = "The page says how a run is resumed, and what it costs."
+CHAT = "/v1/chat/completions"
+QUANTILES = {"p50": 50, "p99": 99, "max": 100}
+
+
+def make_template() -> Template:
+    tokenizer = docs_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return Template(tokenizer)
+
+
+class Engine:
+    """``Generate``: the same answer after ``seconds``."""
+
+    def __init__(self, template: Template, *, seconds: float) -> None:
+        ids = [*template.encode(ANSWER), template.close_id]
+        self._seconds = seconds
+        self._answer = Generation(
+            tokens=np.array(ids, np.int32),
+            logprobs=np.full(len(ids), -0.5, np.float32),
+            version_spans=(VersionSpan(start=0, incarnation=0, policy_version=1),),
+            finish_reason="stop",
+        )
+
+    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        await asyncio.sleep(self._seconds)
+        return self._answer
+
+
+def make_session(template: Template, number: int, *, seconds: float = 0.0) -> Session:
+    engine = Engine(template, seconds=seconds)
+    parser = PlainParser(template.source)
+    limits = {"max_tokens": 10**9, "context_tokens": 10**9}
+    return Session(engine, template=template, parser=parser, name=str(number), **limits)
+
+
+@contextlib.asynccontextmanager
+async def serving(sessions: list[Session], server: EndpointServer | None = None) -> AsyncIterator[EndpointServer]:
+    server = server or EndpointServer()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.close)
+        for session in sessions:
+            await stack.enter_async_context(server.session(session))
+        yield server
+
+
+# -- many sessions -----------------------------------------------------------------------------------------------------
+
+
+async def play(url: str, keys: list[str], *, calls: int, seconds: float) -> list[float]:
+    """Every key's conversation side by side; what each call took besides the engine's time."""
+    taken: list[float] = []
+
+    async def one(http: aiohttp.ClientSession, key: str, number: int) -> None:
+        await asyncio.sleep(seconds * number / len(keys))  # agents do not begin together
+        messages = [{"role": "system", "content": "Answer."}]
+        for call in range(calls):
+            messages.append({"role": "user", "content": f"{number} asks {call} things of the docs"})
+            body, headers = json.dumps({"messages": messages}).encode(), {"Authorization": f"Bearer {key}"}
+            begun = time.monotonic()
+            async with http.post(url + CHAT, data=body, headers=headers) as reply:
+                said = await reply.read()
+                taken.append(time.monotonic() - begun)
+            messages.append(json.loads(said)["choices"][0]["message"])
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        await asyncio.gather(*(one(http, key, number) for number, key in enumerate(keys)))
+    return taken
+
+
+def play_there(url: str, keys: list[str], calls: int, seconds: float, results: Any) -> None:
+    results.put("up")
+    results.put(asyncio.run(play(url, keys, calls=calls, seconds=seconds)))
+
+
+class TimedServer(EndpointServer):
+    """Knows the seconds of each call from its arrival to its answer, without the ``engine_seconds`` that it waits."""
+
+    def __init__(self, engine_seconds: float) -> None:
+        super().__init__()
+        self._engine_seconds = engine_seconds
+        self.taken: list[float] = []
+
+    async def _answer(self, *arguments: Any) -> Any:
+        begun = time.monotonic()
+        reply = await super()._answer(*arguments)
+        self.taken.append(time.monotonic() - begun - self._engine_seconds)
+        return reply
+
+
+async def many_sessions(template: Template, options: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
+    """Three rounds: what the later ones add to the memory is what sessions leave behind."""
+    context = multiprocessing.get_context("spawn")
+    for number in range(3):
+        sessions = [make_session(template, place, seconds=options.seconds) for place in range(options.sessions)]
+        async with serving(sessions, server := TimedServer(options.seconds)):
+            results = context.Queue()
+            arguments = (server.url, [session.key for session in sessions], options.calls, options.seconds, results)
+            client = context.Process(target=play_there, args=arguments)
+            client.start()
+            await asyncio.to_thread(results.get)  # it is up
+            begun, cpu = time.monotonic(), time.process_time()
+            taken = await asyncio.to_thread(results.get)
+            seconds, cpu = time.monotonic() - begun, time.process_time() - cpu
+            await asyncio.to_thread(client.join)
+        yield {
+            "row": "sessions",
+            "round": number,
+            "sessions": options.sessions,
+            "calls": len(taken),
+            "calls_per_second": round(len(taken) / seconds, 1),
+            "own_ms": percentiles(server.taken),
+            "client_ms_besides_engine": percentiles([one - options.seconds for one in taken]),
+            "cpu_ms_per_call": round(cpu / len(taken) * 1e3, 2),
+            "sequences_per_session": max(len(session.turns.sequences()) for session in sessions),
+            "memory_mib": resident_mib(),
+            "load": os.getloadavg()[0],
+        }
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    return {name: round(float(np.percentile(seconds, q)) * 1e3, 2) for name, q in QUANTILES.items()}
+
+
+def resident_mib() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return round(int(line.split()[1]) / 1024, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+
+
+# -- CPU of a call -----------------------------------------------------------------------------------------------------
+
+
+async def cpu_of_calls(template: Template, *, words: int, turns: int, calls: int = 50) -> dict[str, Any]:
+    """The last call of a history, again and again; the client is another process."""
+    said = " ".join((docs_words() * (1 + words // 200))[:words])
+    session = make_session(template, 0)
+    async with serving([session]) as server, aiohttp.ClientSession() as http:
+        http.headers["Authorization"] = f"Bearer {session.key}"  # type: ignore[index]
+        messages: list[Any] = [{"role": "user", "content": said}]
+        for _ in range(turns - 1):
+            async with http.post(server.url + CHAT, json={"messages": messages}) as reply:
+                messages.append((await reply.json())["choices"][0]["message"])
+            messages.append({"role": "user", "content": said})
+        body = json.dumps({"messages": messages}).encode()
+        context = multiprocessing.get_context("spawn")
+        results = context.Queue()
+        client = context.Process(target=repeat_there, args=(server.url, session.key, body, calls, results))
+        client.start()
+        await asyncio.to_thread(results.get)
+        before = time.process_time()
+        wall = await asyncio.to_thread(results.get)
+        cpu = time.process_time() - before
+        await asyncio.to_thread(client.join)
+        tokens = list(session.turns)[-1].prompt_length
+    return {
+        "row": "cpu",
+        "body_bytes": len(body),
+        "turns": turns,
+        "tokens": tokens,
+        "cpu_ms_per_call": round(cpu / calls * 1e3, 2),
+        "wall_ms_per_call": round(wall / calls * 1e3, 2),
+    }
+
+
+def docs_words() -> list[str]:
+    return Path("docs/guides/rollouts.md").read_text().split()[:200]
+
+
+def repeat_there(url: str, key: str, body: bytes, calls: int, results: Any) -> None:
+    """Says that it begins, once it is warm, and then how long it took."""
+
+    async def ask(http: aiohttp.ClientSession, count: int) -> float:
+        begun = time.monotonic()
+        for _ in range(count):
+            async with http.post(url + CHAT, data=body) as reply:
+                await reply.read()
+                assert reply.status == 200
+        return time.monotonic() - begun
+
+    async def go() -> None:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http:
+            results.put(await ask(http, 3))
+            results.put(await ask(http, calls))
+
+    asyncio.run(go())
+
+
+# -- requests that make no sense ---------------------------------------------------------------------------------------
+
+WHOLE: list[tuple[str, Any]] = [
+    (
+        CHAT,
+        {
+            "model": "m",
+            "messages": [
+                {"role": "developer", "content": "Be terse."},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+            "n": 2,
+            "max_tokens": 20,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "2"},
+            ],
+            "instructions": "Be terse.",
+            "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+            "previous_response_id": None,
+            "max_output_tokens": 20,
+            "stream": True,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "system": [{"type": "text", "text": "Be terse."}],
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "2"}]},
+            ],
+            "tools": [{"name": "add", "description": "adds", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "auto"},
+            "max_tokens": 20,
+            "stream": True,
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+    (
+        "/inference/v1/generate",
+        {"model": "m", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "n": 1, "temperature": 1.0}},
+    ),
+]
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1, 3.5, 1e300, 2**70, "", "x", "\ud800", "\x00", "null", "user", "assistant", "tool"),
+    *([], {}, [[]], [None], {"type": "text"}, {"role": "user"}, [{}], "<|im_end|>", "\u241eTURN\u241e", "a" * 5000),
+]
+
+
+def broken(value: Any, draw: random.Random) -> Any:
+    """A copy in which one thing is another, is gone, or is there twice."""
+    value = json.loads(json.dumps(value))
+    places = list(_places(value))
+    holder, key = draw.choice(places)
+    match draw.randrange(5):
+        case 0 if isinstance(holder, list):
+            holder.append(draw.choice([*ODD, holder[key]]))
+        case 1 if isinstance(holder, dict):
+            del holder[key]
+        case 2 if isinstance(holder, dict):
+            holder[draw.choice(["type", "role", "content", "text", "id", "name", "x"])] = draw.choice(ODD)
+        case 3:
+            other, at = draw.choice(places)
+            holder[key] = json.loads(json.dumps(other[at])) if isinstance(other, list | dict) else None
+        case _:
+            holder[key] = draw.choice(ODD)
+    return value
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in list(keys):
+        yield value, key
+        yield from _places(value[key])
+
+
+def request_of(draw: random.Random) -> tuple[str, bytes]:
+    path, body = draw.choice(WHOLE)
+    for _ in range(draw.randint(1, 4)):
+        body = broken(body, draw)
+        if not body:
+            break
+    raw = json.dumps(body).encode()
+    if draw.random() < 0.1:  # not even JSON
+        at = draw.randrange(len(raw) + 1)
+        raw = raw[:at] + draw.randbytes(draw.randint(0, 4)) + raw[at + draw.randint(0, 3) :]
+    return path, raw
+
+
+async def ask_broken(http: aiohttp.ClientSession, url: str, path: str, raw: bytes) -> int:
+    """The status; raises AssertionError for a refusal without a reason, or a server that failed."""
+    async with http.post(url + path, data=raw) as reply:
+        said = await reply.read()
+        if reply.status != 200:
+            assert 400 <= reply.status < 500, (reply.status, path, raw[:2000], said[:500])
+            assert json.loads(said)["error"]["message"], (path, raw[:2000])
+        return reply.status
+
+
+async def fuzz(template: Template, *, requests: int, seed: int) -> dict[str, Any]:
+    draw, statuses = random.Random(seed), dict[int, int]()
+    session = make_session(template, 0)
+    begun = time.monotonic()
+    async with serving([session]) as server, aiohttp.ClientSession() as http:
+        http.headers["Authorization"] = f"Bearer {session.key}"  # type: ignore[index]
+        for _ in range(requests):
+            status = await ask_broken(http, server.url, *request_of(draw))
+            statuses[status] = statuses.get(status, 0) + 1
+        session.turns.sequences()
+    return {"row": "fuzz", "requests": requests, "statuses": statuses, "seconds": round(time.monotonic() - begun, 1)}
+
+
+async def main(options: argparse.Namespace) -> None:
+    template = make_template()
+    if "cpu" in options.rows:
+        for words, turns in ((20, 1), (20, 8), (1500, 8)):
+            print(json.dumps(await cpu_of_calls(template, words=words, turns=turns)), flush=True)
+    if "sessions" in options.rows:
+        async for row in many_sessions(template, options):
+            print(json.dumps(row), flush=True)
+    if "fuzz" in options.rows:
+        print(json.dumps(await fuzz(template, requests=options.requests, seed=options.seed)), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", default=["cpu", "sessions", "fuzz"])
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    asyncio.run(main(parser.parse_args()))
