@@ -99,8 +99,9 @@ class RolloutSection:
     """Seconds between saves of partial rollouts to the bus, from which another worker resumes them if this one dies
     (except on their last attempt); 0 disables."""
     function: str = "single_turn"
-    """single_turn, given (the answer in data.response_key, for supervised fine-tuning), or "package.module:function" of
-    a rollout function or class of your own (several turns, tools)."""
+    """single_turn, given (the answer in data.response_key, for supervised fine-tuning), agent (a program that calls the
+    model, docs/guides/agents.md), or "package.module:function" of a rollout function or class of your own (several
+    turns, tools)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of a rollout class, as in its Options dataclass."""
     timeout_seconds: float = 0.0

@@ -313,13 +313,13 @@ _ANY: Final = 2**31
 
 def _max_tokens(run: RunConfig) -> int:
     """Of an answer. A rollout function of the user's may take turns, as many as the model's context holds."""
-    return run.rollout.max_new_tokens if run.rollout.function in registry.ROLLOUTS else _ANY
+    return run.rollout.max_new_tokens if run.rollout.function in registry.WHOLE_ROLLOUTS else _ANY
 
 
 def _asked_before(lives: Sequence[Mapping[str, Any]]) -> Asked:
     """What a prompt that is still on the bus may ask for. ``lives``: the run file of each life of the learner."""
     rollouts = [life["rollout"] for life in lives]
-    built_in = all(rollout["function"] in registry.ROLLOUTS for rollout in rollouts)
+    built_in = all(rollout["function"] in registry.WHOLE_ROLLOUTS for rollout in rollouts)
     return Asked(
         samples=frozenset(rollout["group_size"] for rollout in rollouts),
         max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,

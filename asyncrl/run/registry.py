@@ -55,6 +55,7 @@ LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.l
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
 ROLLOUTS = {name: f"asyncrl.rollouts.builtin:{name}" for name in ("single_turn", "given")}
+ROLLOUTS["agent"] = "asyncrl.rollouts.agent.function:Agent"
 WHOLE_ROLLOUTS: Final = frozenset({"single_turn", "given"})
 """Of these, those that give one trajectory, behind the group's prompt."""
 

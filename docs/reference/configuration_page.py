@@ -23,6 +23,7 @@ OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "engine": registry.ENGINES,
     "learner": registry.BACKENDS,
     "reward": REWARDS,
+    "rollout": registry.ROLLOUTS,
     "weights": registry.CHANNELS,
     "launcher": registry.LAUNCHERS,
     "bus": registry.BUSES,

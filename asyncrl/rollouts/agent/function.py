@@ -1,0 +1,164 @@
+"""The rollout function "agent": a harness lets an agent work on the prompt, and what it samples is trained.
+
+    [rollout]
+    function = "agent"
+    [rollout.options]
+    harness = "command"
+    [rollout.options.harness_options]
+    command = ["python", "my_agent.py"]
+
+The agent runs in a process of its own and knows a URL, a key and a model's name (endpoint/). One that fails fails its
+sample; one that never asks the model has nothing to train, which is a failure, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from asyncrl.errors import ConfigError, RolloutError
+from asyncrl.messages import PromptGroup, Trajectory, TurnReward, replace
+from asyncrl.protocols import Generate
+from asyncrl.rollouts.agent.endpoint.parsers import Parser, PlainParser
+from asyncrl.rollouts.agent.endpoint.server import EndpointServer
+from asyncrl.rollouts.agent.endpoint.session import Session
+from asyncrl.rollouts.agent.endpoint.sglang_parsers import SGLangParser
+from asyncrl.rollouts.agent.endpoint.template import Template
+from asyncrl.rollouts.agent.endpoint.turns import TrainedSequence, Turns
+from asyncrl.rollouts.agent.harnesses.limits import Limits
+from asyncrl.rollouts.agent.harnesses.load import load_harness
+from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """[rollout.options] with rollout.function = "agent"."""
+
+    harness: str
+    """command, or "package.module:Harness" of your own."""
+    harness_options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the harness."""
+    timeout_seconds: float = 600.0
+    """Limit of a sample, answers of the model included."""
+    on_timeout: Literal["truncate", "fail"] = "truncate"
+    """What becomes of a sample that takes longer: truncate trains what there is, with finish_reason "length"."""
+    timeout_reward: float | None = None
+    """Of a sample that was truncated; not set: the run's reward function says."""
+    restart: Literal["again", "never"] = "again"
+    """never: a group whose worker died fails, as the harness cannot be run again (it has sent a mail, say). again: what
+    was sampled is found again where the harness asks the same."""
+    thinking: Literal["keep", "template"] = "keep"
+    """keep: what the model thought stays in its prompt. template: as the model's chat template says; where that leaves
+    out what was thought before a new question, a new sequence begins."""
+    tool_parser: str = ""
+    """Name of one of SGLang's (--tool-call-parser). Empty: <tool_call>{JSON}</tool_call>."""
+    reasoning_parser: str = ""
+    """Name of one of SGLang's (--reasoning-parser). Empty: <think>...</think>."""
+    chat_template: str = ""
+    """Jinja; empty: that of the model's tokenizer."""
+    chat_template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the chat template, such as {enable_thinking = false}."""
+    model: str = "policy"
+    """Name that the endpoint gives the model; a request may say any other."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Another than the loopback's is for harnesses on other machines: whoever reaches it and has
+    a sample's key samples and is trained on."""
+    port: int = 0
+    """0: any that is free."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
+
+
+class Agent:
+    """A RolloutFn: one endpoint and one harness for a worker, one session for a sample."""
+
+    has_harness = True
+    """Its samples end in time by themselves: a worker that waits for one is not restarted for it."""
+
+    def __init__(self, tokenizer: Any, options: Options) -> None:
+        """Raises ConfigError."""
+        self._options = options
+        self._template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
+        self._parser = _parser(options, self._template)
+        limits = Limits(
+            timeout_seconds=options.timeout_seconds,
+            on_timeout=options.on_timeout,
+            timeout_reward=options.timeout_reward,
+        )
+        self._harness = load_harness(options.harness, options.harness_options, limits=limits)
+        self._server = EndpointServer(host=options.host, port=options.port, model=options.model)
+
+    async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Sequence[Trajectory]:
+        if self._options.restart == "never" and generate.attempt > 1:
+            raise RolloutError(
+                f'the group was begun before, and rollout.options.restart is "never" (attempt {generate.attempt})'
+            )
+        session = Session(
+            generate,
+            template=self._template,
+            parser=self._parser,
+            name=f"{prompt.group_id}/{index}",
+            max_tokens=prompt.sampling.max_new_tokens,
+            context_tokens=generate.context_tokens,
+            keeps_thinking=self._options.thinking == "keep",
+        )
+        task = Task(
+            prompt=prompt.prompt,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            group_id=prompt.group_id,
+            index=index,
+            seed=_seed(prompt.group_id, index),
+        )
+        async with self._server.session(session):
+            endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
+            outcome = outcome_of(await self._harness(task, endpoint))
+        return trajectories(session.turns, outcome)
+
+    async def close(self) -> None:
+        await self._harness.close()
+        await self._server.close()
+
+
+def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
+    """What is trained of a sample: a trajectory for each sequence, all with the rollout's reward.
+
+    Raises RolloutError where nothing was sampled, or there are rewards for turns that there were not.
+    """
+    sequences = turns.sequences()
+    if not sequences:
+        raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
+    if len(outcome.turn_rewards) > len(turns):
+        raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
+    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
+    return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
+
+
+def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:
+    made: Trajectory = replace(
+        sequence.trajectory,
+        prompt_tokens=sequence.prompt_tokens,
+        reward=math.nan if outcome.reward is None else outcome.reward,
+        reward_parts={**outcome.metrics, **outcome.reward_parts},
+        turn_rewards=tuple(
+            TurnReward(start=start, reward=of_turn[number]) for number, start in sequence.turns if number in of_turn
+        ),
+        finish_reason=outcome.finish_reason or sequence.trajectory.finish_reason,
+    )
+    return made
+
+
+def _parser(options: Options, template: Template) -> Parser:
+    if options.tool_parser or options.reasoning_parser:
+        return SGLangParser(options.tool_parser, options.reasoning_parser)
+    return PlainParser(template.source)
+
+
+def _seed(group_id: int, index: int) -> int:
+    return int(np.random.SeedSequence([group_id, index]).generate_state(1, np.uint64)[0] >> 1)
