@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -38,8 +39,17 @@ hypothesis.settings.load_profile("asyncrl")  # `make check` takes "quick": a qua
 
 BUS_SIZES = {"max_prompts": 8, "max_log_bytes": 4 * 2**20, "ack_seconds": 30.0}
 MAX_MESSAGE_BYTES = 2**20
+SGLANG_MODELS = {"glm4_moe", "llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}
+"""Files of ``sglang.srt.models`` that a server of the tests may need."""
 
 BusFactory = Callable[..., Awaitable[Bus]]
+
+
+def pytest_configure() -> None:
+    """SGLang servers of the tests import the models that are tested, and not all 250: 3 s of CPU for each rank."""
+    if (sglang := importlib.util.find_spec("sglang")) is not None and sglang.origin is not None:
+        models = {path.stem for path in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(models - SGLANG_MODELS))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
