@@ -24,6 +24,9 @@ class BackendAdapter(Adapter):
     replays_experts: ClassVar[bool] = False
     """Whether the policy's tokens go to the experts that a micro-batch names (MicroBatch.experts)."""
 
+    shares_gpus: ClassVar[bool] = False
+    """Whether its memory can leave its GPUs (protocols.Offloads)."""
+
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> Backend:
         """The backend, not started. ``auxiliary``: the models that the algorithm needs beside the policy, by name."""

@@ -40,6 +40,9 @@ class RunSection:
     """Batches to train. Step n trains one and makes policy version n."""
     mode: Mode = "async"
     """sync: generate, train, load, repeat. one_step_off: generate the next batch while training. async: no barrier."""
+    colocated: bool = False
+    """Learner and engines take turns on the same GPUs of one machine, and each moves its memory to the host meanwhile.
+    For sync and one_step_off; needs torch-memory-saver beside SGLang."""
     restarts: int = 3
     """Restarts of each process by `asyncrl run` before it ends the run. The count starts again when a process has
     worked for ten minutes."""

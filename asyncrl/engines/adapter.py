@@ -23,6 +23,10 @@ class EngineAdapter(Adapter):
     """What it loads besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
 
+    shares_gpus: ClassVar[bool] = False
+    """Whether its memory can leave its GPUs (protocols.SharesGpus). If so ``build`` makes one that can when
+    ``run.run.colocated``."""
+
     @classmethod
     def tells_experts(cls, run: RunConfig) -> bool:
         """Whether its generations can say which experts each token went to (Generation.experts). If so ``build`` makes

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncrl.protocols.backend import Backend, Rehearsing, SavesBeside, StepResult
+from asyncrl.protocols.backend import Backend, Offloads, Rehearsing, SavesBeside, StepResult
 from asyncrl.protocols.bus import (
     Asked,
     Bus,
@@ -28,7 +28,7 @@ from asyncrl.protocols.bus import (
     ObjectStore,
     Record,
 )
-from asyncrl.protocols.engine import Collectives, Engine, EngineStats, Intake, LoadReport, Source
+from asyncrl.protocols.engine import Collectives, Engine, EngineStats, Intake, LoadReport, SharesGpus, Source
 from asyncrl.protocols.functions import Generate, Reward, RewardFn, RolloutFn, Sample, Tokenizer
 from asyncrl.protocols.generation import Generation, PartialGeneration
 from asyncrl.protocols.weights import Receiver, Sender, Transfer, WeightChannel
@@ -57,12 +57,14 @@ __all__ = [
     "PartialGeneration",
     "Receiver",
     "Record",
+    "Offloads",
     "Rehearsing",
     "Reward",
     "RewardFn",
     "RolloutFn",
     "Sample",
     "SavesBeside",
+    "SharesGpus",
     "Sender",
     "Source",
     "StepResult",

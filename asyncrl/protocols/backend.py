@@ -94,6 +94,20 @@ class Rehearsing(Protocol):
 
 
 @runtime_checkable
+class Offloads(Protocol):
+    """A backend whose memory can leave the GPUs to others, between two calls (run.colocated)."""
+
+    def offload(self) -> None:
+        """Move models and optimizers to the host; nothing else may be called before ``onload`` but ``finish_save`` and
+        ``close``."""
+        ...
+
+    def onload(self) -> None:
+        """Move them back, as they were to the last bit."""
+        ...
+
+
+@runtime_checkable
 class SavesBeside(Protocol):
     """A backend that can write a checkpoint while it trains on. Of one that cannot, the learner waits for ``save``."""
 

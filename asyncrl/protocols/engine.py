@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ Source: TypeAlias = "Callable[[bytes, torch.device], Iterator[tuple[str, torch.T
 class EngineStats:
     """running: sequences being decoded; queued: waiting for a slot; tokens_generated: since start.
 
+    is_away  its memory is not on the GPUs, which others have now; running and queued wait for them
     is_live  tokens_generated rises with every token, not only when an answer is complete, so if it stalls, so does the
              engine
     """
@@ -32,6 +33,7 @@ class EngineStats:
     queued: int = 0
     tokens_generated: int = 0
     is_live: bool = False
+    is_away: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,19 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class SharesGpus(Protocol):
+    """An engine whose memory can leave its GPUs to others (run.colocated)."""
+
+    async def release(self) -> None:
+        """Leave the GPUs; call it when nothing runs. Weights are kept on the host, cached keys and values are not."""
+        ...
+
+    async def resume(self) -> None:
+        """Come back, with the same weights. Raises EngineDied."""
+        ...
 
 
 class Intake(Protocol):

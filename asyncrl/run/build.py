@@ -51,7 +51,7 @@ from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
-from asyncrl.run import learner_models, registry, resume_checks, signing_keys
+from asyncrl.run import colocated, learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
@@ -163,6 +163,7 @@ def assemble_learner(
         waits=waits,
         restore_from=restore_from,
         profile=registry.profiler(run),
+        turn=colocated.learners_turn(run),
     )
     learner = Learner(
         "learner",

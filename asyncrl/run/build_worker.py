@@ -18,7 +18,7 @@ from asyncrl.data.model_folder import check_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.protocols import Bus
 from asyncrl.rollouts import load as rollout_functions
-from asyncrl.run import registry
+from asyncrl.run import colocated, registry
 
 
 async def build_worker(
@@ -29,6 +29,8 @@ async def build_worker(
     is_dedicated: it evaluates and does nothing else
     """
     engine = registry.engine(run, name=name)
+    if run.run.colocated:
+        engine = colocated.engine(run, engine)
     weights = registry.channel(run, bus=bus)
     tokenizer = await asyncio.to_thread(load_tokenizer, Path(run.model.path))
     follower = WeightFollower(

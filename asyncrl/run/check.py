@@ -17,7 +17,7 @@ from asyncrl.data.sources import make_source
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.results import metric_names
 from asyncrl.rollouts import load as rollout_functions
-from asyncrl.run import learner_models, registry
+from asyncrl.run import colocated, learner_models, registry
 
 if TYPE_CHECKING:
     from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -71,6 +71,7 @@ def _check_settings(run: RunConfig) -> None:
                 "and GPUs itself; remove the key (launcher.options says how)"
             )
     _check_engine_and_channel(run)
+    colocated.check(run)
     if (replay := registry.routing_replay(run)).is_on:
         _check_log(run, run.largest_message_bytes + replay.num_bytes)
     algorithm = registry.algorithm(run)
@@ -144,6 +145,12 @@ def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
     channel.check(run)
+    exporters = run.learner.layout.exporters
+    if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
+        raise ConfigError(
+            f'weights.channel: "{run.weights.channel}" has each of {exporters} ranks put its part on the bus, and '
+            f'bus.kind = "{run.bus.kind}" is inside one process; use bus.kind = "nats", or weights.channel = "files"'
+        )
     for key, what, is_on in (
         ("learner.lora.publish", "adapters", run.learner.lora.publish == "adapter"),
         ("weights.quantization", "fp8", bool(run.weights.quantization)),

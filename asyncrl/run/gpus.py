@@ -12,13 +12,17 @@ def placement(run: RunConfig) -> Placement:
 
     Not part of ``check``: a process that has been given its GPUs sees no others.
     """
+    ranks, there = gpus_of_learner(run), num_gpus()
+    own = run.rollout.gpus
+    if run.run.colocated and not own and there:
+        own = run.learner.gpus or tuple(range(ranks))
     return place(
-        num_gpus(),
-        ranks=gpus_of_learner(run),
+        there,
+        ranks=ranks,
         workers=run.rollout.workers,
         gpus_per_worker=gpus_per_worker(run),
         learner_gpus=run.learner.gpus,
-        rollout_gpus=run.rollout.gpus,
+        rollout_gpus=own,
         evaluation_workers=run.num_evaluation_workers,
         evaluation_gpus=run.evaluation.gpus,
     )

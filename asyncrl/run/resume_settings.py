@@ -32,6 +32,11 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
             f'learner.backend: the checkpoints of this run are those of "{before.learner.backend}"; resume with it, or '
             "start another run.name from a model in its weights folder"
         )
+    if _adapters(run) != _adapters(before) and checkpoint.complete(run.run_directory / "checkpoints"):
+        raise ConfigError(
+            f"learner.lora: the checkpoints of this run are of {_adapters(before)}, not of {_adapters(run)}; resume "
+            "with those, or start another run.name from a model in its weights folder"
+        )
     if _absolute(run.model.path) != _absolute(before.model.path):
         old, new = _model_config(before), _model_config(run)
         if old is not None and old != new:
@@ -43,6 +48,14 @@ def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
         log.log(level, "resumed with other settings: %s", "; ".join(changed))
     if _order(run) != _order(before):
         log.log(level, "the data has another order now: the run goes on at the same position of the new one")
+
+
+def _adapters(run: RunConfig) -> str:
+    """What is trained, as far as adapters go; the scale is part of what they mean."""
+    lora = run.learner.lora
+    if not lora.rank:
+        return "the whole model"
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.modules))}"
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:

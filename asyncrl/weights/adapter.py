@@ -24,6 +24,12 @@ class ChannelAdapter(Adapter):
     """What it stores besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
 
+    sends_from_memory: ClassVar[bool] = False
+    """Whether engines get versions from the learner's memory, for which both must be there at once."""
+
+    ranks_use_bus: ClassVar[bool] = False
+    """Whether each rank of the learner that exports a part opens the bus."""
+
     takes_parts: ClassVar[bool] = False
     """Whether it carries the parts of a model that several ranks of the learner export (tensors/parts.py)."""
 

@@ -47,6 +47,7 @@ class NCCLChannel(ChannelAdapter):
 
     options_type = Options
     takes_parts = True
+    sends_from_memory = True
 
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> NCCLChannel:

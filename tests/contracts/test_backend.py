@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.policies.batching.packing import empty, pack, pack_for_ranks, recording
-from asyncrl.protocols import Rehearsing
+from asyncrl.protocols import Offloads, Rehearsing
 from tests.harness.backends import (
     KINDS,
     LEARNING_RATE,
@@ -155,6 +155,24 @@ def test_a_checkpoint_from_before_the_first_step_restores(kind: str, folder: Pat
         assert distance(weights(backend), start) == 0.0
         backend.step(shares(kind, documents()), learning_rate=LEARNING_RATE)
         assert distance(weights(backend), after) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_that_left_the_gpus_and_came_back_is_training_that_stayed(kind: str, folder: Path, dtype: str) -> None:
+    def trained(*, leaves: bool) -> dict[str, torch.Tensor]:
+        with started(kind, folder, dtype=dtype) as backend:
+            assert isinstance(backend, Offloads)
+            for seed in range(3):
+                if leaves:
+                    backend.offload()
+                    backend.onload()
+                backend.step(shares(kind, documents(seed)), learning_rate=LEARNING_RATE)
+            return weights(backend)
+
+    stayed, left = trained(leaves=False), trained(leaves=True)
+    for name, tensor in stayed.items():
+        assert torch.equal(left[name], tensor), name
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])

@@ -268,6 +268,7 @@ class Loop:
     staleness: dict[str, Any] = field(default_factory=dict)
     max_skipped_steps: int = 0
     publish_every: int = 1
+    is_colocated: bool = False
     function: str = "single_turn"
     """Name of the rollout function: one of the user's own may take several turns."""
     validator: Validator | None = None
@@ -291,7 +292,11 @@ class Loop:
             model=ModelSection(path=""),
             data=DataSection(path=""),
             run=RunSection(
-                name=self.directory.name, directory=str(self.directory.parent), steps=self.steps, mode=self.mode
+                name=self.directory.name,
+                directory=str(self.directory.parent),
+                steps=self.steps,
+                mode=self.mode,
+                colocated=self.is_colocated,
             ),
             rollout=RolloutSection(
                 group_size=self.group_size,

@@ -202,6 +202,7 @@ class Learner(Actor):
         """consumes: the table    waits for: a full batch    woken by: the reader, the end of the data, drain"""
         while not self.done and not self.draining.is_set():
             started = time.monotonic()
+            await self._trainer.leave_gpus()
             with self.waiting("trajectories", on=WORKER):
                 taken = await self._batcher.take()
             if taken is None:
@@ -356,7 +357,9 @@ class Learner(Actor):
         await self._trainer.weights_published()
         if self._reporting is not None:
             await self._reporting
+        await self._trainer.take_gpus()
         await self._checkpointer.write(trims=not self._skipped.in_a_row)
+        await self._trainer.leave_gpus()
         if self.draining.is_set() and not self.done:
             return
         if self._evaluator is None or await self._evaluator.finish_unless(self.draining):

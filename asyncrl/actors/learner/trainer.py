@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from asyncrl.actors.gpu_turn import GpuTurn
 from asyncrl.actors.learner.batcher import Prepared
 from asyncrl.actors.learner.training_step import TrainingStep
 from asyncrl.actors.learner.weight_publisher import WeightPublisher
@@ -17,9 +18,9 @@ from asyncrl.actors.wait_tracker import WaitTracker
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, StepFailed
 from asyncrl.policies.batching.batch import Metric
-from asyncrl.policies.health.faults import FIRST_SECONDS
+from asyncrl.policies.health.faults import FIRST_SECONDS, WORKER
 from asyncrl.policies.learning_rate import Schedule
-from asyncrl.protocols import Backend, Rehearsing, SavesBeside, StepResult
+from asyncrl.protocols import Backend, Offloads, Rehearsing, SavesBeside, StepResult
 
 T = TypeVar("T")
 Profile = Callable[[int, Callable[[], StepResult]], StepResult]
@@ -45,7 +46,7 @@ def schedule_of(run: RunConfig) -> Schedule:
 
 class Trainer:
     """waits: of the learner, which says what it waits for; restore_from: a checkpoint's backend folder;
-    profile: around each step."""
+    profile: around each step; turn: on GPUs that engines have too."""
 
     def __init__(
         self,
@@ -57,9 +58,13 @@ class Trainer:
         waits: WaitTracker,
         restore_from: Path | None = None,
         profile: Profile | None = None,
+        turn: GpuTurn | None = None,
     ) -> None:
         self.waits = waits
         self._profile = profile
+        self._turn = turn
+        self._is_away = False  # from the GPUs
+        self._gpu_seconds: dict[str, Metric] = {}
         self._backend = backend
         self._training = training
         self._weights = weights
@@ -69,6 +74,7 @@ class Trainer:
         self._export_seconds = 0.0
 
     async def start(self) -> None:
+        await self.take_gpus()
         await self.call(self._backend.start, what="its backend to start", on="start")
         if self._restore_from is not None:
             restore = functools.partial(self._backend.restore, self._restore_from)
@@ -76,6 +82,7 @@ class Trainer:
 
     async def step(self, prepared: Prepared, *, step: int) -> StepResult:
         """Train on a batch. ``step``: how many steps were done before."""
+        await self.take_gpus()
         rate = self._training.learning_rate(step, schedule=self._schedule)
         train = functools.partial(self._training, prepared.batch, prepared.parts, step=step, learning_rate=rate)
         if self._profile is not None:
@@ -102,10 +109,12 @@ class Trainer:
                     raise
                 return str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
 
+        await self.take_gpus()
         return await self.call(rehearse, what="a step that failed to be tried with fewer groups", on="step")
 
     async def rescore(self, judge: Callable[[Backend], T]) -> T:
         """What ``judge`` finds when it scores answers with the backend, between two steps."""
+        await self.take_gpus()
         return await self.call(functools.partial(judge, self._backend), what="answers to be scored again")
 
     @property
@@ -117,6 +126,7 @@ class Trainer:
         self, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:
         """Snapshot now; send, write, hash and announce as tasks of ``group``, while the next step runs."""
+        await self.take_gpus()
         started = time.monotonic()
         snapshot = await self.call(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
@@ -130,6 +140,35 @@ class Trainer:
     async def weights_published(self) -> None:
         """Wait until the newest version is announced."""
         await self._weights.wait()
+
+    async def take_gpus(self) -> None:
+        """Wait until engines that share the GPUs have left them, and bring the model back."""
+        if self._turn is None or self._turn.is_ours:
+            return
+        since = time.monotonic()
+        with self.waits.waiting("its turn on the GPUs", on=WORKER):
+            await self._turn.take()
+        taken = time.monotonic()
+        if self._is_away:
+            assert isinstance(self._backend, Offloads)
+            await self.call(self._backend.onload, what="the model to come back to the GPUs")
+            self._is_away = False
+        self._gpu_seconds |= {
+            "learner/gpus_wait_seconds": taken - since,
+            "learner/onload_seconds": time.monotonic() - taken,
+        }
+
+    async def leave_gpus(self) -> None:
+        """Leave the GPUs to the engines that share them, once these can have the newest weights."""
+        if self._turn is None or not self._turn.is_ours:
+            return
+        await self.weights_published()
+        since = time.monotonic()
+        assert isinstance(self._backend, Offloads)
+        await self.call(self._backend.offload, what="the model to leave the GPUs")
+        self._is_away = True
+        self._turn.give()
+        self._gpu_seconds["learner/offload_seconds"] = time.monotonic() - since
 
     @property
     def saves_beside(self) -> bool:
@@ -164,6 +203,7 @@ class Trainer:
             "weights/publish_seconds": self._weights.seconds,
             "weights/publish_bytes": float(self._weights.num_bytes),
             "learner/export_seconds": self._export_seconds,
+            **self._gpu_seconds,
         }
 
     async def stop(self) -> None:

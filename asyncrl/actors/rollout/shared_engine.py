@@ -57,7 +57,8 @@ class SharedEngine:
 
     def present_waits(self, *, is_loading: bool) -> tuple[Wait, ...]:
         """The wait for the engine's next token, if it owes one."""
-        return self._liveness.waits(self.engine.stats(), is_loading=is_loading)
+        stats = self.engine.stats()
+        return self._liveness.waits(stats, is_loading=is_loading or stats.is_away)
 
     def numbers(self) -> dict[str, float]:
         """Gauges since the last call."""

@@ -69,6 +69,7 @@ class MegatronBackend(BackendAdapter):
 
     options_type = Options
     replays_experts = True
+    shares_gpus = True
 
     @classmethod
     def build(cls, run: RunConfig, *, algorithm: Algorithm, auxiliary: Mapping[str, AuxiliaryModel]) -> MegatronBackend:
@@ -306,6 +307,12 @@ class MegatronBackend(BackendAdapter):
         command = Command(name="saved", folder=str(folder), waits=wait)
         files: Mapping[str, str] | None = self._together([command] * self._layout.ranks)
         return None if files is None else {Path(file): sha256 for file, sha256 in files.items()}
+
+    def offload(self) -> None:
+        self._together([Command(name="offload")] * self._layout.ranks)
+
+    def onload(self) -> None:
+        self._together([Command(name="onload")] * self._layout.ranks)
 
     def restore(self, folder: Path) -> None:
         trained = [name for name, model in self._job.models.items() if model.is_trained]

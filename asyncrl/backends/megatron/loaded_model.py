@@ -65,6 +65,16 @@ class LoadedModel:
                 self._parameters[name].requires_grad_(is_free)
         self._load_weights()
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds on the device between two calls, but ``gradients``."""
+        for stage in self._stages:
+            yield from stage.parameters()
+            yield from stage.buffers()
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """What every step overwrites before it reads it."""
+        yield from ()
+
     def _name_parameters(self, stage: PackedGPT) -> None:
         """Name the stage's parameters, and say what they are made of, by their layers' place in the whole model."""
         maps = {entry.megatron: entry for entry in weight_map(self._shape, head=self._model.head, part=stage.part)}

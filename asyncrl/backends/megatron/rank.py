@@ -6,6 +6,7 @@ Operations on a model are in loaded_model.py (score, export) and trained_model.p
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections.abc import Mapping
 from datetime import timedelta
@@ -27,6 +28,7 @@ from asyncrl.backends.megatron.rank_commands import Command, Job, Place, Scores
 from asyncrl.backends.megatron.trained_model import TrainedModel
 from asyncrl.errors import CheckpointError
 from asyncrl.protocols import StepResult
+from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
 
 log = logging.getLogger("asyncrl.learner")
@@ -45,6 +47,10 @@ class MegatronRank:
         self.parts = HeldParts()
         self._is_scorer = place.rank in job.layout.scorers
         self._device = device = _device(job.device, place)
+        self._memory = HostMemory(
+            lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()),
+            scratch=lambda: itertools.chain.from_iterable(one.gradients() for one in self._loaded.values()),
+        )
         cpu_shim.use_device(device)
         try:
             store = _join(place, device, store)
@@ -68,6 +74,8 @@ class MegatronRank:
             return self._loaded[command.model].score(command.micro_batches)
         if command.name == "export":
             return self._export(command)
+        if command.name in ("offload", "onload"):
+            return self._memory.leave() if command.name == "offload" else self._memory.come_back()
         folders = {name: models.saved_in(Path(command.folder), name) for name in trained}
         if command.name == "saved":
             return self._saved(folders, wait=command.waits)

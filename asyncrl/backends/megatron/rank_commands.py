@@ -55,7 +55,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A collective operation: step, rehearse, score, export, save, saved or restore.
+    """A collective operation: step, rehearse, score, export, save, saved, restore,
+    offload or onload.
 
     micro_batches  the receiver's shard
     waits          of "saved": until what "save" began is on disk

@@ -63,6 +63,19 @@ class TrainedModel(LoadedModel):
         self._optimizers = optimizer.build_optimizers(job, self._settings, self._buffers, device)
         self._moments = [HostMoments(part.adamw) for part in self._optimizers] if job.is_offloading else []
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().tensors()
+        for part in self._optimizers:
+            yield from (one for group in part.adamw.param_groups for one in group["params"])
+            for state in part.adamw.state.values():
+                yield from (one for one in state.values() if isinstance(one, torch.Tensor) and one.ndim)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        for part in self._optimizers:
+            part.megatron.zero_grad()  # else copies of them stay
+        for wrapper in self._buffers:
+            yield from (buffer.grad_data for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers))
+
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
         """One optimizer step. All ranks see the same reduced loss and norm, so either all take it or all skip it.
 

@@ -5,6 +5,7 @@ The models are in reference/models.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import StepResult
 from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.snapshot import Snapshot
 
 
@@ -35,6 +37,7 @@ class ReferenceBackend(BackendAdapter):
     """Trains any causal language model that transformers loads."""
 
     options_type = Options
+    shares_gpus = True
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class ReferenceBackend(BackendAdapter):
         self._threads = threads
         self._loaded: dict[str, LoadedModel] = {}
         self._trained: dict[str, TrainedModel] = {}
+        self._memory = HostMemory(lambda: itertools.chain.from_iterable(one.tensors() for one in self._loaded.values()))
 
     def start(self) -> None:
         if self._threads:
@@ -96,6 +100,12 @@ class ReferenceBackend(BackendAdapter):
         models.require_saved(folder, self._trained)
         for name, trained in self._trained.items():
             trained.restore(models.saved_in(folder, name))
+
+    def offload(self) -> None:
+        self._memory.leave()
+
+    def onload(self) -> None:
+        self._memory.come_back()
 
     def close(self) -> None:
         """Nothing to end."""

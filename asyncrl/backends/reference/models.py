@@ -6,7 +6,7 @@ float32 and clipped by global norm, AdamW on float32 weights, which are then rou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,18 @@ class LoadedModel:
         self._output_layer = causal.get_output_embeddings() if model.head == "logprobs" else None
         self._value_head: torch.nn.Parameter | None = None
         self.parameters: dict[str, torch.nn.Parameter] = dict(causal.named_parameters())
+        self._all_buffers = list(causal.buffers())
         named = dict(causal.named_parameters(remove_duplicate=False))
         self.buffers = {name: one for name, one in causal.state_dict(keep_vars=True).items() if name not in named}
         if model.head == "values":
             self._value_head = torch.nn.Parameter(torch.zeros(1, causal.config.hidden_size, device=device, dtype=dtype))
             decoder = self._decoder.named_parameters(prefix=causal.base_model_prefix)
             self.parameters = {**dict(decoder), models.VALUE_HEAD: self._value_head}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds on the device between two calls."""
+        yield from self.parameters.values()
+        yield from self._all_buffers
 
     @torch.no_grad()
     def score(self, micro_batch: MicroBatch) -> NDArray[np.float32]:
@@ -135,6 +141,13 @@ class TrainedModel(LoadedModel):
             eps=self._settings.eps,
             fused=device.type == "cuda",
         )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().tensors()
+        yield from self._weights.values()
+        yield from (one.grad for one in (*self.parameters.values(), *self._weights.values()) if one.grad is not None)
+        for state in self._optimizer.state.values():
+            yield from (one for one in state.values() if isinstance(one, torch.Tensor))
 
     def step(self, share: Sequence[MicroBatch], *, learning_rate: float, is_rehearsal: bool = False) -> StepResult:
         """``is_rehearsal``: all but the update. What goes wrong does so before that, and leaves gradients alone."""

@@ -24,6 +24,7 @@ from asyncrl.engines.version_spans import SpanRecorder, Version
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.tensors.expert_tensors import by_names_in_files
+from asyncrl.tensors.host_memory import HostMemory
 from asyncrl.tensors.model_tensors import Shapes
 from asyncrl.tensors.transformers_lock import LOADING
 
@@ -72,6 +73,7 @@ class Decoder:
         self._model = _read_model(model_path, dtype=dtype).to(self.device).eval().requires_grad_(False)
         # Tied tensors are one parameter under several names; a checkpoint holds at least one of them.
         self._parameters: dict[str, torch.Tensor] = by_names_in_files(self._model.state_dict(keep_vars=True))
+        self.memory = HostMemory(lambda: [*self._model.parameters(), *self._model.buffers()])
         self.end_tokens = _end_tokens(self._model)
         self.vocabulary_size = int(self._model.get_input_embeddings().weight.shape[0])
         self.context_tokens = int(getattr(self._model.config, "max_position_embeddings", None) or 2**31)

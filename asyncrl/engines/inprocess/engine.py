@@ -111,6 +111,7 @@ class InProcessEngine(EngineAdapter):
     """See Engine and Intake in protocols/engine.py."""
 
     options_type = Options
+    shares_gpus = True
     num_ranks = 1
     collectives = None
 
@@ -193,6 +194,14 @@ class InProcessEngine(EngineAdapter):
             if not request.future.done() or request.future.cancelled():
                 request.future.cancel()
                 self._orders.put(_Cancel(request))
+
+    async def release(self) -> None:
+        memory = self._alive().memory
+        await asyncio.get_running_loop().run_in_executor(self._reader, memory.leave)
+
+    async def resume(self) -> None:
+        memory = self._alive().memory
+        await asyncio.get_running_loop().run_in_executor(self._reader, memory.come_back)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
         decoder = self._alive()

@@ -68,6 +68,11 @@ class ServerClient:
         async with self._ask("POST", path, body, is_order=True) as response:
             return await _content(response)
 
+    async def flush(self) -> None:
+        """Empty its cache. Raises EngineError while it works on something."""
+        async with self._ask("POST", "/flush_cache", {}, is_order=True):
+            pass
+
     def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
         session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http
         if session is None or session.closed:

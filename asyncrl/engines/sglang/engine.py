@@ -17,6 +17,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.learner import LoraSection
 from asyncrl.engines.adapter import FIRST_VERSION, EngineAdapter
+from asyncrl.engines.sglang import memory
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
@@ -67,15 +69,19 @@ class SGLangEngine(EngineAdapter):
 
     options_type = Options
     takes = frozenset({"adapters", "fp8"})
+    shares_gpus = True
 
     @classmethod
     def build(cls, run: RunConfig, *, name: str) -> SGLangEngine:
+        options, device = cls.options(run), resolve_device(run.engine.device, section="engine")
+        if run.run.colocated and device == "cuda":
+            options = replace(options, server_arguments=memory.SERVER_ARGUMENTS | options.server_arguments)
         return cls(
             Path(run.model.path),
-            device=resolve_device(run.engine.device, section="engine"),
+            device=device,
             dtype=run.model.dtype,
             version=FIRST_VERSION,
-            options=cls.options(run),
+            options=options,
             log_path=run.run_directory / "logs" / f"{name}.engine.log",
             lora=run.learner.lora if run.learner.lora.publish == "adapter" else None,
             quantized=run.run_directory / "model-fp8" if run.weights.quantization else None,
@@ -93,6 +99,8 @@ class SGLangEngine(EngineAdapter):
         options: Options = cls.options(run)
         if not options.url:
             check_arguments(options.server_arguments)
+        elif run.run.colocated:
+            raise ConfigError("run.colocated: a server of your own (engine.options.url) is not told to leave its GPUs")
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:
@@ -106,6 +114,8 @@ class SGLangEngine(EngineAdapter):
         super().check_machine(run)
         check_installed()
         device = resolve_device(run.engine.device, section="engine")
+        if run.run.colocated and device == "cuda":
+            memory.check_installed()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
         check_architecture(Path(run.model.path), device=device, quantization=run.weights.quantization)
 
@@ -223,6 +233,12 @@ class SGLangEngine(EngineAdapter):
             return await self._adapters.load(weights.order, Path(weights.uri))
         folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
         return await self._loader.load(weights, folder)
+
+    async def release(self) -> None:
+        await memory.release(self._client)
+
+    async def resume(self) -> None:
+        await memory.resume(self._client)
 
     @property
     def url(self) -> str:

@@ -12,6 +12,7 @@ The server finds ``load`` through --custom-weight-loader. A request to /update_w
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -62,7 +63,17 @@ def serialized_source(source: Source, payload: bytes, *, expected: Shapes, optio
 
 
 def _encoded(*names: str) -> str:
-    return base64.b64encode(pickle.dumps([(name, torch.empty(0)) for name in names])).decode()
+    written = io.BytesIO()
+    _Pickler(written).dump([(name, torch.empty(0)) for name in names])
+    return base64.b64encode(written.getvalue()).decode()
+
+
+class _Pickler(pickle.Pickler):
+    """Names nothing but torch's class for a tensor: Megatron-Core puts a function of its own in the place of one that
+    torch's tensors are pickled with, and a server refuses what is not torch's."""
+
+    def reducer_override(self, made: object) -> Any:
+        return (torch.Tensor, ()) if isinstance(made, torch.Tensor) else NotImplemented
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

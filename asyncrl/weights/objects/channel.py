@@ -52,6 +52,7 @@ class ObjectsChannel(ChannelAdapter):
 
     options_type = Options
     takes_parts = True
+    ranks_use_bus = True
 
     @classmethod
     def build(cls, run: RunConfig, *, bus: Bus) -> ObjectsChannel:

@@ -25,6 +25,13 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
+        (["run.colocated=true"], 'run.colocated: mode = "async" trains while it samples'),
+        (["run.colocated=true", "run.mode=sync", "weights.channel=nccl"], "run.colocated: weights.channel"),
+        (["run.colocated=true", "run.mode=sync", "learner.backend=none"], "run.colocated: learner.backend"),
+        (
+            ["bus.kind=memory", "weights.channel=objects", "learner.ranks=2", "learner.tensor_parallel=2"],
+            'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
+        ),
         (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
         (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
         (["rollout.stop=['']"], "stop holds an empty text"),

@@ -44,6 +44,19 @@ def test_checkpoints_of_another_backend_are_refused_at_once(run: RunConfig) -> N
         resume_settings.refuse_others(other)
 
 
+def test_checkpoints_of_other_adapters_are_refused_at_once(run: RunConfig) -> None:
+    begin(set_to(run, "learner.lora.rank=8"))
+    (run.run_directory / "checkpoints" / "step-00000020").mkdir(parents=True)
+    resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", "learner.lora.publish=adapter"))
+    for change, is_now in (
+        ("rank=16", "rank 16, alpha 32"),
+        ("alpha=8.0", "rank 8, alpha 8"),
+        ("rank=0", "not of the whole"),
+    ):
+        with pytest.raises(ConfigError, match=f"learner.lora: the checkpoints .* of adapters of rank 8.*{is_now}"):
+            resume_settings.refuse_others(set_to(run, "learner.lora.rank=8", f"learner.lora.{change}"))
+
+
 def test_another_model_is_refused_and_a_moved_one_is_not(
     run: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

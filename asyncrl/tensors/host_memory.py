@@ -1,0 +1,74 @@
+"""Moves tensors' memory to the host and back, in place: whoever has a view of a storage keeps it.
+
+So Megatron's buffers, parameters, gradients and optimizer, which are views of one another, need not know of it.
+Test: tests/unit/tensors/test_host_memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+class HostMemory:
+    """The way of some tensors to the host and back. Homes there are pinned, allocated once, and kept."""
+
+    def __init__(
+        self, kept: Callable[[], Iterable[torch.Tensor]], *, scratch: Callable[[], Iterable[torch.Tensor]] = tuple
+    ) -> None:
+        """
+        kept     what there is when it leaves
+        scratch  of that too, but nobody reads it before it is written: it comes back with any values
+        """
+        self._kept = kept
+        self._scratch = scratch
+        self._homes: dict[int, torch.Tensor] = {}
+        self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+
+    def leave(self) -> None:
+        """Free the device's memory of these tensors, and of all that share it.
+
+        What cannot be freed, a file's or another process's, stays.
+        """
+        assert not self._away
+        storages = {one.data_ptr(): one for one in _storages(self._kept())}
+        unread = {one.data_ptr(): one for one in _storages(self._scratch()) if one.data_ptr() not in storages}
+        homes = {key: self._home(storage) for key, storage in storages.items()}
+        for key, storage in storages.items():
+            homes[key].copy_(_bytes_of(storage), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for key, storage in (storages | unread).items():
+            self._away.append((storage, storage.nbytes(), homes.get(key)))
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Allocate it again, with the values that it had."""
+        for storage, num_bytes, home in self._away:
+            storage.resize_(num_bytes)
+            if home is not None:
+                _bytes_of(storage).copy_(home, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._away.clear()
+
+    def _home(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        home = self._homes.get(storage._cdata)
+        if home is None or home.numel() != storage.nbytes():
+            home = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+            self._homes[storage._cdata] = home
+        return home
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterable[torch.UntypedStorage]:
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.resizable() and not tensor.is_pinned():
+            yield storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,169 @@
+"""Learner and engines on the same GPUs: one side's memory is there at a time, and both sides get on (run.colocated)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.actors.gpu_turn import GpuTurn
+from asyncrl.actors.rollout.turn_taking_engine import TurnTakingEngine
+from asyncrl.config.run import Mode
+from asyncrl.messages import SamplingParams, WeightVersion
+from asyncrl.protocols import Generation, LoadReport
+from asyncrl.run import colocated
+from tests.harness.fakes import Backend, Engine, Loop, run_all, worker
+
+PROMPT = np.array([1], dtype=np.int32)
+
+
+class Gpus:
+    """Who has memory there. Asserts that learner and engines never have both."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.events: list[str] = []
+
+    def arrive(self, who: str) -> None:
+        self.there.add(who)
+        assert self.there == {"learner"} or "learner" not in self.there, self.events
+        self.events.append(f"{who} comes")
+
+    def leave(self, who: str) -> None:
+        self.there.remove(who)
+        self.events.append(f"{who} leaves")
+
+
+class SharingEngine(Engine):
+    def __init__(self, gpus: Gpus, name: str = "engine") -> None:
+        super().__init__()
+        self._gpus, self._name = gpus, name
+
+    async def start(self) -> None:
+        self._gpus.arrive(self._name)
+
+    async def release(self) -> None:
+        assert not self.running
+        self._gpus.leave(self._name)
+
+    async def resume(self) -> None:
+        self._gpus.arrive(self._name)
+
+    async def generate(self, *arguments: Any, **named: Any) -> Generation:
+        assert self._name in self._gpus.there
+        return await super().generate(*arguments, **named)
+
+    async def load(self, weights: WeightVersion) -> LoadReport:
+        assert self._name in self._gpus.there
+        self._gpus.events.append(f"{self._name} loads {weights.policy_version}")
+        return await super().load(weights)
+
+
+class SharingBackend(Backend):
+    def __init__(self, gpus: Gpus) -> None:
+        super().__init__()
+        self._gpus = gpus
+        self.before_step = self._begin
+
+    def _begin(self, steps: int) -> None:
+        assert "learner" in self._gpus.there
+        self._gpus.events.append(f"step {steps + 1}")
+
+    def start(self) -> None:
+        self._gpus.arrive("learner")
+
+    def onload(self) -> None:
+        self._gpus.arrive("learner")
+
+    def offload(self) -> None:
+        self._gpus.leave("learner")
+
+    def save(self, folder: Path) -> None:
+        assert "learner" in self._gpus.there
+        super().save(folder)
+
+
+def taking_turns(engine: SharingEngine, directory: Path) -> Any:
+    return TurnTakingEngine(engine, memory=engine, turn=GpuTurn(directory / colocated.LOCK_FILE, is_shared=True))
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+async def test_one_side_at_a_time_is_on_the_gpus_and_every_step_is_trained(
+    loop: Loop, bus_factory: Any, mode: Mode
+) -> None:
+    loop.mode, loop.is_colocated, loop.checkpoint_every = mode, True, 2
+    gpus = Gpus()
+    loop.backend = SharingBackend(gpus)
+    engines = [SharingEngine(gpus, f"engine {number}") for number in range(2)]
+    workers = [
+        worker(
+            await bus_factory(),
+            taking_turns(engine, loop.directory),
+            name=f"w{number}",
+            load="on_demand",
+            max_staleness=0 if mode == "sync" else 1,
+        )
+        for number, engine in enumerate(engines)
+    ]
+    await run_all(loop, *workers)
+    assert loop.backend.steps == 4
+    assert all(row["staleness/dropped_groups"] == 0 for row in loop.recorder.rows)
+    assert [event for event in gpus.events if event.startswith("step")] == [f"step {step}" for step in (1, 2, 3, 4)]
+    if mode == "sync":
+        assert [row["staleness/max"] for row in loop.recorder.rows] == [0.0] * 4
+        assert any("loads 3" in event for event in gpus.events)
+
+
+async def test_an_engine_stays_while_more_is_asked_of_it_and_leaves_before_its_last_answer(tmp_path: Path) -> None:
+    gpus = Gpus()
+    engine = SharingEngine(gpus)
+    shared = taking_turns(engine, tmp_path)
+    await shared.start()
+    assert gpus.there == set()
+    sampling = SamplingParams(max_new_tokens=4)
+    engine.gate.clear()
+    async with asyncio.TaskGroup() as group:
+        answers = [group.create_task(shared.generate(PROMPT, sampling, seed=seed)) for seed in range(3)]
+        while engine.running < 3:
+            await asyncio.sleep(0)
+        learner = GpuTurn(tmp_path / colocated.LOCK_FILE, is_shared=False)
+        turn = group.create_task(learner.take())
+        await asyncio.sleep(0)
+        assert not learner.is_ours
+        engine.gate.set()
+        await asyncio.wait(answers)
+        assert gpus.events == ["engine comes", "engine leaves"] * 2
+        await turn
+        waiting = group.create_task(shared.generate(PROMPT, sampling, seed=3))
+        while not shared.stats().queued:
+            await asyncio.sleep(0)
+        assert shared.stats().is_away
+        learner.give()
+        await waiting
+
+
+async def test_the_turn_of_one_that_ends_is_free(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, pathlib, sys; from asyncrl.actors.gpu_turn import GpuTurn\n"
+        "turn = GpuTurn(pathlib.Path(sys.argv[1]), is_shared=True); asyncio.run(turn.take())\n"
+        "print('taken', flush=True); sys.stdin.read()"
+    )
+    lock = tmp_path / "gpus.lock"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(lock), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    learner = GpuTurn(lock, is_shared=False)
+    waiting = asyncio.create_task(learner.take())
+    await asyncio.sleep(0)
+    assert not learner.is_ours
+    process.kill()
+    await process.wait()
+    await waiting
+    assert learner.is_ours
+    learner.give()

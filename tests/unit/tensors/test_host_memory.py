@@ -1,0 +1,43 @@
+"""Tensors leave their device and come back, and nobody who has a view of them notices."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.tensors.host_memory import HostMemory
+
+
+def test_what_comes_back_is_what_left_to_the_last_bit_in_every_view() -> None:
+    whole = torch.randn(64)
+    view = whole[16:32].view(4, 4)
+    weight = torch.nn.Parameter(torch.randn(8).bfloat16())
+    scratch = torch.ones(1024)
+    before = [tensor.detach().clone() for tensor in (whole, view, weight)]
+    memory = HostMemory(lambda: [whole, view, weight], scratch=lambda: [scratch, whole])
+    for _ in range(2):
+        memory.leave()
+        assert [tensor.untyped_storage().nbytes() for tensor in (whole, view, weight, scratch)] == [0] * 4
+        memory.come_back()
+        for tensor, expected in zip((whole, view, weight), before, strict=True):
+            assert torch.equal(tensor, expected)
+        assert scratch.untyped_storage().nbytes() == 4096
+    whole.add_(1)
+    assert torch.equal(view, before[1] + 1)
+
+
+def test_what_left_holds_what_it_had_when_it_left_last() -> None:
+    weight = torch.zeros(4)
+    memory = HostMemory(lambda: [weight])
+    for step in (1.0, 2.0):
+        memory.leave()
+        memory.come_back()
+        assert weight.tolist() == [step - 1] * 4
+        weight.fill_(step)
+
+
+def test_memory_of_a_file_or_of_numpy_stays() -> None:
+    borrowed = torch.from_numpy(torch.ones(4).numpy())
+    memory = HostMemory(lambda: [borrowed])
+    memory.leave()
+    assert borrowed.tolist() == [1.0] * 4
+    memory.come_back()
