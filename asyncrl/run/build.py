@@ -54,7 +54,7 @@ from asyncrl.protocols import Backend, Bus, WeightChannel
 from asyncrl.run import colocated, learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, History, settings_of_lives
+from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_lives
 from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
 from asyncrl.state.samples import RotatedLines, SampleFile
 
@@ -92,7 +92,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     resume_checks.refuse_others(run)
     progress = (await bus.states(PROGRESS)).get("")
     state, restore_from = await _starting_point(
-        run, bus=bus, resume=resume, last_incarnation=-1 if progress is None else progress.incarnation
+        run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
     )
     rows = await asyncio.to_thread(registry.open_rows, run)
     samples = _samples(run, algorithm=registry.algorithm(run))
@@ -334,11 +334,14 @@ def _are_sampled(run: RunConfig) -> bool:
 
 
 async def _starting_point(
-    run: RunConfig, *, bus: Bus, resume: bool, last_incarnation: int
+    run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
 ) -> tuple[LearnerState, Path | None]:
-    """Where the learner starts, and the backend folder to restore. ``last_incarnation``: newest on the bus, or -1."""
+    """Where the learner starts, and the backend folder to restore.
+
+    ``last_heard``: the newest incarnation on the bus, or -1.
+    """
     if not resume:
-        if checkpoint.complete(run.run_directory / "checkpoints") or last_incarnation >= 0:
+        if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
             raise ConfigError(
                 f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
                 "--resume, or start another with --set run.name=NAME"
@@ -353,7 +356,8 @@ async def _starting_point(
             f"learner.groups_per_batch: the checkpoint was made with {state.groups_per_batch}; the window "
             f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
         )
-    incarnation = max(state.incarnation, last_incarnation) + 1
+    recorded = last_incarnation(run.run_directory / HISTORY_FILE)
+    incarnation = max(state.incarnation, last_heard, recorded) + 1
     forks = state.forks | {incarnation: state.policy_version}
     return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
 

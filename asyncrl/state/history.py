@@ -197,6 +197,15 @@ def parsed(line: bytes, *, position: int) -> HistoryEntry | None:
         return None
 
 
+def last_incarnation(path: Path) -> int:
+    """Of the learner that wrote last, also if it ended before anybody heard of it; -1 without one."""
+    with contextlib.suppress(ConfigError):
+        for line in reversed(_lines(path)):
+            if line.endswith(b"\n") and (entry := parsed(line, position=0)) is not None:
+                return entry.incarnation
+    return -1
+
+
 def settings_of_lives(path: Path) -> list[Mapping[str, Any]]:
     """The run file of each life of the learner so far, as far as the file tells; none without a file."""
     try:

@@ -12,7 +12,7 @@ from asyncrl import config
 from asyncrl.config import record as config_record
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import DAMAGED, present
-from asyncrl.state.history import History, read, whole_bytes
+from asyncrl.state.history import History, last_incarnation, read, whole_bytes
 from tests import ROOT
 
 
@@ -51,6 +51,17 @@ def test_a_resumed_learner_keeps_what_its_checkpoint_had(path: Path) -> None:
         (1, (0,)),
         (2, (2,)),
     ]
+
+
+def test_a_learner_that_ended_before_anybody_heard_of_it_was_an_incarnation(path: Path) -> None:
+    """The next one has another number, so that no line is a copy of a line."""
+    assert last_incarnation(path) == -1
+    first = History(path, incarnation=3)
+    first.begin(step=4, kept=0, max_staleness=3, settings={})
+    first.close()
+    assert last_incarnation(path) == 3
+    path.write_bytes(path.read_bytes() + b"damaged\n" + b'{"kind": "beg')
+    assert last_incarnation(path) == 3
 
 
 def test_a_line_that_was_cut_short_is_none_and_the_next_writer_removes_it(path: Path) -> None:
