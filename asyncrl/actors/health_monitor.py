@@ -27,6 +27,7 @@ from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     BEAT_SECONDS,
+    BUS_SECONDS,
     FIRST_SECONDS,
     LEARNER,
     LEARNERS_ACTORS,
@@ -44,6 +45,9 @@ LARGE_FLEET = 128
 """Of more actors than this every second look is left out: one costs the bus a message an actor."""
 ANSWER_SECONDS = 3.0
 """The bus has so long for one look."""
+AGAIN_SECONDS = 2.0
+"""And so long for the next one, which follows at once, while it has failed too briefly to be named."""
+_BREATH_SECONDS = 0.2
 REMEMBER_SECONDS = 60.0
 """How long an actor that is not heard of is spoken of."""
 ROLE = "watcher"
@@ -258,14 +262,19 @@ class HealthMonitor:
             while True:
                 observation = await self.look()
                 report(self._since.counted(diagnose(observation), observation.listened))
-                await asyncio.sleep(self._pause)
+                await asyncio.sleep(_BREATH_SECONDS if self._is_in_doubt else self._pause)
         finally:
             await self.close()
+
+    @property
+    def _is_in_doubt(self) -> bool:
+        """Whether the last look failed, and nothing can be said of it yet."""
+        return 0.0 < max(self._silent, self._refuses) <= BUS_SECONDS
 
     async def look(self) -> Observation:
         """One look at everything. Never raises for a bus that is away: that is an observation."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
                 await self._find_losses()
                 beats, self._is_finished = ({}, self._is_finished) if self._losses.is_blind else await self._read()
                 self._miss_own(beats)
@@ -345,7 +354,7 @@ class HealthMonitor:
         own = Heartbeat(actor=self._name, role=ROLE, beat=self._beats, host=socket.gethostname(), pid=os.getpid())
         now = time.monotonic()
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(AGAIN_SECONDS if self._is_in_doubt else ANSWER_SECONDS):
                 await self._bus.put(ACTORS, own, key=self._name)
             self._stored = now
         except Forbidden:  # an observer's role: whether the bus stores is for others to find out

@@ -25,15 +25,15 @@ async def keep_up(
 ) -> str:
     """Restart the server on its port and store whenever it ends: every actor waits for it, and nothing is lost.
 
-    One that says itself that it stores no more, as after a full disk or without file descriptors, is ended as soon as
-    there is room: it would refuse for good.
+    One that says itself that it stores no more, as after a full disk or without file descriptors, is named at once and
+    ended as soon as there is room: it would refuse for good.
 
     waits for: the end of the server's process, which the kernel signals; the clock
     Returns only when no restart is left: the reason why the server ended, for a person.
     """
     while True:
         started = time.monotonic()
-        failure = await _over(server, look_seconds=look_seconds)
+        failure = await _over(server, say=say, look_seconds=look_seconds)
         reason = f"{server.name} stored no more ({failure})" if failure else f"{server.name} ended"
         has_worked, uptime = True, time.monotonic() - started
         while (delay := restarts.next_delay(uptime, has_worked=has_worked)) is not None:
@@ -48,14 +48,18 @@ async def keep_up(
             return reason
 
 
-async def _over(server: BusServer, *, look_seconds: float) -> str:
+async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> str:
     """Wait until the server's process has ended. Why it was ended here, if it was."""
-    pid, failure, is_killed = server.pid, "", False
+    pid, failure, is_killed, has_room = server.pid, "", False, True
     ended = asyncio.create_task(_ended(pid), name="server-ended")
     try:
         while not (await asyncio.wait((ended,), timeout=look_seconds))[0]:
-            failure = failure or await asyncio.to_thread(server.failure)
-            if failure and not is_killed and await asyncio.to_thread(server.has_room) and server.pid == pid:
+            if not failure and (failure := await asyncio.to_thread(server.failure)):
+                say(f"{server.name} can store no more ({failure}); it is restarted as soon as there is room")
+            had_room, has_room = has_room, await asyncio.to_thread(server.has_room)
+            if had_room and not has_room:  # the server may have none to say it either
+                say(f"{server.name}: the disk of its store is full; make room there: everybody waits, nothing is lost")
+            if failure and not is_killed and has_room and server.pid == pid:
                 is_killed = True
                 os.kill(pid, signal.SIGKILL)
     finally:

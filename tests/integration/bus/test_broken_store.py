@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages.topics import PROMPTS
@@ -32,7 +34,31 @@ async def test_a_server_that_stores_no_more_is_started_again_once_there_is_room(
         await bus.publish(PROMPTS, prompt(1), key="1")
         for one in (kept, *waiting):
             one.cancel()
-    assert "stored no more (" in said[0]
+    assert "can store no more (" in said[0]
+    assert "stored no more (" in said[1]
+
+
+async def test_a_full_disk_of_the_server_is_named_once_by_the_launcher(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server cannot even say so in its log, which is on that disk."""
+    said: list[str] = []
+    looks = asyncio.Queue[bool]()
+    room = iter([True, False, False, True, False])
+
+    def has_room() -> bool:
+        found = next(room, False)
+        loop.call_soon_threadsafe(looks.put_nowait, found)
+        return found
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(own_server, "has_room", has_room)
+    kept = asyncio.create_task(keep_up(own_server, restarts=RestartPolicy(3), say=said.append, look_seconds=0.01))
+    for _ in range(7):
+        await looks.get()
+    kept.cancel()
+    assert len(said) == 2
+    assert all("the disk of its store is full" in line for line in said)
 
 
 async def answered_nothing(group: asyncio.TaskGroup, bus: JetStreamBus, waiting: list[asyncio.Task[None]]) -> None:

@@ -14,7 +14,16 @@ import pytest
 from asyncrl import config
 from asyncrl.actors import health_monitor as watching
 from asyncrl.actors import recent_losses
-from asyncrl.actors.health_monitor import HealthMonitor, Lasting, Launched, PresenceTracker, Since, process_state
+from asyncrl.actors.health_monitor import (
+    AGAIN_SECONDS,
+    ANSWER_SECONDS,
+    HealthMonitor,
+    Lasting,
+    Launched,
+    PresenceTracker,
+    Since,
+    process_state,
+)
 from asyncrl.cli import doctor
 from asyncrl.errors import BusError, NoAnswer, NoSuchRun
 from asyncrl.messages import Heartbeat
@@ -280,6 +289,25 @@ async def test_while_the_bus_is_away_only_the_bus_is_named(clock: Clock) -> None
     for _ in range(4):  # its actors need some seconds to find it again
         clock.now += 1
         assert diagnose(await watcher.look()) == []
+    await watcher.close()
+
+
+async def test_a_bus_that_does_not_answer_once_is_asked_again_at_once_and_then_named(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second of pause, 3 s without an answer, and 2 s more: named after 6.2 s."""
+    bus, given, timeout = Flaky(), [], asyncio.timeout
+    watcher = HealthMonitor(lambda: _ready(bus))
+    await watcher.look()
+    bus.deaf = True
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: (given.append(seconds), timeout(seconds))[1])
+    clock.now += 1 + ANSWER_SECONDS
+    assert diagnose(await watcher.look()) == []
+    clock.now += 0.2 + AGAIN_SECONDS
+    (found,) = diagnose(await watcher.look())
+    assert (found.fault, given) == ("bus", [ANSWER_SECONDS, AGAIN_SECONDS])
+    await watcher.look()
+    assert given[2:] == [ANSWER_SECONDS]  # it has the usual time to be back
     await watcher.close()
 
 
