@@ -170,7 +170,11 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
     return {name: getattr(section, name) for name in made}
 
 
-def _size(value: Any) -> int:
+_DEEPEST = 128
+"""Of lists and objects in a value: whoever walks through it calls itself as often."""
+
+
+def _size(value: Any, *, depth: int = 0) -> int:
     """Bytes of a value in a message, about. Raises ValueError for what msgpack has no form for."""
     if isinstance(value, bytes):
         return len(value)
@@ -178,10 +182,12 @@ def _size(value: Any) -> int:
         return _check_text(value)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ValueError(f"the whole number {str(value)[:30]}... has more than 64 bits")
+    if depth > _DEEPEST:
+        raise ValueError(f"lists and objects lie in each other, over {_DEEPEST} deep")
     if isinstance(value, dict):
-        return sum(_size(name) + _size(item) for name, item in value.items())
+        return sum(_size(name) + _size(item, depth=depth + 1) for name, item in value.items())
     if isinstance(value, list):
-        return sum(map(_size, value))
+        return sum(_size(item, depth=depth + 1) for item in value)
     return 9
 
 

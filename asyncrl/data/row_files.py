@@ -207,6 +207,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1} of the line") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: malformed JSON: {error.msg} at column {error.colno}: {_excerpt(line)}") from None
+    except ValueError:  # Python reads no whole number of so many digits
+        raise ConfigError(f"{where}: a whole number has more than 64 bits; no message can carry it") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: lists and objects in each other, too deep to be read: {_excerpt(line)}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: every line must be a JSON object, this one is {_excerpt(line)}")
     return value
