@@ -62,8 +62,10 @@ def parse() -> argparse.Namespace:
         help="kills (default), victims (each killed once, at any time), "
         "others (stopped for 5 to 40 s, killed while renaming, twice in a row, all at once), "
         "resources (no disk, descriptors or memory for 5 to 15 s, clocks set back), all; "
+        "disks (small file systems of the run's own, filled); "
         "ranks (a learner's, and all of one machine, killed and stopped)",
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="those of its kinds whose name contains this")
     parser.add_argument("--forked", action="store_true", help="start by fork, without imports: many more kills")
     parser.add_argument("--liar", action="store_true", help="a worker in each run answers prompts with lies")
     parser.add_argument("--evaluate", choices=("shared", "dedicated"), help="evaluate in each run all the time")
@@ -93,6 +95,7 @@ def one(options: argparse.Namespace, folder: Path) -> int:
         seed=options.seed,
         answers=options.answers,
         faults=options.faults,
+        only=options.only,
         port=options.port,
         forks=forks,
         say=say,
@@ -103,7 +106,8 @@ def one(options: argparse.Namespace, folder: Path) -> int:
     started = time.monotonic()
     problem, audit = "", {}
     try:
-        audit = asyncio.run(storm.blow(options.kills, limit_seconds=options.limit_seconds))
+        with storm.disks():
+            audit = asyncio.run(storm.blow(options.kills, limit_seconds=options.limit_seconds))
     except AssertionError as error:
         problem = f"storm {options.seed}: {error}"
     except KeyboardInterrupt:
@@ -135,6 +139,7 @@ def side_by_side(options: argparse.Namespace, folder: Path, path: Path) -> None:
             "--limit-seconds": options.limit_seconds,
             "--answers": options.answers,
             "--faults": options.faults,
+            "--only": options.only,
             "--json": path,
             "--folder": folder / f"storm-{number}",
             "--port": port,

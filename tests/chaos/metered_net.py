@@ -27,7 +27,7 @@ class MeteredNet(TinyEngine):
     ) -> None:
         super().__init__(model_path, device=device, dtype=dtype, version=version, options=options)
         self._meter = Meter(Path(options.meter))
-        follow_clock(Path(options.meter))
+        follow_clock(Path(options.meter), role="rollout-worker")
 
     def _decode(self) -> None:
         super()._decode()

@@ -63,13 +63,13 @@ options = {{ step_seconds = 0.05, meter = "{folder}/meters" }}
 kind = "tests.harness.tiny.reward:TinyReward"
 
 [learner]
-backend = "tests.harness.tiny.backend:TinyBackend"
+backend = "tests.chaos.clocked_backend:ClockedBackend"
 device = "cpu"
 threads = 1
 groups_per_batch = 8
 micro_batch_tokens = 512
 learning_rate = 1e-3
-options = {{ step_seconds = 0.1 }}
+options = {{ step_seconds = 0.1, clock = "{folder}/meters" }}
 """
 
 LONG: Final = """
@@ -128,6 +128,11 @@ learning_rate = 1e-4
 """
 
 
+SMALL_DISKS: Final = (f"bus.max_log_bytes={8 * 2**20}", f"bus.max_message_bytes={2**20}")
+"""Overrides of a run whose server has a disk of DISK_MEGABYTES."""
+DISK_MEGABYTES: Final = 64
+
+
 def evaluating(folder: Path, place: str) -> list[str]:
     """Overrides with which a storm's run evaluates its own prompts all the time. place: shared or dedicated"""
     return [
@@ -165,7 +170,7 @@ ANSWERS: Final[Mapping[str, Answers]] = {
     "short": Answers(
         run_file=COMMON + SHORT,
         write=_short,
-        modules=("tests.chaos.metered_net", "tests.harness.tiny.reward", "tests.harness.tiny.backend"),
+        modules=("tests.chaos.metered_net", "tests.harness.tiny.reward", "tests.chaos.clocked_backend"),
     ),
     "long": Answers(
         run_file=COMMON + LONG,

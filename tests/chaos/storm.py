@@ -18,11 +18,12 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ from tests.chaos import meter, trouble
 from tests.chaos.kill import Kill, load_seconds
 from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
-from tests.chaos.run_files import ANSWERS
+from tests.chaos.run_files import ANSWERS, DISK_MEGABYTES, SMALL_DISKS
 from tests.chaos.seen import Seen
 from tests.chaos.victims import (
     FAULTS,
@@ -50,6 +51,7 @@ from tests.chaos.victims import (
     Kind,
     deal,
 )
+from tests.harness.faults.injections import small_disk
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below
 
@@ -65,7 +67,7 @@ class Storm:
     """One seed. ``folder`` gets the model, the data and the run.
 
     answers    one of run_files.ANSWERS
-    faults     one of victims.FAULTS
+    faults     one of victims.FAULTS;  only: those of its kinds whose name contains this
     port       of its nats-server, where it is to be the same in each life of the run; 0 takes a free one
     forks      starts its processes without imports (tests/harness/forks.py); None: each is a new Python
     overrides  SECTION.KEY=VALUE;  way, token  to the server of `bus.url`, if the observer has one of its own
@@ -79,6 +81,7 @@ class Storm:
         seed: int,
         answers: str = "short",
         faults: str = "kills",
+        only: str = "",
         port: int = 0,
         forks: ForkServer | None = None,
         overrides: Sequence[str] = (),
@@ -91,7 +94,9 @@ class Storm:
         self._folder = folder.absolute()
         self._seed = seed
         self.random = random.Random(seed)
-        self._kinds = deal(seed, FAULTS[faults])
+        kinds = tuple(kind for kind in FAULTS[faults] if only in str(kind))
+        self._kinds = deal(seed, kinds)
+        self._has_disks = any(kind.deed == "full" for kind in kinds)
         self._say, self._note = say, note
         self._process: subprocess.Popen[bytes] | ForkedCommand | None = None
         self.seen = Seen()
@@ -109,6 +114,7 @@ class Storm:
         ANSWERS[answers].write(self._folder, seed)
         self.run_file = self._folder / "run.toml"
         self.run_file.write_text(ANSWERS[answers].run_file.format(folder=self._folder, seed=seed, port=port))
+        overrides = (*(SMALL_DISKS if self._has_disks else ()), *overrides)
         self._overrides = [word for item in overrides for word in ("--set", item)]
         self._config = config.load(self.run_file, [*overrides, *([f'bus.url="{way}"'] if way else [])])
         self._workers = [f"w{number}" for number in range(self._config.rollout.workers)]
@@ -130,6 +136,25 @@ class Storm:
     @property
     def run_directory(self) -> Path:
         return self._folder / "runs" / "storm"
+
+    @property
+    def _server_directory(self) -> Path:
+        return self.run_directory / "nats"
+
+    @contextlib.contextmanager
+    def disks(self) -> Iterator[None]:
+        """Inside, its run has small file systems of its own, if its faults need them; behind, ``left`` has a copy."""
+        if not self._has_disks:
+            yield
+            return
+        with (
+            small_disk(self.run_directory, megabytes=DISK_MEGABYTES),
+            small_disk(self._server_directory, megabytes=DISK_MEGABYTES),
+        ):
+            try:
+                yield
+            finally:
+                shutil.copytree(self.run_directory, self._folder / "left", dirs_exist_ok=True)
 
     async def blow(self, count: int, *, limit_seconds: float = math.inf) -> dict[str, Any]:
         """Kill ``count`` times, or until the time limit, finish the run and return its audit.
@@ -187,7 +212,7 @@ class Storm:
     # -- one kill ------------------------------------------------------------------------------------------------------
 
     async def _kill(self, kind: Kind) -> None:
-        names = self._victims(kind)
+        names = kind.victims(self.random, workers=self._workers, learner=self._config.learner)
         await self._moments.of(kind, names)
         before, runs, began = self.seen.step, self.runs, time.monotonic()
         workers = [pid for name, pid in self.pids().items() if name.startswith("w") and meter.of(self._meters, pid)[0]]
@@ -195,6 +220,7 @@ class Storm:
         await self._strike(kind, names)
         await asyncio.sleep(_AFTERMATH_SECONDS)
         published = dict(self.seen.published)
+        step = before if kind.is_deadly else self.seen.step  # what it did in the shortage shows no recovery
 
         def is_as_before() -> bool:
             if kind.role == "everybody" or (kind.role in ("learner", "run", "rank", "machine") and kind.is_deadly):
@@ -202,14 +228,14 @@ class Storm:
             has_published = kind.role != "rollout-worker" or all(
                 self.seen.published.get(name, 0) > published.get(name, 0) for name in names
             )
-            return has_published and self.seen.step > before
+            return has_published and self.seen.step > step
 
         outage = None
         async with contextlib.AsyncExitStack() as watching:
             if kind.role == "learner" and kind.deed == "kill":
                 outage = await watching.enter_async_context(self._outage(workers))
             await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
-        seconds, (incarnation, step) = time.monotonic() - began, self.seen.step
+        seconds, (incarnation, done) = time.monotonic() - began, self.seen.step
         names_it.cancel()
         await asyncio.wait((names_it,))
         is_launchers = kind.role == "learner" and kind.deed == "kill" and self.runs == runs
@@ -217,7 +243,7 @@ class Storm:
             kind=kind,
             victims=tuple(names),
             seconds=seconds,
-            step=step,
+            step=done,
             named_seconds=None if names_it.cancelled() else names_it.result(),
             load_seconds=await load_seconds(self.run_directory, incarnation) if is_launchers else None,
             outage=outage,
@@ -252,8 +278,9 @@ class Storm:
             most = MOST_STOPPED_SECONDS if kind.deed == "stop" else MOST_SHORT_SECONDS
             seconds = self.random.uniform(LEAST_STOPPED_SECONDS, most)
             with contextlib.ExitStack() as stack:
+                disk = self._server_directory if kind.role == "server's disk" else self.run_directory
                 for pid in [pid for name, pid in self.pids().items() if name in names]:
-                    stack.enter_context(trouble.of(kind.deed, pid, folder=self._meters))
+                    stack.enter_context(trouble.of(kind.deed, pid, folder=self._meters, role=kind.role, disk=disk))
                 await asyncio.sleep(seconds)
             return
         before = self.pids()
@@ -274,21 +301,6 @@ class Storm:
                     os.kill(pids[name], number)
                     sent.append(pids[name])
         return sent
-
-    def _victims(self, kind: Kind) -> list[str]:
-        if kind.role == "rollout-worker":
-            return self.random.sample(self._workers, kind.count)
-        if kind.role == "everybody":  # the launcher first: it would say what became of the others
-            return ["run", "nats-server", "learner", *self._workers]
-        learner = self._config.learner
-        ranks = ["learner", *(f"learner-{rank}" for rank in range(1, learner.ranks))]
-        if kind.role == "rank":
-            return self.random.sample(ranks[1:], kind.count)
-        if kind.role == "machine":
-            each = learner.ranks // learner.machines
-            first = self.random.randrange(learner.machines) * each
-            return ranks[first : first + each]
-        return [kind.role]
 
     async def _named(self, kind: Kind, names: Sequence[str], began: float, behind: int) -> float | None:
         """Seconds until `asyncrl run` said something of each of ``names``, of a rank that it has ended the learner;

@@ -17,8 +17,8 @@ import pytest
 
 from asyncrl.messages.topics import ACTORS
 from tests.chaos.storm import Storm
-from tests.chaos.test_trouble import assert_is_clean, fill, log_of, small_disk
-from tests.harness.faults.injections import full_disk
+from tests.chaos.test_trouble import assert_is_clean, disk_of, log_of
+from tests.harness.faults.injections import FILLER, fill, full_disk
 from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,7 +67,7 @@ async def test_a_learner_whose_files_cannot_grow_waits(tmp_path: Path, forks: Fo
 def full(disk: Path) -> Iterator[None]:
     fill(disk)
     yield
-    (disk / "filler").unlink()
+    (disk / FILLER).unlink()
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ async def test_a_disk_under_checkpoints_or_weights_is_waited_for(
     tmp_path: Path, forks: ForkServer, trouble: Callable[[Path], Any], folder: str, what: str
 ) -> None:
     storm = Storm(tmp_path, seed=1, overrides=("run.stall_seconds=10",), forks=forks)
-    with small_disk(storm.run_directory / folder, megabytes=16) as disk:
+    with disk_of(storm.run_directory / folder, megabytes=16) as disk:
         async with storm.up() as seen:
             with contextlib.ExitStack() as lasting:
                 lasting.enter_context(trouble(disk))

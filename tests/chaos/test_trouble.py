@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
 from tests.chaos.storm import Storm
 from tests.conftest import MAX_MESSAGE_BYTES
 from tests.harness.buses import Proxy
+from tests.harness.faults.injections import FILLER, fill, small_disk
 from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -239,14 +239,14 @@ async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_wh
     stall_seconds = 15
     stalls = f"run.stall_seconds={stall_seconds}"
     storm = Storm(tmp_path, seed=1, overrides=("bus.max_log_bytes=8388608", MESSAGE_BYTES, stalls), forks=forks)
-    with small_disk(storm.run_directory / "nats", megabytes=64) as disk:
+    with disk_of(storm.run_directory / "nats", megabytes=64) as disk:
         async with storm.up() as seen:
             before = storm.pids()
             fill(disk)
             await storm.until(lambda: "has stored nothing" in storm.output, "the watcher says so")
             await asyncio.sleep(stall_seconds)
             assert storm.pids() == before
-            (disk / "filler").unlink()
+            (disk / FILLER).unlink()
             steps = seen.step[1]
             await storm.until(lambda: seen.step[1] > steps + 2, "all work again")
             after = storm.pids()
@@ -257,21 +257,11 @@ async def test_all_processes_wait_while_the_servers_disk_is_full_and_continue_wh
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
-    """A file system of that size."""
-    folder.mkdir(parents=True)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"cannot mount a small disk here: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(disk: Path) -> None:
-    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(2**16))
+def disk_of(folder: Path, *, megabytes: int) -> Iterator[Path]:
+    """A file system of that size; skips the test where nobody may mount one."""
+    with contextlib.ExitStack() as mounted:
+        try:
+            disk = mounted.enter_context(small_disk(folder, megabytes=megabytes))
+        except OSError as error:
+            pytest.skip(str(error))
+        yield disk

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from tests.chaos.victims import Deed
-from tests.harness.faults.injections import full_disk, no_descriptors, no_memory, stopped
+from tests.chaos.victims import Deed, Role
+from tests.harness.faults.injections import full_disk, kept_full, no_descriptors, no_memory, stopped
 
 BACK_SECONDS: Final = 3600.0
-_CLOCK: Final = "clock.set_back"
 _OF_A_PROCESS: Final[Mapping[Deed, Callable[[int], contextlib.AbstractContextManager[None]]]] = {
     "stop": stopped,
     "no disk": full_disk,
@@ -22,27 +21,34 @@ _OF_A_PROCESS: Final[Mapping[Deed, Callable[[int], contextlib.AbstractContextMan
 
 
 @contextlib.contextmanager
-def of(deed: Deed, pid: int, *, folder: Path) -> Iterator[None]:
+def of(deed: Deed, pid: int, *, folder: Path, role: Role, disk: Path | None = None) -> Iterator[None]:
     """``folder``: where processes look for their clock. A process that is gone by now is let off."""
     with contextlib.ExitStack() as stack:
         if deed == "clock set back":
-            stack.enter_context(_clock_set_back(folder))
+            stack.enter_context(_set_back(_clock(folder, role)))
+        elif deed == "full":
+            assert disk is not None
+            stack.enter_context(kept_full(disk))
         else:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 stack.enter_context(_OF_A_PROCESS[deed](pid))
         yield
 
 
+def _clock(folder: Path, role: Role) -> Path:
+    return folder / f"clock.{role}"
+
+
 @contextlib.contextmanager
-def _clock_set_back(folder: Path) -> Iterator[None]:
-    (folder / _CLOCK).touch()
+def _set_back(clock: Path) -> Iterator[None]:
+    clock.touch()
     try:
         yield
     finally:
-        (folder / _CLOCK).unlink(missing_ok=True)
+        clock.unlink(missing_ok=True)
 
 
-def follow_clock(folder: Path) -> None:
+def follow_clock(folder: Path, *, role: Role) -> None:
     """From now on this process's clock is an hour behind while the folder says so."""
-    real, sign = time.time, folder / _CLOCK
+    real, sign = time.time, _clock(folder, role)
     time.time = lambda: real() - BACK_SECONDS * sign.exists()

@@ -5,13 +5,17 @@ A storm goes through all its kinds in random order, so that each is equally freq
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Final, Literal
 
-Role = Literal["learner", "rollout-worker", "nats-server", "run", "everybody", "rank", "machine"]
-Deed = Literal["kill", "stop", "kill twice", "no disk", "no descriptors", "no memory", "clock set back"]
+from asyncrl.config import LearnerSection
+
+Role = Literal[
+    "learner", "rollout-worker", "nats-server", "run", "everybody", "rank", "machine", "run's disk", "server's disk"
+]
+Deed = Literal["kill", "stop", "kill twice", "no disk", "no descriptors", "no memory", "clock set back", "full"]
 Moment = Literal[
     "any time", "after a step", "writing a checkpoint", "renaming a checkpoint", "writing weights", "starting",
     "after its publish",
@@ -26,11 +30,12 @@ MOST_SHORT_SECONDS: Final = 15.0
 class Kind:
     """count: number of processes of the role struck at once.
 
+    A disk is a small file system: the run's has its whole folder but the store of nats-server, which has the server's.
     A rank is one of the learner's besides the first; a machine is all ranks of one of its groups (learner.machines).
 
     kill is SIGKILL; stop is SIGSTOP for 5 to 40 s, then SIGCONT to those that are still there; kill twice kills what
     was started in its place as soon as it is up. The others last for 5 to 15 s: no file of the process may grow, it
-    can open nothing, it gets no more memory, its clock is an hour behind.
+    can open nothing, it gets no more memory, its clock is an hour behind; the disk has no byte left.
     """
 
     role: Role
@@ -42,6 +47,21 @@ class Kind:
     def is_deadly(self) -> bool:
         """Whether its victim must be another process afterwards."""
         return self.deed in ("kill", "kill twice")
+
+    def victims(self, random: Random, *, workers: Sequence[str], learner: LearnerSection) -> list[str]:
+        """Names of processes; of a disk, whose it is."""
+        if self.role == "rollout-worker":
+            return random.sample(workers, self.count)
+        if self.role == "everybody":  # the launcher first: it would say what became of the others
+            return ["run", "nats-server", "learner", *workers]
+        ranks = ["learner", *(f"learner-{rank}" for rank in range(1, learner.ranks))]
+        if self.role == "rank":
+            return random.sample(ranks[1:], self.count)
+        if self.role == "machine":
+            each = learner.ranks // learner.machines
+            first = random.randrange(learner.machines) * each
+            return ranks[first : first + each]
+        return [{"run's disk": "learner", "server's disk": "nats-server"}.get(self.role, self.role)]
 
     def __str__(self) -> str:
         who = self.role if self.count == 1 else f"{self.count} {self.role}s"
@@ -83,6 +103,11 @@ RESOURCES: Final = (
     Kind("rollout-worker", "any time", deed="no memory"),
     Kind("nats-server", "any time", deed="no memory"),
     Kind("rollout-worker", "any time", 3, deed="clock set back"),
+    Kind("learner", "any time", deed="clock set back"),
+)
+DISKS: Final = (
+    Kind("run's disk", "any time", deed="full"),
+    Kind("server's disk", "any time", deed="full"),
 )
 RANKS: Final = (
     Kind("rank", "any time"),
@@ -107,14 +132,15 @@ FAULTS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "victims": VICTIMS,
     "others": OTHERS,
     "resources": RESOURCES,
+    "disks": DISKS,
     "all": KILLS + OTHERS + RESOURCES,
     "ranks": RANKS,
 }
-"""What a storm may be made of; "ranks" needs a learner that has several (run_files.py)."""
+"""What a storm may be made of; "disks" needs the right to mount, "ranks" a learner of several (run_files.py)."""
 
 
 def deal(seed: int, kinds: tuple[Kind, ...] = KILLS) -> Iterator[Kind]:
     """All kinds, in a new random order each round, endlessly."""
-    generator = random.Random(seed)
+    generator = Random(seed)
     while True:
         yield from generator.sample(kinds, len(kinds))

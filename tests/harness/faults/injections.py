@@ -9,11 +9,15 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
+
+FILLER: Final = "filler"
 
 
 @contextlib.contextmanager
@@ -70,6 +74,49 @@ def _limited(pid: int, what: int, limit: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):  # it may have died of it
             resource.prlimit(pid, what, before)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
+    """A file system of that size. Raises OSError where nobody may mount one."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        raise OSError(f"cannot mount a small disk here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with (disk / FILLER).open("ab", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+@contextlib.contextmanager
+def kept_full(disk: Path) -> Iterator[None]:
+    """Whatever is removed from it meanwhile."""
+    is_over = threading.Event()
+
+    def keep() -> None:
+        while not is_over.wait(0.05):
+            fill(disk)
+
+    fill(disk)
+    filling = threading.Thread(target=keep, name="filling", daemon=True)
+    filling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        filling.join()
+        (disk / FILLER).unlink()
 
 
 class Proxy:
