@@ -1,0 +1,112 @@
+"""A language model as judge: its grade is the reward, what goes wrong is a reason, and nothing is a silent zero."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from asyncrl.errors import ConfigError, RewardError
+from tests.harness.rewards import load, sample, values
+
+
+class Server:
+    """Answers with ``says``, one after the other, the last one for ever: a text, or a status."""
+
+    def __init__(self) -> None:
+        self.says: list[str | int] = ["Score: 10"]
+        self.seen: list[Any] = []
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.seen.append((request.headers.get("Authorization"), await request.json()))
+        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if isinstance(said, int):
+            return web.Response(status=said, text="no such model\ndetails")
+        return web.json_response({"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 30}})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    found = Server()
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", found.handle)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield found
+    await runner.cleanup()
+
+
+def judge(server: Server, **options: Any) -> Any:
+    return load("llm_judge", url=server.url, model="m", backoff_seconds=0.0, **options)
+
+
+async def test_the_last_grade_is_the_reward_between_lowest_and_highest(server: Server) -> None:
+    server.says = ["Score: 3? No.\nScore: **7.5**"]
+    reward = judge(server, api_key="k", template="{prompt}|{answer}|{label}")
+    (found,) = await reward([sample("<think>x</think> a {b}", prompt="p", label=5)])
+    assert (found.value, found.parts) == (0.75, {"grade": 7.5})
+    assert server.seen[0][0] == "Bearer k" and server.seen[0][1]["messages"][0]["content"] == "p|a {b}|5"
+    await reward.close()
+
+
+async def test_what_was_graded_is_not_asked_again(server: Server) -> None:
+    reward = judge(server)
+    assert [r.value for r in await reward([sample("a"), sample("a"), sample("b")])] == [1.0] * 3
+    assert await values(reward, sample("b"), sample("a")) == [1.0, 1.0]
+    assert len(server.seen) == 2
+
+
+async def test_a_busy_server_and_a_judge_without_a_grade_are_asked_again(server: Server) -> None:
+    server.says = [503, 429, "I cannot say", "Score: 11", "Score: 5"]
+    assert await values(judge(server), sample("a")) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("says", "problem"),
+    [
+        ([500], "after 3 tries: HTTP 500"),
+        (["fine"], "after 3 tries: no grade in what it says: 'fine'"),
+        ([404], "HTTP 404 Not Found: no such model$"),
+    ],
+)
+async def test_what_does_not_help_fails_the_group_with_the_reason(
+    server: Server, says: list[str | int], problem: str
+) -> None:
+    server.says = says
+    reward = judge(server, retries=2)
+    with pytest.raises(RewardError, match=problem):
+        await reward([sample("a")])
+    await reward.close()
+    assert len(server.seen) == (1 if says == [404] else 3)
+
+
+@pytest.mark.parametrize("option", ["max_requests", "max_total_tokens"])
+async def test_a_budget_that_is_spent_fails_groups(server: Server, option: str) -> None:
+    reward = judge(server, **{option: 2 if option == "max_requests" else 60})
+    assert [r.value for r in await reward([sample("a")]) + await reward([sample("b")])] == [1.0, 1.0]
+    with pytest.raises(RewardError, match=f"the budget of reward.options.{option} = .* is spent"):
+        await reward([sample("c")])
+    assert await values(reward, sample("a")) == [1.0] and len(server.seen) == 2
+
+
+def refusals() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"url": "judge:80"}, "url must start with http"
+    yield {"template": "{prompt}"}, "template: {answer} is missing"
+    yield {"template": "{answer} {reference}"}, "template: {reference} is unknown"
+    yield {"template": "{answer"}, "template: .*brace"
+    yield {"pattern": "Score"}, "has no group for the grade"
+    yield {"pattern": "("}, "is no regular expression"
+    yield {"highest": 0.0}, "highest must be above lowest"
+    yield {"at_once": 0}, "at_once must be > 0"
+
+
+@pytest.mark.parametrize(("options", "problem"), list(refusals()))
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load("llm_judge", **({"url": "http://judge:80/v1", "model": "m"} | options))
+    assert "\n" not in str(caught.value)
