@@ -39,6 +39,17 @@ def load_rollout(section: config.RolloutSection, *, table: Mapping[str, str]) ->
     )
 
 
+def check_machine(section: config.RolloutSection, *, table: Mapping[str, str]) -> None:
+    """What this machine lacks for the function, such as an agent's program: its Options' ``check_machine`` says it.
+
+    Raises ConfigError.
+    """
+    found = plugins.load(section.function, where="rollout.function", table=table)
+    options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
+    if options_type is not None and hasattr(options_type, "check_machine"):
+        tables.build(options_type, section.options, "rollout.options").check_machine()
+
+
 def _refuse_options(section: config.RolloutSection) -> None:
     if section.options:
         raise ConfigError(

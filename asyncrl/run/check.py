@@ -42,6 +42,7 @@ def check(run: RunConfig) -> None:
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
         registry.check_reward_machine(run)
+        registry.check_rollout_machine(run)
 
 
 def check_learner(run: RunConfig) -> None:
@@ -56,6 +57,7 @@ def check_worker(run: RunConfig) -> None:
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
+    registry.check_rollout_machine(run)
 
 
 def _check_settings(run: RunConfig) -> None:

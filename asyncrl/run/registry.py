@@ -193,6 +193,13 @@ def check_reward_machine(run: RunConfig) -> None:
         reward.check_machine()
 
 
+def check_rollout_machine(run: RunConfig) -> None:
+    """What this machine lacks for the run's rollout function, such as an agent's program. Raises ConfigError."""
+    from asyncrl.rollouts import load
+
+    load.check_machine(run.rollout, table=ROLLOUTS)
+
+
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
     """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
     from asyncrl.config.secret_values import hidden

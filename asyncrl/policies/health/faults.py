@@ -73,7 +73,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "harness": Part(
         "harness",
         "'s harness has not asked the model or ended",
-        "its log names the sample and the process, which rollout.options.timeout_seconds ends; mend it, or lower that",
+        "mend the agent, or lower rollout.options.timeout_seconds, which ends its sample",
         cure="",  # the limit of a sample ends it, and all that it started
     ),
     "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),

@@ -29,7 +29,7 @@ from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.sglang_parsers import SGLangParser
 from asyncrl.rollouts.agent.endpoint.template import Template
 from asyncrl.rollouts.agent.endpoint.turns import TrainedSequence, Turns
-from asyncrl.rollouts.agent.harnesses.limits import Limits
+from asyncrl.rollouts.agent.harnesses.limits import Limited, Limits
 from asyncrl.rollouts.agent.harnesses.load import load_harness
 from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task, outcome_of
 
@@ -74,6 +74,17 @@ class Options:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
 
+    def check_machine(self) -> None:
+        """Raises ConfigError if the harness's program or virtual environment is not here."""
+        self.load_harness()
+
+    def load_harness(self) -> Limited:
+        """The harness within its limits; starts nothing. Raises ConfigError."""
+        limits = Limits(
+            timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
+        )
+        return load_harness(self.harness, self.harness_options, limits=limits)
+
 
 class Agent:
     """A RolloutFn: one endpoint and one harness for a worker, one session for a sample."""
@@ -86,12 +97,7 @@ class Agent:
         self._options = options
         self._template = Template(tokenizer, chat_template=options.chat_template, options=options.chat_template_options)
         self._parser = _parser(options, self._template)
-        limits = Limits(
-            timeout_seconds=options.timeout_seconds,
-            on_timeout=options.on_timeout,
-            timeout_reward=options.timeout_reward,
-        )
-        self._harness = load_harness(options.harness, options.harness_options, limits=limits)
+        self._harness = options.load_harness()
         self._server = EndpointServer(host=options.host, port=options.port, model=options.model)
 
     async def __call__(self, prompt: PromptGroup, generate: Generate, *, index: int) -> Sequence[Trajectory]:
