@@ -129,8 +129,8 @@ class Scripted:
         return answer
 
 
-def session(engine: Any, **changes: Any) -> Session:
-    template = Template(TOKENIZER)
+def session(engine: Any, *, tokenizer: Any = TOKENIZER, **changes: Any) -> Session:
+    template = Template(tokenizer)
     settings: dict[str, Any] = {"max_tokens": 10_000, "context_tokens": 100_000, "name": "0/0"}
     parser = PlainParser(template.source)
     return Session(engine, template=template, parser=parser, **(settings | changes))
