@@ -195,6 +195,13 @@ _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 """How libraries written in Rust say an errno."""
 
 
+def leaves(error: BaseException) -> list[BaseException]:
+    """The exceptions in a group and in its groups, in order; ``error`` itself where it is no group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+
+
 def exit_code_of(error: BaseException) -> int:
     """Of a process that ``error`` ends: the worst of the error, its causes and the members of its groups.
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.errors import leaves
 
 log = logging.getLogger("asyncrl.supervisor")
 
@@ -61,16 +62,8 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
 
 def _only(error: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first of the exceptions in ``error`` when all are of one type, as when one engine fails many groups."""
-    leaves = list(_leaves(error))
-    return leaves[0] if len({type(leaf) for leaf in leaves}) == 1 else error
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
+    found = leaves(error)
+    return found[0] if len({type(leaf) for leaf in found}) == 1 else error
 
 
 @contextlib.contextmanager

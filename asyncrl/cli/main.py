@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol, cast
 
-from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of
+from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.version import VERSION
 
 VERBS: Final = {
@@ -120,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = exit_code_of(error)
     except Exception as error:
         logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
-        print(f"asyncrl {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        said = dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))  # "a TaskGroup" says nothing
+        print(f"asyncrl {name}: {'; '.join(said)}", file=sys.stderr)
         code = exit_code_of(error)
     except KeyboardInterrupt:
         code = INTERRUPTED

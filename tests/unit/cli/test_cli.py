@@ -245,6 +245,17 @@ def test_what_no_restart_heals_and_what_waiting_does_have_exit_codes_of_their_ow
     assert ended_by(ExceptionGroup("two", [ConfigError("learner.ranks: 8"), full])) == 2
 
 
+def test_several_errors_at_once_are_each_said(
+    monkeypatch: pytest.MonkeyPatch, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: Any) -> int:
+        raise ExceptionGroup("unhandled errors in a TaskGroup", [ValueError("a"), ExceptionGroup("b", [KeyError(1)])])
+
+    monkeypatch.setattr(cli.load("check"), "run", fail)
+    assert cli.main(["check", str(run_file)]) == 1
+    assert "asyncrl check: ValueError: a; KeyError: 1\n" in capsys.readouterr().err
+
+
 MISTAKES = {
     "misspelt key": ("learner.stesp=1", "learner: unknown key 'stesp'"),
     "near key": ("rollout.group_sise=4", "did you mean 'group_size'?"),
