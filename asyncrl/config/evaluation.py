@@ -81,7 +81,6 @@ class EvaluationDataset:
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
-        require(bool(self.path), "path is empty; name a file")
         positive(self, "samples")
         for key in ("limit", "max_prompt_tokens", "max_new_tokens", "top_k", "min_new_tokens", "temperature"):
             require(getattr(self, key) >= 0, f"{key} must be >= 0, got {getattr(self, key)}")

@@ -22,7 +22,7 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
     module_name, colon, attribute = address.partition(":")
     if not colon or not module_name or not attribute:
         near = difflib.get_close_matches(name, table or {}, 1)
-        if not near and "." in name and all(part.isidentifier() for part in name.split(".")):
+        if "." in name and all(part.isidentifier() for part in name.split(".")):  # an address, and not a name
             near = [":".join(name.rsplit(".", 1))]
         known = f"known: {', '.join(table)}; or " if table else ""
         hint = f"did you mean {near[0]!r}? Or " if near else known

