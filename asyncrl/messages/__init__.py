@@ -1,6 +1,7 @@
 """Everything that crosses the bus: message types, topics, and their encoding.
 
-rollout          prompts, trajectories, partial rollouts
+rollout          prompts and trajectories
+segments         partial rollouts
 control          weight versions, progress, heartbeats, events, metrics, quarantine
 evaluation       which version is evaluated, and what is answered
 weight_transfer  how weights go from the learner's memory to an engine's
@@ -20,8 +21,6 @@ from asyncrl.messages.control import (
 )
 from asyncrl.messages.rollout import (
     ANY_INCARNATION,
-    CallSegment,
-    GroupSegment,
     PromptGroup,
     SamplingParams,
     Trajectory,
@@ -29,6 +28,7 @@ from asyncrl.messages.rollout import (
     TurnReward,
     VersionSpan,
 )
+from asyncrl.messages.segments import CallSegment, GroupSegment
 from asyncrl.messages.upgrade import SCHEMA
 from asyncrl.messages.validation import replace
 

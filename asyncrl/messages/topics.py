@@ -19,7 +19,8 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
-from asyncrl.messages.rollout import GroupSegment, PromptGroup, TrajectoryGroup
+from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
+from asyncrl.messages.segments import GroupSegment
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 
 M = TypeVar("M")

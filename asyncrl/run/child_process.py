@@ -8,7 +8,7 @@ import signal
 import time
 from dataclasses import dataclass, field, replace
 
-from asyncrl.actors.health_monitor import Launched
+from asyncrl.actors.presence import Launched
 from asyncrl.errors import AsyncRLError, NoRoom
 from asyncrl.policies.health.faults import LEARNER_RANK
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec

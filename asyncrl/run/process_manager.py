@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import os
 import signal
 import sys
 import time
@@ -27,7 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.actors.fleet_scaler import FleetScaler
-from asyncrl.actors.health_monitor import HealthMonitor, Lasting, Launched, refusal
+from asyncrl.actors.health_monitor import HealthMonitor, Lasting, refusal
+from asyncrl.actors.presence import Launched
 from asyncrl.actors.supervisor import STUCK_EXIT_CODE
 from asyncrl.bus.adapter import BusServer
 from asyncrl.config import RunSection
@@ -36,7 +36,7 @@ from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
 from asyncrl.protocols.launcher import Launcher
 from asyncrl.run.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
-from asyncrl.run.server_restarts import keep_up
+from asyncrl.run.server_restarts import keep_up, kill
 
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of a process that would end the same way again."""
@@ -365,20 +365,13 @@ class ProcessManager:
         child = next(ours, None)
         if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
             if self._killing_server is None or self._killing_server.done():
-                kill = self._kill_server(self._server, pid, needs_room=finding.fault != "bus")
-                self._killing_server = self._group.create_task(kill)
+                killing = kill(self._server, pid, needs_room=finding.fault != "bus")
+                self._killing_server = self._group.create_task(killing)
         elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
             child.fault = finding.cause
             child.signal(signal.SIGKILL)
         elif finding.cure == "end" and self._workers():  # without workers of our own, others may be on their way
             self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
-
-    async def _kill_server(self, server: BusServer, pid: int, *, needs_room: bool) -> None:
-        """It would not come up on a full disk. The disk is asked beside the event loop: a dead one may not answer."""
-        if needs_room and not await asyncio.to_thread(server.has_room):
-            return
-        if server.pid == pid:
-            os.kill(pid, signal.SIGKILL)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

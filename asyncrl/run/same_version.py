@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable
 
-from asyncrl.actors.health_monitor import number_of, process_state
+from asyncrl.actors.presence import number_of, process_state
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SCHEMA, Heartbeat
 from asyncrl.messages.topics import ACTORS, WEIGHTS

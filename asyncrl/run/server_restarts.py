@@ -48,6 +48,14 @@ async def keep_up(
             return reason
 
 
+async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
+    """End a server that hangs; ``keep_up`` restarts it. One that would not come up again on a full disk stays."""
+    if needs_room and not await asyncio.to_thread(server.has_room):  # in a thread: a dead disk may not answer
+        return
+    if server.pid == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
 async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> str:
     """Wait until the server's process has ended. Why it was ended here, if it was."""
     pid, failure, is_killed, has_room = server.pid, "", False, True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,13 +28,25 @@ class Outage:
     seconds: float = 0.0
     idle_seconds: float = 0.0
 
-    async def watch(
+    @contextlib.asynccontextmanager
+    async def watched(
         self, meters: Path, workers: Sequence[int], *, group_size: int, prompts: Callable[[], Awaitable[int]]
-    ) -> None:
-        """Measure until cancelled, or until the bus is gone too.
+    ) -> AsyncIterator[Outage]:
+        """Measured inside, until the bus is gone too.
 
         workers: ids of processes that have sampled something;  prompts: number of unacked groups
         """
+        watch = self._watch(meters, workers, group_size=group_size, prompts=prompts)
+        task = asyncio.create_task(watch, name="outage")
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    async def _watch(
+        self, meters: Path, workers: Sequence[int], *, group_size: int, prompts: Callable[[], Awaitable[int]]
+    ) -> None:
         before = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests import ROOT
 from tests.chaos.victims import FAULTS
 
 Row = Mapping[str, Any]
@@ -27,6 +30,15 @@ SUMMED: Final = (
     *("lost", "duplicated", "staleness_violations", "incarnations", "retrained", "steps"),
 )
 """Of the audits."""
+
+
+def audit(run_directory: Path, *, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What `asyncrl audit --json` says of a run, and its exit code."""
+    command = [sys.executable, "-m", "asyncrl", "audit", str(run_directory), "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found | {"exit_code": done.returncode}
 
 
 def append(path: Path | None, row: Row) -> None:

@@ -37,7 +37,7 @@ from asyncrl.run.process_manager import NEVER_AGAIN
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT
-from tests.chaos import meter, trouble
+from tests.chaos import meter, report, trouble
 from tests.chaos.kill import Kill, load_seconds
 from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
@@ -137,10 +137,6 @@ class Storm:
     def run_directory(self) -> Path:
         return self._folder / "runs" / "storm"
 
-    @property
-    def _server_directory(self) -> Path:
-        return self.run_directory / "nats"
-
     @contextlib.contextmanager
     def disks(self) -> Iterator[None]:
         """Inside, its run has small file systems of its own, if its faults need them; behind, ``left`` has a copy."""
@@ -149,7 +145,7 @@ class Storm:
             return
         with (
             small_disk(self.run_directory, megabytes=DISK_MEGABYTES),
-            small_disk(self._server_directory, megabytes=DISK_MEGABYTES),
+            small_disk(self.run_directory / "nats", megabytes=DISK_MEGABYTES),
         ):
             try:
                 yield
@@ -233,7 +229,9 @@ class Storm:
         outage = None
         async with contextlib.AsyncExitStack() as watching:
             if kind.role == "learner" and kind.deed == "kill":
-                outage = await watching.enter_async_context(self._outage(workers))
+                size = self._config.rollout.group_size
+                measured = Outage().watched(self._meters, workers, group_size=size, prompts=self._count_prompts)
+                outage = await watching.enter_async_context(measured)
             await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
         seconds, (incarnation, done) = time.monotonic() - began, self.seen.step
         names_it.cancel()
@@ -252,22 +250,6 @@ class Storm:
         self._note(kill)
         self._say(f"{len(self.kills):5d}  {kind!s:42s} {', '.join(names):11s} {kill.seconds:6.1f} s  step {kill.step}")
 
-    @contextlib.asynccontextmanager
-    async def _outage(self, workers: Sequence[int]) -> AsyncIterator[Outage]:
-        outage = Outage()
-        watch = outage.watch(
-            self._meters,
-            workers,
-            group_size=self._config.rollout.group_size,
-            prompts=self._count_prompts,
-        )
-        task = asyncio.create_task(watch, name="outage")
-        try:
-            yield outage
-        finally:
-            task.cancel()
-            await asyncio.wait((task,))
-
     async def _count_prompts(self) -> int:
         if self.bus is None:
             raise BusError("away")
@@ -277,10 +259,9 @@ class Storm:
         if not kind.is_deadly:
             most = MOST_STOPPED_SECONDS if kind.deed == "stop" else MOST_SHORT_SECONDS
             seconds = self.random.uniform(LEAST_STOPPED_SECONDS, most)
-            with contextlib.ExitStack() as stack:
-                disk = self._server_directory if kind.role == "server's disk" else self.run_directory
-                for pid in [pid for name, pid in self.pids().items() if name in names]:
-                    stack.enter_context(trouble.of(kind.deed, pid, folder=self._meters, role=kind.role, disk=disk))
+            disk = self.run_directory / "nats" if kind.role == "server's disk" else self.run_directory
+            pids = [pid for name, pid in self.pids().items() if name in names]
+            with trouble.of_all(kind.deed, pids, folder=self._meters, role=kind.role, disk=disk):
                 await asyncio.sleep(seconds)
             return
         before = self.pids()
@@ -341,6 +322,11 @@ class Storm:
             preexec_fn=functools.partial(os_process.signal_on_parent_death, signal.SIGKILL),
         )
 
+    async def _ended(self) -> None:
+        process = self._process
+        while process is not None and process.poll() is None:
+            await asyncio.sleep(_LOOK_SECONDS)
+
     def _end(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
@@ -374,11 +360,7 @@ class Storm:
             await asyncio.sleep(_LOOK_SECONDS)
 
     def audit(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "asyncrl", "audit", str(self.run_directory), "--json"]
-        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.stdout, f"asyncrl audit said nothing: {done.stderr}"
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found | {"exit_code": done.returncode}
+        return report.audit(self.run_directory, environment=self.environment)
 
     # -- what can be seen from outside ---------------------------------------------------------------------------------
 
@@ -402,11 +384,7 @@ class Storm:
             except (AsyncRLError, OSError, ValueError):  # not up yet, or just gone
                 await asyncio.sleep(0.1)
                 continue
-            watches = (
-                self.seen.watch_steps(bus),
-                self.seen.read_groups(bus),
-                self._life(),
-            )
+            watches = (self.seen.watch_steps(bus), self.seen.read_groups(bus), self._ended())
             self.bus = bus
             tasks = [asyncio.create_task(watch) for watch in watches]
             try:
@@ -418,8 +396,3 @@ class Storm:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 with contextlib.suppress(AsyncRLError, OSError, TimeoutError):
                     await bus.close()
-
-    async def _life(self) -> None:
-        process = self._process
-        while process is not None and process.poll() is None:
-            await asyncio.sleep(_LOOK_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +32,15 @@ def of(deed: Deed, pid: int, *, folder: Path, role: Role, disk: Path | None = No
         else:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 stack.enter_context(_OF_A_PROCESS[deed](pid))
+        yield
+
+
+@contextlib.contextmanager
+def of_all(deed: Deed, pids: Iterable[int], *, folder: Path, role: Role, disk: Path | None = None) -> Iterator[None]:
+    """As ``of``, to several processes at once."""
+    with contextlib.ExitStack() as stack:
+        for pid in pids:
+            stack.enter_context(of(deed, pid, folder=folder, role=role, disk=disk))
         yield
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.actors.health_monitor import process_state
+from asyncrl.actors.presence import process_state
 from asyncrl.config.launcher import LauncherSection
 from asyncrl.launchers.local import LocalLauncher
 from asyncrl.launchers.ray import RayLauncher

@@ -73,6 +73,11 @@ class ServerClient:
         async with self._ask("POST", "/flush_cache", {}, is_order=True):
             pass
 
+    async def abort(self, request_id: str) -> None:
+        """End a generation."""
+        async with self.post("/abort_request", {"rid": request_id}):
+            pass
+
     def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
         session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http
         if session is None or session.closed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from asyncrl.engines.sglang import memory
 from asyncrl.engines.sglang.adapters import Adapters, server_arguments
 from asyncrl.engines.sglang.arguments import check_arguments, check_joined_arguments
 from asyncrl.engines.sglang.client import ServerClient, lines
-from asyncrl.engines.sglang.health import until_healthy
+from asyncrl.engines.sglang.health import first_answer, until_healthy
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import OPTION, ExpertShape
@@ -49,7 +50,7 @@ from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
 from asyncrl.engines.version_spans import Version, format_version, parse_version
-from asyncrl.errors import ConfigError, EngineDied, EngineError, WeightsError
+from asyncrl.errors import ConfigError, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
@@ -143,8 +144,7 @@ class SGLangEngine(EngineAdapter):
         quantized      folder for the model in 8 bits, as all its versions are; None: they are as trained
         tells_experts  which each token of an answer to be trained went to
         """
-        self._model_path = model_path
-        self._quantized = quantized
+        self._model_path, self._quantized = model_path, quantized
         self._device, self._dtype = device, dtype
         self._first_version = version
         self._options = options
@@ -231,7 +231,8 @@ class SGLangEngine(EngineAdapter):
         self._client.check_open()
         if self._adapters is not None:
             return await self._adapters.load(weights.order, Path(weights.uri))
-        folder = await asyncio.get_running_loop().run_in_executor(self._reader, self._check_weights, weights)
+        check = functools.partial(check_weights, weights, expected=self._shapes, optional=self._optional_names)
+        folder = await asyncio.get_running_loop().run_in_executor(self._reader, check)
         return await self._loader.load(weights, folder)
 
     async def release(self) -> None:
@@ -338,14 +339,8 @@ class SGLangEngine(EngineAdapter):
         probe = self._request(
             np.zeros(2, dtype=np.int32), SamplingParams(max_new_tokens=2, ignore_eos=True), stream=False
         )
-        try:
-            async with asyncio.timeout(self._options.start_seconds), self._client.post("/generate", probe) as response:
-                has_spans = "weight_versions" in (await response.json())["meta_info"]
-        except TimeoutError:
-            raise EngineDied(
-                f"SGLang at {self.url} generates no tokens: is it paused? A process that died while loading weights "
-                "leaves it paused, perhaps with partly loaded weights; restart it"
-            ) from None
+        answer = await first_answer(self._client, probe, seconds=self._options.start_seconds)
+        has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         self._has_spans = has_spans and self._options.version_source != "stream"
@@ -400,14 +395,6 @@ class SGLangEngine(EngineAdapter):
         except asyncio.CancelledError:
             # Abort explicitly: the server notices a closed connection only seconds later.
             with contextlib.suppress(EngineError, TimeoutError):
-                async with (
-                    asyncio.timeout(_ABORT_SECONDS),
-                    self._client.post("/abort_request", {"rid": request["rid"]}),
-                ):
-                    pass
+                async with asyncio.timeout(_ABORT_SECONDS):
+                    await self._client.abort(request["rid"])
             raise
-
-    # -- load ----------------------------------------------------------------------------------------------------------
-
-    def _check_weights(self, weights: WeightVersion) -> Path:
-        return check_weights(weights, expected=self._shapes, optional=self._optional_names)

@@ -1,4 +1,4 @@
-"""Waits for an SGLang server to come up."""
+"""Waits for an SGLang server to come up, and to generate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.server import ServerProcess
@@ -30,6 +32,18 @@ async def until_healthy(client: ServerClient, server: ServerProcess | None, *, s
         where = server.log_tail() if server else "is it running?"
         raise EngineDied(f"SGLang at {client.url} did not respond within {seconds:g} s; {where}") from error
     log.info("SGLang at %s is up after %.0f s", client.url, time.monotonic() - began)
+
+
+async def first_answer(client: ServerClient, request: Mapping[str, Any], *, seconds: float) -> Any:
+    """What it answers to a first request, which also warms it up. Raises EngineDied if it generates nothing."""
+    try:
+        async with asyncio.timeout(seconds), client.post("/generate", request) as response:
+            return await response.json()
+    except TimeoutError:
+        raise EngineDied(
+            f"SGLang at {client.url} generates no tokens: is it paused? A process that died while loading weights "
+            "leaves it paused, perhaps with partly loaded weights; restart it"
+        ) from None
 
 
 async def _is_healthy(client: ServerClient, server: ServerProcess | None) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan, replace
-from asyncrl.messages.rollout import GroupSegment
+from asyncrl.messages.segments import GroupSegment
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
 from asyncrl.protocols import Bus, Generate, Generation, PartialGeneration
 from asyncrl.rollouts.builtin import single_turn

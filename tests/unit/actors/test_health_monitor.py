@@ -19,11 +19,9 @@ from asyncrl.actors.health_monitor import (
     ANSWER_SECONDS,
     HealthMonitor,
     Lasting,
-    Launched,
-    PresenceTracker,
     Since,
-    process_state,
 )
+from asyncrl.actors.presence import WATCHER, Launched, PresenceTracker, process_state
 from asyncrl.cli import doctor
 from asyncrl.errors import BusError, NoAnswer, NoSuchRun
 from asyncrl.messages import Heartbeat
@@ -196,7 +194,7 @@ def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str
 
 def test_other_watchers_are_no_part_of_the_run() -> None:
     heard = sightings()
-    heard.hear({"watcher-9": beat("watcher-9", 1, role=watching.ROLE)}, seconds=1)
+    heard.hear({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)
     assert heard.present() == {}
 
 

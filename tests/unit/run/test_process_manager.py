@@ -14,7 +14,7 @@ from asyncrl.errors import INTERRUPTED, LaunchError, NameTaken, NoRoom
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import LEARNER, Finding
 from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run import child_process, process_manager
+from asyncrl.run import child_process, process_manager, server_restarts
 from asyncrl.run.child_process import ChildProcess
 from tests.harness.buses import heartbeat
 from tests.harness.fleet import Launcher, Process, Stage
@@ -107,7 +107,7 @@ async def test_the_servers_disk_is_asked_beside_the_event_loop(
             return answer.wait(30) and room[0]
 
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(process_manager.os, "kill", lambda *which: killed.append(which))
+    monkeypatch.setattr(server_restarts.os, "kill", lambda *which: killed.append(which))
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     monkeypatch.setattr(it.manager, "_server", Server())

@@ -1,0 +1,213 @@
+"""Who of a run was heard lately: the health monitor's memory of heartbeats, on its own clock.
+
+Tests: tests/unit/actors/test_health_monitor.py.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from asyncrl.messages import Heartbeat, Wait
+from asyncrl.messages.topics import ACTORS
+from asyncrl.policies.health.faults import (
+    BEAT_SECONDS,
+    FIRST_SECONDS,
+    LEARNER,
+    LEARNERS_ACTORS,
+    SILENT_SECONDS,
+    Process,
+    Seen,
+)
+from asyncrl.policies.health.fleet import CLOCK
+
+REMEMBER_SECONDS = 60.0
+"""How long an actor that is not heard of is spoken of."""
+WATCHER = "watcher"
+"""Role of health monitors, which are not part of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A process that the watcher's own launcher keeps up. pid 0: between two lives.  seconds: since that began.
+
+    host: of its machine; empty is the watcher's own.  is_leaving: it was asked to, and may be silent while it ends
+    """
+
+    name: str
+    role: str
+    pid: int
+    seconds: float
+    host: str = ""
+    is_leaving: bool = False
+
+
+class PresenceTracker:
+    """Who was heard, and how long ago on the watcher's own clock."""
+
+    def __init__(self, *, host: str, process: Callable[[int], Process], wall: Callable[[], float] = time.time) -> None:
+        """process: what this machine says of a process id;  wall: its clock"""
+        self._host = host
+        self._process = process
+        self._wall = wall
+        self._seen: dict[str, Seen] = {}
+        self._lively: set[str] = set()  # of the others it is not known how old the only beat heard was
+        self._unheard: dict[str, float] = {}  # seconds of the watcher's clock since the last new beat
+        self._has_listened = False
+        self._heard_again = math.inf  # seconds since the bus is back, if it was ever away
+        self._own: dict[str, tuple[str, int]] = {}  # name -> host and pid
+        self._ended: set[tuple[str, int]] = set()
+        self._worked: set[tuple[str, int]] = set()
+        self._left_behind: dict[str, tuple[str, int, int]] = {}  # name -> host, pid and number of its last beat
+
+    def hear(
+        self,
+        beats: Mapping[str, Heartbeat],
+        *,
+        seconds: float,
+        elapsed: float | None = None,
+        launched: Iterable[Launched] = (),
+    ) -> None:
+        """Take in one look, ``seconds`` of listening after the one before.  elapsed: on the watcher's clock, of which
+        it may have been frozen for some; None: as many"""
+        elapsed = seconds if elapsed is None else elapsed
+        self._heard_again += seconds
+        self._unheard = {name: self._unheard.get(name, 0.0) + elapsed for name in self._seen}
+        own = {one.name: one for one in launched}
+        up = {name: (one.host or self._host, one.pid) for name, one in own.items() if one.pid}
+        self._ended |= {life for name, life in self._own.items() if up.get(name) != life}
+        self._own = up
+        self._ended -= set(self._own.values())
+        if own and not self._has_listened:
+            self._left_behind = {name: number_of(beat) for name, beat in beats.items() if self._is_of_before(beat)}
+        places = {life: name for name, life in up.items()}
+        beats = {name: beat for name, beat in beats.items() if not _is_false(name, beat, places)}
+        beats = {name: beat for name, beat in beats.items() if self._left_behind.get(name) != number_of(beat)}
+        self._worked |= {life for name, life in up.items() if name in beats and _is_past_start(beats[name], life)}
+        self._seen = {name: seen for name, seen in self._seen.items() if name in beats or self._is_missed(name, seen)}
+        passed = self._passed(beats, seconds=seconds, elapsed=elapsed)
+        self._seen |= {name: self._heard(beats.get(name), name, passed(name)) for name in {*self._seen, *beats}}
+        self._seen = {name: seen for name, seen in self._seen.items() if not self._is_over(seen.beat)}
+        self._has_listened = True
+        for one in own.values():
+            if one.is_leaving or up.get(one.name) in self._worked:  # it took its entry away, and ends
+                continue
+            if one.name not in self._seen or self._seen[one.name].beat.pid != one.pid:
+                self._seen[one.name] = self._starting(one)
+
+    def excuse(self) -> None:
+        """The bus was away: who could not be heard gets its time again to be."""
+        self._seen = {name: replace(seen, seconds=0.0) for name, seen in self._seen.items()}
+        self._lively.clear()
+        self._heard_again = 0.0
+
+    def has_worked(self, host: str, pid: int) -> bool:
+        """Whether an own process was ever heard to be past its start. ``host``: empty is the watcher's own."""
+        return (host or self._host, pid) in self._worked
+
+    def names(self) -> set[str]:
+        return set(self._seen)
+
+    def present(self) -> dict[str, Seen]:
+        """All of them, with what this machine says of the silent ones' processes."""
+        return {
+            name: replace(seen, process=self._process(seen.beat.pid))
+            if seen.seconds > SILENT_SECONDS and seen.beat.host == self._host
+            else seen
+            for name, seen in self._seen.items()
+        }
+
+    def _passed(self, beats: Mapping[str, Heartbeat], *, seconds: float, elapsed: float) -> Callable[[str], float]:
+        """Seconds of this look for each name: those of listening, or as many as another process has beat in."""
+        beaten: dict[tuple[str, int], float] = {}
+        for name, beat in beats.items():
+            before, process = self._seen.get(name), (beat.host, beat.pid)
+            if before is not None and (before.beat.host, before.beat.pid) == process and beat.phase != "starting":
+                beaten[process] = max(beaten.get(process, 0.0), BEAT_SECONDS * (beat.beat - before.beat.beat))
+        most = sorted(beaten.items(), key=lambda item: -item[1])[:2]
+
+        def passed(name: str) -> float:
+            seen = self._seen.get(name)
+            own = None if seen is None else (seen.beat.host, seen.beat.pid)
+            others = max((heard for process, heard in most if process != own), default=0.0)
+            return max(seconds, min(elapsed, others))
+
+        return passed
+
+    def _is_missed(self, name: str, seen: Seen) -> bool:
+        """Whether somebody whose entry is gone did not take it away when it left in order."""
+        if not seen.beat.beat:  # never heard: still starting
+            return False
+        may_have_expired = self._unheard.get(name, 0.0) >= ACTORS.seconds_to_live
+        if name in self._lively and seen.seconds <= SILENT_SECONDS and not may_have_expired:
+            return False
+        is_own = self._own.get(name) == (seen.beat.host, seen.beat.pid)  # and is a process still
+        return is_own or seen.seconds < REMEMBER_SECONDS
+
+    def _heard(self, beat: Heartbeat | None, name: str, seconds: float) -> Seen:
+        before = self._seen.get(name)
+        if before is not None and beat is not None and number_of(beat) == number_of(before.beat):
+            return replace(before, seconds=before.seconds + seconds)
+        self._unheard[name] = 0.0 if beat is not None else self._unheard.get(name, 0.0)
+        if self._has_listened and beat is not None:
+            self._lively.add(name)
+        if before is not None and beat is None:  # its entry has expired
+            unheard = min(self._heard_again, ACTORS.seconds_to_live)  # it could not renew it while the bus was away
+            return replace(before, seconds=max(before.seconds + seconds, unheard))
+        assert beat is not None
+        shown = beat.numbers.get(CLOCK)
+        return Seen(beat=beat, clock=None if shown is None else shown - self._wall())
+
+    def _is_over(self, beat: Heartbeat) -> bool:
+        return beat.role == WATCHER or (beat.host, beat.pid) in self._ended
+
+    def _is_of_before(self, beat: Heartbeat) -> bool:
+        """Left on this machine by a life of the run before this launcher's, which was killed."""
+        return beat.host == self._host and self._process(beat.pid) == "gone"
+
+    def _starting(self, one: Launched) -> Seen:
+        wait = Wait(what="its first heartbeat", on="start", seconds=one.seconds, limit=FIRST_SECONDS)
+        return Seen(
+            beat=Heartbeat(
+                actor=one.name,
+                role=one.role,
+                phase="starting",
+                waits=(wait,),
+                host=one.host or self._host,
+                pid=one.pid,
+            )
+        )
+
+
+def _is_false(name: str, beat: Heartbeat, places: Mapping[tuple[str, int], str]) -> bool:
+    """Whether it says that it is a process or an actor of the run that it is not: what it waits for would be laid to
+    that one, which would be killed for it. ``places``: names of own processes by host and pid."""
+    owner = places.get((beat.host, beat.pid), name)
+    is_learners = name in LEARNERS_ACTORS
+    if beat.role in LEARNERS_ACTORS.values() and not is_learners:
+        return True
+    return owner != name and not (owner == LEARNER and is_learners)
+
+
+def _is_past_start(beat: Heartbeat, life: tuple[str, int]) -> bool:
+    return (beat.host, beat.pid) == life and beat.phase != "starting"
+
+
+def number_of(beat: Heartbeat) -> tuple[str, int, int]:
+    """Another one for each heartbeat of each process."""
+    return (beat.host, beat.pid, beat.beat)
+
+
+def process_state(pid: int) -> Process:
+    """What this machine says of a process; "" for pid 0 and off Linux."""
+    if not pid or not os.path.isdir("/proc/self"):
+        return ""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return "stopped" if letter in "Tt" else "gone" if letter in "ZX" else "running"
