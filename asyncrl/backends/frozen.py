@@ -41,6 +41,11 @@ def check(run: RunConfig, *, are_fused: bool) -> None:
     trained = {name for name in names if is_trained(name, freeze=learner.freeze, train_only=learner.train_only)}
     if not trained:
         raise ConfigError("learner.freeze and learner.train_only leave no parameter to train")
+    for pattern in learner.train_only:
+        if not any(re.search(pattern, name) for name in trained):
+            raise ConfigError(
+                f"learner.train_only: {pattern!r} trains nothing, as learner.freeze holds all of it; remove it from one"
+            )
     for entry in maps:
         if are_fused or entry.is_of_experts:
             _check_fused(entry.huggingface, trained, is_everywhere=entry.is_of_experts)

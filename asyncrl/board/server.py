@@ -156,7 +156,7 @@ class Board:
             opened = await self._opening.run(groups.open, int(number))
         except ConfigError as error:
             raise web.HTTPNotFound(text=f"{error}\n") from None
-        return _json(_finite(opened.sample.as_json() | {"texts": opened.texts, "problem": opened.problem}))
+        return _json(_finite(opened.sample.as_shown() | {"texts": opened.texts, "problem": opened.problem}))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         browser = self.hub.join()

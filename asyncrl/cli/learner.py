@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 
 from asyncrl import logs
 from asyncrl.cli import arguments
@@ -71,6 +72,8 @@ async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched
         async with signing_keys.heard_kept(run_config):
             code = await train(run_config, bus, resume=resume, supervised=supervised)
         exit_within(EXIT_SECONDS, code)
+        for number in (signal.SIGTERM, signal.SIGINT):  # a late one would make a run that is done look interrupted
+            signal.signal(number, signal.SIG_IGN)
         return code
     finally:
         await bus.close()

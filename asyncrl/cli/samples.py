@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncrl.cli import arguments
 from asyncrl.errors import ConfigError
+from asyncrl.policies.groups.turn_text import TEXT, other_pieces, pieces_of
 from asyncrl.policies.health.faults import printable, printable_text
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class _Printer:
     def show(self, group: GroupSample) -> None:
         group = self.decoded(group)
         if self._as_json:
-            print(json.dumps(group.as_json() | ({"undecoded": self._problem} if group.prompt is None else {})))
+            print(json.dumps(group.as_shown() | ({"undecoded": self._problem} if group.prompt is None else {})))
         else:
             print("\n".join(lines(group, problem=self._problem)) + "\n", flush=True)
 
@@ -258,16 +259,30 @@ def lines(group: GroupSample, *, problem: str = "") -> Iterator[str]:
     most = max([sum(not one.part for one in group.answers), *(one.rollout + 1 for one in group.answers)])
     for index, answer in enumerate(group.answers):
         yield printable(_heading(answer, title=group.title(index), of=most))
-        if answer.prompt_tokens:
-            yield "  [its own prompt]"
-            yield from _indented(_ids(answer.prompt_tokens) if answer.prompt is None else answer.prompt)
-            yield "  [answer]"
-        if not answer.turns:
-            yield from _indented(_ids(answer.tokens))
-        for by, text in answer.turns:
-            if by != "policy":
-                yield f"  [{printable(by)}]"
-            yield from _indented(text)
+        yield from _answer(answer)
+
+
+def _answer(answer: Answer) -> Iterator[str]:
+    """What it follows where that is its own, then its turns: what the model said, thoughts, tool calls and results."""
+    if answer.prompt_tokens:
+        yield "  [its own prompt]"
+        if answer.prompt is None:
+            yield from _indented(_ids(answer.prompt_tokens))
+        for piece in other_pieces(answer.prompt or ""):
+            yield from () if piece.kind == TEXT else (f"  [{printable(piece.kind)}]",)
+            yield from _indented(piece.text)
+    if not answer.turns:
+        yield from _indented(_ids(answer.tokens))
+    pieces, titles = pieces_of(answer.turns), answer.titles
+    if len(answer.turns) == len(pieces) == 1 and pieces[0].kind == TEXT and not answer.prompt_tokens:
+        yield from _indented(answer.text)
+        return
+    for piece in pieces:
+        title = titles[piece.turn] if piece.turn < len(titles) else answer.turns[piece.turn][0]
+        if piece.kind != TEXT:
+            title = piece.kind if answer.turns[piece.turn][0] != "policy" else f"{title}: {piece.kind}"
+        yield f"  [{printable(title)}]"
+        yield from _indented(piece.text)
 
 
 def _heading(answer: Answer, *, title: str, of: int) -> str:

@@ -151,6 +151,12 @@ class EvaluationSection:
         names = [dataset.name for dataset in self.datasets]
         for name in names:
             require(names.count(name) == 1, f"datasets: two are called {name!r}; metrics need a name for each")
+            twins = [other for other in names if other.lower() == name.lower()]
+            require(
+                len(twins) == 1,
+                f"datasets: {' and '.join(map(repr, twins))} differ in case alone, which some disks and dashboards "
+                "do not tell apart; rename one",
+            )
 
     def check(self, *, best: str, workers: int) -> None:
         """What it says together with other sections. ``best``: checkpoint.best.  workers: rollout.workers"""

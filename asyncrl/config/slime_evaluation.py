@@ -36,7 +36,18 @@ _KEYS: Final[Mapping[str, str]] = {
     "repetition_penalty": "repetition_penalty",
 }
 """Their key -> ours."""
-_REWARDS: Final[Mapping[str, str]] = {"math": "math", "deepscaler": "math", "dapo": "math", "remote_rm": "remote"}
+_REWARDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    **{kind: {"kind": kind} for kind in ("math", "deepscaler", "dapo", "gpqa", "f1", "random")},
+    **{f"boxed_{kind}": {"kind": kind} for kind in ("math", "deepscaler", "gpqa", "random")},  # they look in the box
+    "boxed_dapo": {"kind": "dapo", "options": {"boxed": True}},
+    "remote_rm": {"kind": "remote"},
+}
+"""Their rm_type -> our reward."""
+_REMEDIES: Final[Mapping[str, str]] = {
+    "custom_rm_path": 'it takes other arguments than a reward here; wrap it: reward = {kind = "package.module:f"}',
+    "custom_generate_function_path": "evaluations use the run's rollout.function",
+}
+"""Why a key of theirs has no counterpart, or what to do instead."""
 _VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
 """OmegaConf and envsubst put a value there before the file is read."""
 
@@ -91,7 +102,8 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
         if value is None or theirs == "rm_type":
             continue
         if theirs not in _KEYS:
-            say(f"{theirs} has no counterpart and is left out")
+            why = f": {_REMEDIES[theirs]}" if theirs in _REMEDIES else ""
+            say(f"{theirs} has no counterpart and is left out{why}")
             continue
         made[_KEYS[theirs]] = value
     made["name"] = re.sub("[^A-Za-z0-9_-]", "-", name)
@@ -105,9 +117,9 @@ def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None])
         if key in made and not isinstance(made[key], list):
             made[key] = [made[key]]
     lines = ["[[evaluation.datasets]]", *(f"{key} = {toml_text(value)}" for key, value in made.items())]
-    kind = str(table.get("rm_type") or "").removeprefix("boxed_")
+    kind = str(table.get("rm_type") or "")
     if kind in _REWARDS:
-        lines.append(f"reward = {{kind = {toml_text(_REWARDS[kind])}}}")
+        lines.append(f"reward = {toml_text(_REWARDS[kind])}")
     elif kind:
         say(f'rm_type {kind!r} has no counterpart: name a reward of your own, reward = {{kind = "package.module:f"}}')
     return lines

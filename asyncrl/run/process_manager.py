@@ -109,6 +109,7 @@ class ProcessManager:
         self._killing_server: asyncio.Task[None] | None = None
         self._group = asyncio.TaskGroup()
         self._over = asyncio.Event()  # the learner is done, we were interrupted, or a process cannot come back
+        self._is_done = False  # the learner ended well: whatever comes now, nothing is left to continue
         self._interrupts = 0
         self._failure = 0
         self._reason = ""
@@ -134,7 +135,7 @@ class ProcessManager:
             await self._launcher.close()
         if self._failure:
             return Outcome(exit_code=self._failure, reason=self._reason)
-        if self._interrupts:
+        if self._interrupts and not self._is_done:
             return Outcome(exit_code=INTERRUPTED, reason="interrupted")
         return Outcome(exit_code=0, reason="done")
 
@@ -217,6 +218,7 @@ class ProcessManager:
         elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
             self._fail(code, "learner was drained by somebody else before the run was done; continue with --resume")
         elif is_learner and code == 0:
+            self._is_done = True
             self._over.set()
         elif is_learner:
             self._end_ranks()
@@ -386,10 +388,11 @@ class ProcessManager:
             print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
 
     def interrupt(self) -> None:
-        """Ctrl-C: the first drains the run, the second kills everything."""
+        """Ctrl-C: the first drains the run, the second kills everything. Neither undoes a run that is done."""
         self._interrupts += 1
         if self._interrupts == 1:
-            self.say("draining; once more to stop at once")
+            doing = "the run is done, its processes end" if self._is_done else "draining"
+            self.say(f"{doing}; once more to stop at once")
             self._over.set()
         else:
             self._signal_all(signal.SIGKILL)

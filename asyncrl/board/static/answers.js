@@ -63,25 +63,40 @@ function answerBox(group, answer, index) {
   if (answer.staleness !== null) title.push(`staleness ${answer.staleness}`);
   title.push(`${answer.tokens.length} tokens`, answer.finish_reason);
   const box = el("details", { class: "answer", "data-answer": index }, el("summary", {}, title.join(" · ")));
-  const fill = () => { if (box.open && box.children.length === 1) box.append(versions(answer), ...(answer.prompt_tokens?.length ? [el("div", { class: "text" }, answer.prompt ?? `tokens ${answer.prompt_tokens.join(" ")}`)] : []), textOf(answer, group.texts[index])); };
+  const fill = () => { if (box.open && box.children.length === 1) box.append(versions(answer), ...(answer.prompt_tokens?.length ? [el("div", { class: "text prompt" }, labelled("its own prompt"), answer.prompt ?? `tokens ${answer.prompt_tokens.join(" ")}`)] : []), textOf(answer, group.texts[index])); };
   box.addEventListener("toggle", fill);
   box.open = index < 4;
   fill();
   return box;
 }
 
+// "turn 2, reward +0.5: tool call add({})" of turn 2, "tool result" of what a tool wrote; "" of an answer's only turn.
+function turnLabel(answer, turn, by) {
+  if (answer.titles.length < 2 && by === "policy") return "";
+  const pieces = answer.pieces.filter((piece) => piece.turn === turn && piece.kind !== "text");
+  const kinds = [...new Set(pieces.map((piece) => (piece.kind === "tool call" ? `tool call ${piece.text.slice(0, 120)}` : piece.kind)))].join(", ");
+  return by === "policy" ? [answer.titles[turn], kinds].filter(Boolean).join(": ") : kinds || by;
+}
+
+// What a turn is called stands beside its text, not in it: copied text is the model's alone.
+function labelled(label) {
+  return label ? el("span", { class: "turn", "data-label": label }) : "";
+}
+
 function textOf(answer, texts) {
   const box = el("div", { class: "text" });
+  const environment = (turn, text) => el("span", { class: "environment", title: "written by a tool or an environment" }, labelled(turnLabel(answer, turn, "environment")), text);
   if (!texts) {
-    for (const [by, text] of answer.turns) box.append(by === "policy" ? text : el("span", { class: "environment" }, text));
+    answer.turns.forEach(([by, text], turn) => (by === "policy" ? box.append(labelled(turnLabel(answer, turn, by)), text) : box.append(environment(turn, text))));
     if (!answer.turns.length) box.append(answer.tokens.join(" "));
     return box;
   }
   const paint = painter(answer);
-  let at = 0;
+  let at = 0, turn = 0;
   for (const [start, end] of [...answer.environment, [answer.tokens.length, answer.tokens.length]]) {
+    if (at < start) box.append(labelled(turnLabel(answer, turn++, "policy")));
     for (; at < start; at += 1) box.append(token(answer, texts, at, paint(at)));
-    if (end > start) box.append(el("span", { class: "environment", title: "written by a tool or an environment" }, texts.slice(start, end).join("")));
+    if (end > start) box.append(environment(turn++, texts.slice(start, end).join("")));
     at = Math.max(at, end);
   }
   box.addEventListener("mousemove", (event) => showTip(event, tip(answer, texts, Number(event.target.dataset?.token ?? -1))));

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.policies.groups.turn_text import pieces_of
 from asyncrl.policies.staleness.staleness import Forks, oldest_version
 
 PENDING: Final = "pending"
@@ -48,6 +49,7 @@ class Answer:
     versions       (start, incarnation, policy version) of each version span
     rollout, part  which rollout of the group it is a part of, and which part of it; -1: a rollout by itself
     prompt, prompt_tokens  what it follows, where that is not the group's prompt
+    turn_rewards   (start, reward) of each turn that earned something by itself
     """
 
     reward: float | None = None
@@ -67,11 +69,35 @@ class Answer:
     part: int = 0
     prompt: str | None = None
     prompt_tokens: tuple[int, ...] = ()
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
     def text(self) -> str:
         """Everything behind the prompt."""
         return "".join(text for _, text in self.turns)
+
+    @property
+    def spans(self) -> list[tuple[By, int, int]]:
+        """[start, end) of the tokens of each turn, and who wrote them."""
+        found: list[tuple[By, int, int]] = []
+        done = 0
+        for start, end in (*self.environment, (len(self.tokens), len(self.tokens))):
+            found += [("policy", done, start)] if start > done else []
+            found += [("environment", start, end)] if end > start else []
+            done = end
+        return found
+
+    @property
+    def titles(self) -> list[str]:
+        """What each turn is called: "answer" where there is but one, "turn 2, reward +0.5", "environment"."""
+        number, titles = 0, []
+        sampled = sum(by == "policy" for by, _, _ in self.spans)
+        for by, first, end in self.spans:
+            number += by == "policy"
+            earned = [reward for start, reward in self.turn_rewards if first <= start < end]
+            title = ("answer" if sampled == 1 else f"turn {number}") if by == "policy" else by
+            titles.append(title + (f", reward {sum(earned):+g}" if earned else ""))
+        return titles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +148,14 @@ class GroupSample:
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def as_shown(self) -> dict[str, Any]:
+        """The same for people and scripts, with what each turn is called, and what it consists of."""
+        table = self.as_json()
+        for row, answer in zip(table["answers"], self.answers, strict=True):
+            row["titles"] = answer.titles
+            row["pieces"] = [dataclasses.asdict(piece) for piece in pieces_of(answer.turns)]
+        return table
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> GroupSample:
@@ -235,6 +269,7 @@ def _answer(
         rollout=trajectory.rollout,
         part=trajectory.part,
         prompt_tokens=tuple(trajectory.prompt_tokens.tolist()),
+        turn_rewards=tuple((turn.start, turn.reward) for turn in trajectory.turn_rewards),
     )
 
 
@@ -245,15 +280,7 @@ def _ranges(marked: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _turns(answer: Answer, decode: Decode) -> list[tuple[By, str]]:
-    found: list[tuple[By, str]] = []
-    done = 0
-    for start, end in (*answer.environment, (len(answer.tokens), len(answer.tokens))):
-        if start > done:
-            found.append(("policy", decode(answer.tokens[done:start])))
-        if end > start:
-            found.append(("environment", decode(answer.tokens[start:end])))
-        done = end
-    return found
+    return [(by, decode(answer.tokens[start:end])) for by, start, end in answer.spans]
 
 
 def _rounded(value: float) -> float | None:
@@ -317,6 +344,7 @@ _SHAPES: Final[Mapping[str, Shape]] = {
     "answers": _each(lambda value: isinstance(value, Answer)),
     "turns": _rows(_is_text, _is_text),
     "environment": _rows(_is_whole, _is_whole),
+    "turn_rewards": _rows(_is_whole, _is_number),
     "versions": _rows(_is_whole, _is_whole, _is_whole),
     "parts": lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
 }

@@ -41,6 +41,7 @@ def test_data_sets_are_an_array_of_tables(tmp_path: Path) -> None:
         ({"datasets": [AIME | {"k": [0]}]}, "aime: k = 0: pass@k counts from k = 1"),
         ({"datasets": [AIME | {"k": [1, 16]}]}, "aime: k = 16: pass@k needs k answers to a prompt, and samples = 8"),
         ({"datasets": [AIME, AIME]}, "two are called 'aime'"),
+        ({"datasets": [AIME, AIME | {"name": "Aime"}]}, "'aime' and 'Aime' differ in case alone"),
         ({"datasets": [AIME | {"name": "a/b"}]}, "name must be letters"),
         ({"datasets": [AIME | {"sample": 1}]}, "datasets: aime: unknown key 'sample'; did you mean 'samples'?"),
         ({"datasets": [{"name": "aime"}]}, "datasets: aime: missing path"),

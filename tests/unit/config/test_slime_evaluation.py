@@ -48,12 +48,11 @@ def test_a_file_of_slime_becomes_a_run_file(tmp_path: Path, capsys: pytest.Captu
     aime, gpqa = run.evaluation.datasets
     assert (aime.path, aime.samples) == ("/data/aime-2024.jsonl@[0:10]", 16)
     assert (aime.top_p, aime.max_new_tokens) == (0.7, 16384)
-    assert aime.reward is not None and aime.reward.kind == "math"
+    assert aime.reward is not None and aime.reward.kind == "deepscaler"
     assert (gpqa.samples, gpqa.prompt_key, gpqa.top_k, gpqa.stop) == (1, "question", 0, ("<end>",))
-    assert gpqa.reward is None
-    assert "gpqa: rm_type 'gpqa' has no counterpart" in told.err
+    assert gpqa.reward is not None and gpqa.reward.kind == "gpqa"
     assert gpqa.metadata == {"choices": 4}
-    assert "gpqa: custom_rm_path has no counterpart" in told.err
+    assert "gpqa: custom_rm_path has no counterpart and is left out: it takes other arguments" in told.err
 
 
 def test_a_table_of_data_sets_names_them_by_its_keys() -> None:
@@ -74,7 +73,7 @@ eval:
       apply_chat_template_kwargs: {enable_thinking: false}
     - name: later
       path: /data/later.parquet@[64:]
-      rm_type: dapo
+      rm_type: boxed_dapo
   delegate:
     - {name: skills, url: "http://skills:9050/evaluate"}
 """
@@ -89,7 +88,8 @@ def test_templates_tools_and_slices_of_theirs_are_ours() -> None:
     assert (tools.prompt_key, tools.tools_key, tools.chat_template) == ("messages", "functions", True)
     assert (tools.chat_template_options, tools.repetition_penalty) == ({"enable_thinking": False}, 1.05)
     assert (later.path, later.chat_template) == ("/data/later.parquet@[64:]", False)
-    assert [one.reward and one.reward.kind for one in (tools, later)] == ["math", "math"]
+    assert tools.reward is not None and tools.reward.kind == "math"
+    assert later.reward is not None and (later.reward.kind, later.reward.options) == ("dapo", {"boxed": True})
     assert said == [
         "delegate has no counterpart and is left out",
         "tools:0: is called tools-0 here: the name is part of its metrics'",

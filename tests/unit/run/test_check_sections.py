@@ -81,6 +81,7 @@ def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
         (["learner.freeze=['(']"], r"freeze: '\(' is no regular expression"),
         (["learner.freeze=['.']"], "leave no parameter to train"),
         (["learner.train_only=['q_proj']"], "are one parameter in the megatron backend"),
+        (["learner.train_only=['norm', 'embed']", "learner.freeze=['embed_tok']"], "'embed' trains nothing, as"),
         (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
         (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
         (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),

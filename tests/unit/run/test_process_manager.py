@@ -264,12 +264,28 @@ async def test_an_interrupted_run_says_who_still_drains_and_for_how_long(
     it = stage(Launcher())
     await it.until_up("w0", "w1")
     it.launcher.named("w1").drains = False
+    it.launcher.named("learner").drained_code = INTERRUPTED
     it.manager.interrupt()
     said = ""
     while "still draining: w1; killed in " not in (said := said + capsys.readouterr().err):
         await asyncio.sleep(0.01)
     it.manager.interrupt()
     assert (await it.task).exit_code == INTERRUPTED
+
+
+async def test_a_run_that_is_done_stays_done_however_often_it_is_interrupted(
+    stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody reads "done" and presses Ctrl-C while the workers still end."""
+    it = stage(Launcher())
+    await it.until_up("w0", "w1")
+    it.launcher.named("w0").drains = it.launcher.named("w1").drains = False
+    it.launcher.named("learner").code.set_result(0)
+    await it.until(lambda: it.manager._over.is_set())
+    it.manager.interrupt()
+    assert "draining" not in capsys.readouterr().err
+    it.manager.interrupt()
+    assert (await it.task).exit_code == 0
 
 
 async def test_a_rank_that_hangs_is_killed_when_its_learner_has_ended_and_both_come_back(

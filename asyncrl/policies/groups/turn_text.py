@@ -1,0 +1,107 @@
+"""What a turn of an answer consists of: text, thoughts, tool calls, tool results. Pure.
+
+Only for people to read: it goes by the marks that chat templates write around roles (ChatML and those like it),
+<think>, <tool_call> and <tool_response>. What has none of them is one piece of text: nothing is left out but the marks
+themselves. What is trained is the tokens, whatever is found here.
+
+Tests: tests/unit/policies/groups/test_turn_text.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+TEXT: Final = "text"
+THINKING: Final = "thinking"
+TOOL_CALL: Final = "tool call"
+TOOL_RESULT: Final = "tool result"
+
+_TOOL_ROLES: Final = ("tool", "ipython", "observation")
+_ROLE: Final = re.compile(
+    r"<\|im_start\|>(\w+)\n?"
+    r"|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s*"
+    r"|<start_of_turn>(\w+)\n?"
+    r"|<\|(system|user|assistant|observation)\|>\n?"
+)
+_END: Final = re.compile(r"(<\|(im_end|eot_id|eom_id|end|endoftext)\|>|<end_of_turn>)")
+_INSIDE: Final = re.compile(
+    r"<think>(?P<thinking>.*?)(?:</think>|\Z)"
+    r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
+    r"|<tool_response>(?P<result>.*?)(?:</tool_response>|\Z)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """
+    turn  which of the answer's turns it is of, from 0
+    kind  TEXT, THINKING, TOOL_CALL, TOOL_RESULT, or the role that a template names, such as "user"
+    """
+
+    turn: int = 0
+    kind: str
+    text: str
+
+
+def pieces_of(turns: Sequence[tuple[str, str]]) -> list[Piece]:
+    """Of an answer's turns: ("policy" for the model's, text)."""
+    return [
+        replace(piece, turn=number)
+        for number, (by, text) in enumerate(turns)
+        for piece in (sampled_pieces(text) if by == "policy" else other_pieces(text))
+    ]
+
+
+def sampled_pieces(text: str) -> list[Piece]:
+    """Of a turn that the model wrote. A thought may have begun in the prompt, and a turn may end within one."""
+    opened, closed, rest = text.partition("</think>")
+    begins_in_thought = closed and "<think>" not in opened
+    pieces = [Piece(kind=THINKING, text=opened)] if begins_in_thought else []
+    pieces += _inside(rest if begins_in_thought else text, kind=TEXT)
+    return _with_text([piece for piece in pieces if _END.sub("", piece.text).strip()] or pieces)
+
+
+def other_pieces(text: str) -> list[Piece]:
+    """Of what tools, users and chat templates wrote: each message by itself. Empty where it is marks alone."""
+    pieces: list[Piece] = []
+    kind, at = TEXT, 0
+    for found in _ROLE.finditer(text):
+        pieces += _inside(_END.sub("", text[at : found.start()]), kind=kind)
+        role = next(filter(None, found.groups()))
+        kind, at = TOOL_RESULT if role in _TOOL_ROLES else role, found.end()
+    pieces += _inside(_END.sub("", text[at:]), kind=kind)
+    return _with_text(pieces)
+
+
+def _inside(text: str, *, kind: str) -> Iterator[Piece]:
+    at = 0
+    for found in _INSIDE.finditer(text):
+        yield Piece(kind=kind, text=text[at : found.start()])
+        if found["thinking"] is not None:
+            yield Piece(kind=THINKING, text=found["thinking"])
+        elif found["call"] is not None:
+            yield Piece(kind=TOOL_CALL, text=_call(found["call"]))
+        else:
+            yield Piece(kind=TOOL_RESULT, text=found["result"])
+        at = found.end()
+    yield Piece(kind=kind, text=text[at:])
+
+
+def _call(text: str) -> str:
+    """add({"a": 1}) of {"name": "add", "arguments": {"a": 1}}; anything else as it is."""
+    try:
+        found = json.loads(text)
+        arguments = found.get("arguments", {})
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return f"{found['name']}({written})"
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return text
+
+
+def _with_text(pieces: list[Piece]) -> list[Piece]:
+    return [Piece(kind=piece.kind, text=piece.text.strip("\n")) for piece in pieces if piece.text.strip()]
