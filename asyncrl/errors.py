@@ -50,7 +50,7 @@ class AsyncRLError(Exception):
 
 
 class ConfigError(AsyncRLError, ValueError):
-    """The user asked for something that cannot be: where, what, and how to mend it, in one line."""
+    """The user asked for something that cannot be: where, what, and how to fix it, in one line."""
 
     exit_code = 2
 
@@ -224,7 +224,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def disk_problem(error: BaseException) -> OSError | None:
-    """The error of a disk that takes nothing now among ``error`` and its causes; None if there is none."""
+    """The error of a disk that cannot be written now among ``error`` and its causes; None if there is none."""
     one: BaseException | None = error
     while one is not None:
         if (number := _errno(one)) in DISK_ERRORS:

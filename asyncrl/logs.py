@@ -39,7 +39,7 @@ class Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class LogFile(logging.FileHandler):
-    """A disk that takes nothing costs lines, which are counted: the first line that it takes again says how many."""
+    """A disk that cannot be written loses lines. They are counted: the next line that is written says how many."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

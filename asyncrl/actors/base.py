@@ -1,4 +1,4 @@
-"""An actor: one name, one loop, four moments in its life, and one sentence about what it waits for."""
+"""Actor base class: start, run, drain, stop; heartbeats and waits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Actor(abc.ABC):
         """Or "running", from its supervisor."""
         self.life = uuid.uuid4().hex
         self.problem = ""
-        """The last thing that went wrong and has not gone right since, in one line; whoever mends it clears it."""
+        """The last thing that went wrong and has not gone right since, in one line; whoever fixes it clears it."""
         self.waits = WaitTracker()
 
     async def start(self) -> None:  # noqa: B027 - nothing to acquire is a fine default

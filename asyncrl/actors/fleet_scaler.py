@@ -15,7 +15,7 @@ from asyncrl.protocols import Bus
 RETRY_SECONDS = 1.0
 KEEP_SECONDS = 2.0
 
-log = logging.getLogger("asyncrl.sizer")
+log = logging.getLogger("asyncrl.fleet_scaler")
 
 
 class Sized(Protocol):

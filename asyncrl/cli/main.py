@@ -4,7 +4,7 @@ A verb is one file of this folder, with ``add_arguments(parser)`` and ``run(opti
 VERBS. Only the file of the verb that was asked for is imported.
 
 Exit codes: 0 done, 1 failed, 2 configuration, 3 failed and would fail again (every group fails), 4 another worker has
-this worker's name, 5 a disk takes nothing now, 70 stuck, 130 interrupted,
+this worker's name, 5 a disk cannot be written, 70 stuck, 130 interrupted,
 141 nobody reads its output any more.
 """
 

@@ -118,7 +118,7 @@ async def _missing(bus: Bus, status: FleetStatus) -> str:
     quarantined = [name for name, phase in phases.items() if phase == QUARANTINED]
     starting = [name for name, phase in phases.items() if phase not in ("running", QUARANTINED)]
     parts = [f"{', '.join(starting)} to start"] if starting else []
-    parts += [f"{', '.join(quarantined)} to be mended (quarantined; `asyncrl doctor` says why)"] if quarantined else []
+    parts += [f"{', '.join(quarantined)} to be fixed (quarantined; `asyncrl doctor` says why)"] if quarantined else []
     absent = status.rollout_workers - len(status.workers)
     parts += [f"{absent} that ended and were not started again"] if absent > 0 else []
     parts += [f"{', '.join(status.draining)} to drain"] if status.draining else []

@@ -25,6 +25,11 @@ class RewardSection:
     """Rewards of single rows by the name that data.reward_key gives: {code = "package.module:function"}. They have no
     options; built-in ones that need none need no entry either."""
 
+    @property
+    def judges(self) -> bool:
+        """False: the reward that the rollout function sets stands."""
+        return self.kind != "none"
+
     def __post_init__(self) -> None:
         positive(self, "timeout_seconds", "largest")
         require(self.largest <= 1e12, f"largest must be <= 1e12, got {self.largest:g}")

@@ -212,7 +212,7 @@ def _alarms(run: RunConfig) -> list[Alarm]:
     ]
     if _are_sampled(run) and not run.rollout.ignore_eos:
         alarms.append(TruncationAlarm())
-    if _are_sampled(run) and run.reward.kind != "none":
+    if _are_sampled(run) and run.reward.judges:
         alarms.append(NoSignalAlarm())
     return alarms
 

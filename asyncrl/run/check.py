@@ -168,7 +168,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
-    if run.reward.kind == "none" and run.rollout.function in registry.WHOLE_ROLLOUTS and algorithm.reads_rewards:
+    if not run.reward.judges and run.rollout.function in registry.WHOLE_ROLLOUTS and algorithm.reads_rewards:
         raise ConfigError(
             f'reward.kind: "none" takes the reward that the rollout function sets, and "{run.rollout.function}" sets '
             f"none, so {algorithm.name} would learn nothing; choose another reward.kind, or a rollout.function of your "

@@ -54,7 +54,7 @@ class Looker:
         return self._watcher.error is not None
 
     async def look(self) -> View:
-        """Raises NoSuchRun, and ConfigError for what will not mend itself before anything was seen: a wrong token."""
+        """Raises NoSuchRun, and ConfigError when waiting will not help and nothing was seen yet: a wrong token."""
         if self._watcher.error is not None:
             await self._follow()
         observation = await self._watcher.look()

@@ -3,8 +3,8 @@
 A learner that dies is restarted with --resume, a rollout worker as it was. Each has a limited number of restarts, and a
 process that cannot come back ends the run with its exit code. Other ranks of a learner end with it and it with any of
 them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before)
-and 3 (only failed groups) are never retried; 5 (a disk takes nothing) is retried until it does, at no cost. A process
-that dies because the bus is away loses no restart.
+and 3 (only failed groups) are never retried; 5 (a disk cannot be written) is retried until it can, at no cost. A
+process that dies because the bus is away loses no restart.
 The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of ours that does not recover is
 killed, and then restarts like any other.
 
@@ -237,7 +237,7 @@ class ProcessManager:
         if code == NameTaken.exit_code and child.spec.role == WORKER:
             return self._rename(child, ended)
         if code == DiskError.exit_code:
-            self.say(f"{ended.reason}: a disk takes nothing; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
+            self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
             return DISK_PAUSE_SECONDS
         if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
             self.say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")

@@ -26,20 +26,20 @@ log = logging.getLogger("asyncrl.run.single_instance")
 
 def launcher(bus: Bus, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
     """Inside, no other `asyncrl run` of this run starts. Raises ConfigError while one is up."""
-    mend = "choose another run.name, or end that one first"
-    return _alone(bus, LAUNCHER, problem=f"run.name: `asyncrl run` of {run!r} is up on this bus", mend=mend)
+    remedy = "choose another run.name, or end that one first"
+    return _alone(bus, LAUNCHER, problem=f"run.name: `asyncrl run` of {run!r} is up on this bus", remedy=remedy)
 
 
 def worker(bus: Bus, name: str, *, run: str) -> contextlib.AbstractAsyncContextManager[None]:
     """Inside, no other rollout worker of this name joins the run. Raises NameTaken while one is up."""
     problem = f"--name: a rollout worker {name!r} is up in run {run!r}"
-    mend = "give this one another --name, or end that one first"
-    return _alone(bus, worker_named(name), problem=problem, mend=mend, kind=NameTaken)
+    remedy = "give this one another --name, or end that one first"
+    return _alone(bus, worker_named(name), problem=problem, remedy=remedy, kind=NameTaken)
 
 
 @contextlib.asynccontextmanager
 async def _alone(
-    bus: Bus, service: Service[Claim, Claim], *, problem: str, mend: str, kind: type[ConfigError] = ConfigError
+    bus: Bus, service: Service[Claim, Claim], *, problem: str, remedy: str, kind: type[ConfigError] = ConfigError
 ) -> AsyncIterator[None]:
     ours = Claim(host=socket.gethostname(), pid=os.getpid())
     async with contextlib.AsyncExitStack() as stack:
@@ -51,7 +51,7 @@ async def _alone(
             async with one_at_a_time:
                 there = await bus.ask(service, ours, seconds=ANSWER_SECONDS)
                 if there is not None:
-                    raise kind(f"{problem}: process {there.pid} on {there.host}; {mend}")
+                    raise kind(f"{problem}: process {there.pid} on {there.host}; {remedy}")
                 questions = await stack.enter_async_context(bus.serve(service))
         except Forbidden as error:
             log.warning(

@@ -213,7 +213,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _refusal(folder: Path) -> OSError | None:
-    """Why the disk takes nothing, asked when a backend failed with an error of its own; None when it takes it."""
+    """Why the disk cannot be written, asked when a backend failed with an error of its own; None when it can."""
     probe = folder / ".probe"
     try:
         with probe.open("wb") as stream:

@@ -34,7 +34,7 @@ async def waiting(storm: Storm, seen: Any, *, what: str, is_mute: bool = False) 
         await storm.until(lambda: f"{what} {CANNOT}" in storm.output, "the learner says so")
     while not await _says_so(storm):
         await asyncio.sleep(0.1)
-    await storm.until(lambda: "has been waiting for a disk that takes nothing" in storm.output, "and the monitor")
+    await storm.until(lambda: "has been waiting for a disk that cannot be written" in storm.output, "and the monitor")
     yield
     steps = seen.step
     await storm.until(lambda: f"{what} {WAS}" in storm.output and seen.step > steps, "it goes on")

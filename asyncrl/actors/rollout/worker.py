@@ -123,7 +123,7 @@ class RolloutWorker(Actor):
             verdict = await anext(verdicts)
             while verdict.life != self.life:
                 verdict = await anext(verdicts)
-        self.log.error("the learner has quarantined this worker: %s; mend it and start it again", verdict.reason)
+        self.log.error("the learner has quarantined this worker: %s; fix it and start it again", verdict.reason)
         return verdict.reason
 
     async def _until_handed_over(self) -> None:

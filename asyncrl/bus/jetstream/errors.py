@@ -53,8 +53,8 @@ class Busy(BusError):
 
     def __init__(self, what: str, error: Mapping[str, Any]) -> None:
         code = int(error.get("err_code", 0))
-        mend = "no quorum: start the other servers of the cluster" if code in LEADERLESS else "the server is busy"
-        super().__init__(f"{what}: {mend} ({error.get('description', '')}, JetStream error {code})")
+        remedy = "no quorum: start the other servers of the cluster" if code in LEADERLESS else "the server is busy"
+        super().__init__(f"{what}: {remedy} ({error.get('description', '')}, JetStream error {code})")
 
 
 class Nobody(Unanswered):

@@ -59,11 +59,11 @@ class MemoryBus:
 
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
-        loans = _Loans(self._work(topic), topic, self._signatures)
+        deliveries = _Deliveries(self._work(topic), topic, self._signatures)
         try:
-            yield loans
+            yield deliveries
         finally:
-            await loans.end()
+            await deliveries.end()
 
     @contextlib.asynccontextmanager
     async def read(
@@ -249,7 +249,7 @@ async def _let_others_run() -> None:
     await asyncio.sleep(0)
 
 
-class _Loans(AsyncIterator[Delivery[M]], Generic[M]):
+class _Deliveries(AsyncIterator[Delivery[M]], Generic[M]):
     """Nothing is far away here: each is delivered when it is asked for."""
 
     def __init__(self, work: Work, topic: Topic[M], signatures: Signatures) -> None:

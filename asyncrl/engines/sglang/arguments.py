@@ -21,8 +21,18 @@ _SURE: Final = frozenset({"model-path", "dtype", "mem-fraction-static"})
 """Options of every version. If they are missing, SGLang declares its options in a way we do not know."""
 
 
+_OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "weight-version": ""}
+"""Options that asyncrl sets, and the key of the run file that says which value, if one does."""
+
+
 def check_arguments(server_arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that the installed SGLang does not know; nothing if none is installed."""
+    """Raises ConfigError for an argument that asyncrl sets, or that the installed SGLang (if any) does not know."""
+    for name in map(option_name, server_arguments):
+        if name in _OURS:
+            raise ConfigError(
+                f"engine.options: server_arguments: {name!r} is set by asyncrl; remove it"
+                + (f" and use {_OURS[name]}" if _OURS[name] else "")
+            )
     known = known_arguments()
     if not known >= _SURE:
         return

@@ -118,7 +118,8 @@ class SGLangEngine(EngineAdapter):
         if run.run.colocated and device == "cuda":
             memory.check_installed()
         check_dtype(run.model.dtype, device=device, server_arguments=options.server_arguments)
-        check_architecture(Path(run.model.path), device=device, quantization=run.weights.quantization)
+        path, parallel = Path(run.model.path), options.attention_parallel
+        check_architecture(path, device=device, quantization=run.weights.quantization, tensor_parallel=parallel)
 
     @classmethod
     def num_gpus(cls, run: RunConfig) -> int:
@@ -147,8 +148,7 @@ class SGLangEngine(EngineAdapter):
         self._model_path, self._quantized = model_path, quantized
         self._device, self._dtype = device, dtype
         self._first_version = version
-        self._options = options
-        self._log_path = log_path
+        self._options, self._log_path = options, log_path
         self._server: ServerProcess | None = None
         self._client = ServerClient(
             options.url.rstrip("/"), request_seconds=options.request_seconds, log_tail=self._log_tail
@@ -160,8 +160,7 @@ class SGLangEngine(EngineAdapter):
         self._optional_names: frozenset[str] = frozenset()
         self._vocabulary_size = self._context_tokens = self._max_running = 2**31
         self._stops = StopReader(model_path, self._reader)
-        self._has_spans = False
-        self._late_tokens = 1
+        self._has_spans, self._late_tokens = False, 1
         self._cache_owner = uuid.uuid4().hex
         self._is_open = asyncio.Event()
         self._is_open.set()

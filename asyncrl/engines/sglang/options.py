@@ -28,6 +28,12 @@ class Options:
     stream_interval: int = 16
     """Tokens per streamed chunk. Version labels lag by up to this many tokens; smaller chunks cost throughput."""
 
+    @property
+    def attention_parallel(self) -> int:
+        """GPUs that share the attention heads: one, where each computes the attention of other sequences."""
+        names = {name.replace("_", "-").lstrip("-") for name in self.server_arguments}
+        return 1 if "enable-dp-attention" in names else self.tensor_parallel
+
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "start_seconds", "request_seconds", "stream_interval"):
             if getattr(self, name) <= 0:

@@ -73,19 +73,34 @@ _NOT_ON_A_CPU: Final = {
 """What SGLang 0.5.23's CPU server does with a tiny model of an architecture; on a GPU it has kernels for them."""
 
 
-def check_architecture(model_path: Path, *, device: str, quantization: str = "") -> None:
-    """Raise ConfigError for a model that the CPU server gets wrong. Says nothing of a folder that cannot be read."""
+def check_architecture(model_path: Path, *, device: str, quantization: str = "", tensor_parallel: int = 1) -> None:
+    """Raise ConfigError for a model that the server cannot take. Says nothing of a folder that cannot be read."""
     if quantization and device == "cpu":
         raise ConfigError("weights.quantization: SGLang has no 8-bit kernels for CPUs; remove it")
     try:
-        architectures = json.loads((model_path / "config.json").read_text()).get("architectures") or [""]
+        config = json.loads((model_path / "config.json").read_text())
+        architectures = config.get("architectures") or [""]
     except (OSError, ValueError, AttributeError):
         return
-    if device == "cpu" and (problem := _NOT_ON_A_CPU.get(architectures[0])):
+    if device != "cpu":  # the CPU server splits any number of heads
+        _check_heads(config, tensor_parallel=tensor_parallel)
+    elif problem := _NOT_ON_A_CPU.get(architectures[0]):
         raise ConfigError(
             f"model.path: with a {architectures[0]} SGLang's CPU server {problem}; use a GPU or "
             'engine.kind = "inprocess"'
         )
+
+
+def _check_heads(config: Mapping[str, Any], *, tensor_parallel: int) -> None:
+    """Key-value heads may also be copied, if there are fewer of them than GPUs."""
+    for name, may_be_copied in (("num_attention_heads", False), ("num_key_value_heads", True)):
+        heads = config.get(name)
+        if not isinstance(heads, int) or heads < 1 or heads % tensor_parallel == 0:
+            continue
+        if not (may_be_copied and tensor_parallel % heads == 0):
+            raise ConfigError(
+                f"engine.options: tensor_parallel: {tensor_parallel} does not divide the model's {name}, {heads}"
+            )
 
 
 def server_command(

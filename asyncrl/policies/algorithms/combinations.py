@@ -84,6 +84,6 @@ def _refuse_wrong_penalty(made: Algorithm, kl: Penalty) -> None:
         )
     if kl.place == "reward" and kl.estimate in CORRECTED:
         raise ConfigError(
-            f'reference: kl = "{kl.estimate}" mends the gradient of a loss; with kl_in = "reward" use "k1", which is '
+            f'reference: kl = "{kl.estimate}" is for the gradient of a loss; with kl_in = "reward" use "k1", which is '
             "exact"
         )

@@ -73,7 +73,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "harness": Part(
         "harness",
         "'s harness has not asked the model or ended",
-        "mend the agent, or lower rollout.options.timeout_seconds, which ends its sample",
+        "fix the agent, or lower rollout.options.timeout_seconds, which ends its sample",
         cure="",  # the limit of a sample ends it, and all that it started
     ),
     "load": Part("load", "'s engine has not loaded its weights", "a restart loads the newest version"),
@@ -85,7 +85,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "disk": Part("disk", " has been writing a file", "check the disks of run.directory and weights.directory"),
     ROOM: Part(
         "no room",
-        " has been waiting for a disk that takes nothing",
+        " has been waiting for a disk that cannot be written",
         "make room there, or make it writable: the run goes on by itself, and nothing is lost",
         cure="",  # a restart would find the same disk
         patience=1.0,  # no guess: the disk has said so, and again a second later

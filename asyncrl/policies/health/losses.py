@@ -1,4 +1,4 @@
-"""Findings of what somebody deleted, purged, replaced or altered on the bus. Most are mended when they are said."""
+"""Findings about what was deleted, purged, replaced or altered on the bus; most is repaired when it is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that takes nothing is waited for: it is said, the run goes on by itself, and nothing is lost."""
+"""A run waits for a disk that cannot be written, says so, goes on by itself, and loses nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_the_health_monitor_names_it_and_restarts_nothing(bus_factory: Any
         wait.since = wait.alive = wait.since - 3600  # an hour later
         (found,) = findings(loop)
         assert (found.fault, found.actor, found.cure) == ("no room", "learner", "")
-        assert "waiting for a disk that takes nothing for 360" in found.cause
+        assert "waiting for a disk that cannot be written for 360" in found.cause
         assert "No space left on device" in found.cause
 
 

@@ -195,6 +195,12 @@ def test_an_argument_that_the_installed_sglang_does_not_know_is_refused(make_run
     check(run("mem-frac = 0.8"))  # a server takes abbreviations
 
 
+@pytest.mark.parametrize("name", ["port", "--model_path", "weight-version"])
+def test_an_argument_of_sglang_that_asyncrl_sets_is_refused(name: str, make_run: RunMaker) -> None:
+    with pytest.raises(ConfigError, match=r"server_arguments: '(port|model-path|weight-version)' is set by asyncrl"):
+        check(make_run("engine.kind=sglang", f"engine.options={{server_arguments = {{{name} = 1}}}}"))
+
+
 def test_where_sglang_declares_its_options_in_a_new_way_none_is_refused(installed_sglang: Path) -> None:
     (installed_sglang / "srt" / "server_args.py").write_text("")
     arguments.check_arguments({"anything": 1})

@@ -53,7 +53,7 @@ async def test_the_command_waits_for_a_quarantined_worker_to_be_mended(
     await it.bus.put(ACTORS, in_quarantine("w0"), key="w0")
     await it.bus.put(ACTORS, heartbeat("w1"), key="w1")
     assert await scale._ask(it.bus, "demo", 2, seconds=1.0) == 1
-    assert "still waiting for w0 to be mended (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
+    assert "still waiting for w0 to be fixed (quarantined; `asyncrl doctor` says why)" in capsys.readouterr().out
 
 
 def in_quarantine(name: str) -> Heartbeat:

@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "k1 in the loss": (["reference.kl_coef=1", "reference.kl=k1"], 'kl = "k1" in the loss pulls nowhere'),
     "unbiased in the reward": (
         ["algorithm.name=ppo", "reference.kl_coef=1", "reference.kl=unbiased", "reference.kl_in=reward"],
-        'kl = "unbiased" mends the gradient of a loss',
+        'kl = "unbiased" is for the gradient of a loss',
     ),
     "negative": (["reference.kl_coef=-1"], "kl_coef must be >= 0"),
     "advantages nobody looks at": (

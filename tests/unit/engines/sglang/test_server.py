@@ -18,6 +18,7 @@ import pytest
 
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.options import Options
 from asyncrl.engines.sglang.routed_experts import OPTION
 from asyncrl.errors import ConfigError, EngineDied
 from asyncrl.messages import SamplingParams
@@ -419,3 +420,15 @@ def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_pa
     with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
         sglang_server.check_architecture(tmp_path, device="cpu")
     sglang_server.check_architecture(tmp_path / "none", device="cpu")
+
+
+def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
+    for tensor_parallel in (1, 2, 4, 8):  # of two key-value heads 4 and 8 have copies
+        sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
+    for tensor_parallel in (3, 16):
+        with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):
+            sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
+    sglang_server.check_architecture(tmp_path, device="cpu", tensor_parallel=3)
+    apart = Options(tensor_parallel=3, server_arguments={"enable_dp_attention": True})
+    sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=apart.attention_parallel)
