@@ -98,9 +98,7 @@ class ProcessManager:
         self._new_worker = new_worker
         self._size = sum(child.spec.role == WORKER for child in children)
         self._request = self._problem = ""
-        self._settings = settings
-        self._launcher = launcher
-        self._server = server
+        self._settings, self._launcher, self._server = settings, launcher, server
         self._lasting = Lasting()
         self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
         self._heard: Callable[[], Collection[str]] = tuple  # names of all actors of the run
