@@ -18,7 +18,7 @@ from tests.harness.rollouts import on_demo
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")))
 def test_every_example_is_a_run_file(name: str) -> None:
     assert config.load(EXAMPLES / name).run.steps > 0
 

@@ -113,6 +113,7 @@ class Agent:
             max_tokens=prompt.sampling.max_new_tokens,
             context_tokens=generate.context_tokens,
             keeps_thinking=self._options.thinking == "keep",
+            stop=prompt.sampling.stop,
         )
         task = Task(
             prompt=prompt.prompt,

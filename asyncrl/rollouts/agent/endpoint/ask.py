@@ -52,23 +52,6 @@ class Ask:
     options: Json = field(default_factory=dict)
 
 
-NOT_OBEYED: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "stop_sequences",
-    "frequency_penalty",
-    "presence_penalty",
-    "response_format",
-)
-
-
-def wishes(body: Json) -> Json:
-    return {name: body[name] for name in NOT_OBEYED if body.get(name) is not None}
-
-
 def message(value: Any, where: str) -> Json:
     """A message of a request, checked. Raises Refused."""
     given = table(value, where)

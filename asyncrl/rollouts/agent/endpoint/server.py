@@ -94,6 +94,7 @@ class EndpointServer:
                 return await _stream(request, dialect, ask, record, session)
             turns = await session.replies(record)
             reply = _json(dialect.write(ask, turns, session))
+            reply.headers.update(_not_obeyed(ask))
         except Refused as error:
             return _json(dialect.refused(error), status=error.status)
         record.is_delivered = record.is_delivered or _listens(request)()
@@ -178,6 +179,11 @@ def _listens(request: web.Request) -> Callable[[], bool]:
     return lambda: transport is not None and not transport.is_closing()
 
 
+def _not_obeyed(ask: Ask) -> dict[str, str]:
+    """What the client asked for and the run decides, by name."""
+    return {"x-not-obeyed": ", ".join(sorted(ask.wishes))} if ask.wishes else {}
+
+
 def _json(value: Json, *, status: int = 200) -> web.Response:
     return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")
 
@@ -186,7 +192,9 @@ async def _stream(
     request: web.Request, dialect: Dialect, ask: Ask, record: Record, session: Session
 ) -> web.StreamResponse:
     """Server-sent events, once there is an answer; what is refused before has a status of its own."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | _not_obeyed(ask)
+    )
     try:
         while not record.replies.done():
             await asyncio.wait((record.replies,), timeout=KEEP_ALIVE_SECONDS)

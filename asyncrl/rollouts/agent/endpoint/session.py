@@ -1,7 +1,8 @@
 """A session: the calls that the agent of one sample makes, how they are answered, and what is recorded.
 
   E1 what continues a turn is asked for as that turn's tokens and the new ones (template.py): never rendered anew
-  E2 the run's sampling rules hold: a request's temperature is recorded and not obeyed, its max_tokens only lowers
+  E2 the run's sampling rules hold: a request's temperature is recorded and not obeyed, its max_tokens only lowers;
+     what would change the distribution otherwise is refused (fields.py)
   E3 a request that is repeated because its answer did not arrive gets that answer; nothing is sampled for it
   E4 a client that hangs up stops no sampling: it will ask again
 Tests: tests/unit/rollouts/agent/test_session.py.
@@ -63,12 +64,14 @@ class Session:
         max_tokens: int,
         context_tokens: int,
         keeps_thinking: bool = True,
+        stop: Sequence[str] = (),
     ) -> None:
         """
         name            the same when the sample is made again
         max_tokens      that may be sampled in all calls together; calls at the same time may each take what is left
         context_tokens  of the model, prompt and answer together
         keeps_thinking  reasoning stays in the prompt after a new question, whatever the template does with it
+        stop            strings that end an answer in this run
         """
         self.key = "sk-" + secrets.token_hex(16)
         self.template = template
@@ -81,6 +84,7 @@ class Session:
         self.context_tokens = context_tokens
         self._max_tokens = max_tokens
         self._keeps_thinking = keeps_thinking
+        self.stop = tuple(stop)
         self._num_sampled = 0
         self._num_calls = 0
         self._ends: dict[bytes, Turn] = {}

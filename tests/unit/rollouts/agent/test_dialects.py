@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from asyncrl.rollouts.agent.endpoint import server
 from tests.harness.agents import ANSWER, CALL, TOKENIZER, TOOLS, Client, Scripted
 
+CHAT = "/v1/chat/completions"
 QUESTION = "40 + 2 = ?"
 FUNCTION = TOOLS[0]["function"]
 
@@ -228,3 +230,40 @@ async def test_many_samples_at_once_keep_their_turns_apart() -> None:
     assert [client.check() for client in clients] == [1] * 20
     for client in reversed(clients):
         await client.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "says"),
+    [
+        (CHAT, {"stop": ["\n", "Observation:"]}, "stop: 'Observation:' ends no answer of this run.*rollout.stop"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format = .*ask for JSON in the prompt"),
+        (CHAT, {"logit_bias": {"5": 10}}, "logit_bias"),
+        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty = 0.5"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice = 'required'.*cannot be forced"),
+        (CHAT, {"logprobs": True, "top_logprobs": 5}, "top_logprobs = 5"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        (CHAT, {"max_completion_tokens": 0}, "max_tokens must be a whole number"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format of type 'json_schema'"),
+        ("/v1/responses", {"background": True}, "background = True"),
+        ("/v1/messages", {"stop_sequences": ["x"]}, "stop_sequences: 'x'"),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/inference/v1/generate", {"sampling_params": {"min_tokens": 5}}, "min_tokens = 5.*rollout.min_new_tokens"),
+    ],
+)
+async def test_what_a_program_counts_on_is_obeyed_or_refused_by_name(path: str, more: Any, says: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "input": "hi", "token_ids": [5], **more}
+    async with Client(Scripted([]), stop=["\n"]) as client:
+        refused = await client.post(path, body, status=400)
+    assert re.search(says, refused["error"]["message"]), refused
+    assert client.engine.given == []
+
+
+async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decides_are_named() -> None:
+    idle = {"response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0.0, "tool_choice": "auto"}
+    idle |= {"stop": "\n", "top_logprobs": None, "parallel_tool_calls": None}
+    async with Client(Scripted(["one", "two"]), stop=["\n"]) as client:
+        for asked, named in ((idle, None), (idle | {"temperature": 0.2, "seed": 7}, "seed, temperature")):
+            body = {"messages": [{"role": "user", "content": "hi"}], **asked}
+            async with client.http.post(client.server.url + CHAT, json=body) as reply:
+                assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, named)
+        assert [turn.wishes for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]

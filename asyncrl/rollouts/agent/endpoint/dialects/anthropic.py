@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, tool, wishes
+from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -36,14 +37,13 @@ class AnthropicMessages:
             messages.append({"role": "system", "content": system})
         for place, one in enumerate(given):
             messages += _messages(table(one, f"messages[{place}]"), f"messages[{place}]")
-        choice = table(body.get("tool_choice") or {}, "tool_choice")
         return Ask(
             messages=messages,
-            tools=[] if choice.get("type") == "none" else _tools(body.get("tools")),
+            tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens"), "max_tokens", low=1),
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body),
+            wishes=wishes(body, stop=session.stop),
         )
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:

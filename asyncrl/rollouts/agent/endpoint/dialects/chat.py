@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from asyncrl.rollouts.agent.endpoint.ask import MOST_ANSWERS, Ask, message, tool, wishes
+from asyncrl.rollouts.agent.endpoint.ask import MOST_ANSWERS, Ask, message, tool
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import DONE, Event, is_cut, now, openai_error
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -26,12 +27,12 @@ class ChatCompletions:
         wanted = body.get("max_completion_tokens")
         return Ask(
             messages=[message(one, f"messages[{place}]") for place, one in enumerate(messages)],
-            tools=[] if body.get("tool_choice") == "none" else tools(body.get("tools")),
+            tools=tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_tokens") if wanted is None else wanted, "max_tokens", low=1),
             count=whole(body.get("n"), "n", low=1, high=MOST_ANSWERS) or 1,
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body),
+            wishes=wishes(body, stop=session.stop),
             options={
                 "logprobs": bool(body.get("logprobs")),
                 "token_ids": bool(body.get("return_token_ids")),

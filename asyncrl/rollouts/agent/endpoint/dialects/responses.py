@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, message, tool, wishes
+from asyncrl.rollouts.agent.endpoint.ask import Ask, call, content, message, tool
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import Event, is_cut, now, openai_error
+from asyncrl.rollouts.agent.endpoint.fields import offers_tools, wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -36,11 +37,11 @@ class Responses:
             raise Refused("input is empty")
         return Ask(
             messages=messages,
-            tools=[] if body.get("tool_choice") == "none" else _tools(body.get("tools")),
+            tools=_tools(body.get("tools")) if offers_tools(body.get("tool_choice")) else [],
             max_tokens=whole(body.get("max_output_tokens"), "max_output_tokens", low=1),
             is_streamed=body.get("stream") is True,
             model=model(body),
-            wishes=wishes(body),
+            wishes=wishes(body, stop=session.stop),
             options={"tools": rows(body.get("tools"), "tools"), "previous": body.get("previous_response_id")},
         )
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asyncrl.rollouts.agent.endpoint.ask import MOST_ANSWERS, Ask, wishes
+from asyncrl.rollouts.agent.endpoint.ask import MOST_ANSWERS, Ask
 from asyncrl.rollouts.agent.endpoint.dialects.chat import model, usage
 from asyncrl.rollouts.agent.endpoint.dialects.dialect import DONE, Event, is_cut, openai_error
+from asyncrl.rollouts.agent.endpoint.fields import wishes
 from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, table, whole
 from asyncrl.rollouts.agent.endpoint.session import Session
 from asyncrl.rollouts.agent.endpoint.turns import Turn
@@ -39,7 +40,7 @@ class TokenIds:
             max_tokens=whole(params.get("max_tokens"), "sampling_params.max_tokens", low=1),
             count=whole(params.get("n"), "sampling_params.n", low=1, high=MOST_ANSWERS) or 1,
             model=model(body),
-            wishes=wishes(params),
+            wishes=wishes(params, stop=session.stop),
         )
 
     def write(self, ask: Ask, replies: Sequence[Turn], session: Session) -> Json:

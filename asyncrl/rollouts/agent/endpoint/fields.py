@@ -1,0 +1,107 @@
+"""Fields of a request that would change what is sampled: none of them is passed over in silence.
+
+What a program sends as its habit, and the run decides, is recorded and named in the answer's header ``x-not-obeyed``:
+temperature and the like. What the program counts on is obeyed or refused by its name: stop strings, a JSON schema, a
+tool that must be called. Constraints cannot be obeyed: a masked distribution is not one that the trainer recomputes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from asyncrl.rollouts.agent.endpoint.refusal import Json, Refused, rows, short, table, text
+
+RUNS_OWN: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "reasoning", "reasoning_effort", "thinking", "verbosity"),
+    *("parallel_tool_calls", "chat_template_kwargs", "output_config"),
+)
+"""The run's file says them, or the model's chat template."""
+
+_TRAINER: Final = "it changes the distribution by what the trainer cannot recompute"
+_SAMPLED: Final = "only logprobs of sampled tokens are known"
+_TEXT: Final = "answers are text"
+_NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "response_format": (({"type": "text"},), f"{_TRAINER}; ask for JSON in the prompt"),
+    "frequency_penalty": ((0,), _TRAINER),
+    "presence_penalty": ((0,), _TRAINER),
+    "repetition_penalty": ((1,), _TRAINER),
+    "logit_bias": (({},), _TRAINER),
+    "guided_json": ((), _TRAINER),
+    "guided_regex": ((), _TRAINER),
+    "guided_choice": ((), _TRAINER),
+    "guided_grammar": ((), _TRAINER),
+    "structured_outputs": ((), _TRAINER),
+    "json_schema": ((), _TRAINER),
+    "regex": ((), _TRAINER),
+    "ebnf": ((), _TRAINER),
+    "bad_words": (([],), _TRAINER),
+    "allowed_token_ids": ((), _TRAINER),
+    "min_tokens": ((0,), "say rollout.min_new_tokens in the run file"),
+    "ignore_eos": ((False,), "answers end where the model ends them"),
+    "stop_token_ids": (([],), "say rollout.stop_token_ids in the run file"),
+    "use_beam_search": ((False,), "answers are sampled"),
+    "best_of": ((1,), "all answers are given; say n"),
+    "top_logprobs": ((0,), _SAMPLED),
+    "prompt_logprobs": ((), _SAMPLED),
+    "modalities": ((["text"],), _TEXT),
+    "audio": ((), _TEXT),
+    "prediction": ((), "nothing is predicted here"),
+    "web_search_options": ((), "there is no web here; give the model a tool of yours"),
+    "prompt": ((), "templates are not kept here; send the messages"),
+    "background": ((False,), "send stream, or wait"),
+    "truncation": (("disabled",), "what does not fit is refused, with context_length_exceeded"),
+    "max_tool_calls": ((), "tools run where you are; count there"),
+    "context_management": (([],), "the history is yours; send what the model is to see"),
+    "container": ((), "no tool runs here"),
+    "mcp_servers": (([],), "no tool runs here"),
+}
+"""Values besides null that change nothing, and why others are refused."""
+_CHOICES: Final = ("auto", "none")
+
+
+def wishes(body: Json, *, stop: Sequence[str]) -> Json:
+    """What is asked for and not obeyed, as the run decides it. Raises Refused.
+
+    stop: strings that end an answer in this run
+    """
+    for name, (harmless, why) in _NO_EFFECT.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise Refused(f"{name} = {short(value)} is not served here: {why}")
+    for name in ("stop", "stop_sequences"):
+        _check_stop(body.get(name), name, stop)
+    made = {name: body[name] for name in RUNS_OWN if body.get(name) is not None}
+    made |= _format(body.get("text"))
+    return made
+
+
+def _check_stop(value: Any, name: str, stop: Sequence[str]) -> None:
+    asked = [value] if isinstance(value, str) else rows(value, name)
+    for place, one in enumerate(asked):
+        if text(one, f"{name}[{place}]") not in stop:
+            known = ", ".join(map(short, stop)) or "none"
+            raise Refused(
+                f"{name}: {short(one)} ends no answer of this run; those of rollout.stop do ({known}): name it in "
+                "the run file, as what is sampled behind it would be trained unseen"
+            )
+
+
+def _format(value: Any) -> Json:
+    """Of responses: text = {"format": {"type": ...}, "verbosity": ...}."""
+    given = table(value or {}, "text")
+    kind = table(given.get("format") or {}, "text.format").get("type", "text")
+    if kind != "text":
+        raise Refused(f"text.format of type {short(kind)} is not served here: {_TRAINER}; ask for JSON in the prompt")
+    return {"verbosity": given["verbosity"]} if given.get("verbosity") is not None else {}
+
+
+def offers_tools(choice: Any) -> bool:
+    """Of tool_choice, in each dialect's words: whether the model is told of the tools. Raises Refused."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind is not None and kind not in _CHOICES:
+        raise Refused(
+            f"tool_choice = {short(choice)} is not served here: a call cannot be forced, as {_TRAINER}; "
+            f"say {' or '.join(_CHOICES)}"
+        )
+    return kind != "none"

@@ -1,0 +1,47 @@
+"""What the agents of this folder share: a conversation with a model server, and the files that their runs begin from.
+
+Nothing here knows of asyncrl but ``write``, which makes a tiny model. Any client of OpenAI's API would do for ``Chat``.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Chat:
+    """One conversation. max_tokens: of each answer."""
+
+    def __init__(self, endpoint: Any, *, system: str = "", max_tokens: int | None = None) -> None:
+        self._endpoint, self._max_tokens = endpoint, max_tokens
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+
+    def ask(self, said: str, *, role: str = "user") -> str:
+        """What the model answers."""
+        self.messages.append({"role": role, "content": said})
+        body: dict[str, Any] = {"model": self._endpoint.model, "messages": self.messages}
+        if self._max_tokens is not None:
+            body["max_tokens"] = self._max_tokens
+        request = urllib.request.Request(
+            self._endpoint.base_url + "/v1/chat/completions",
+            data=json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {self._endpoint.api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            answer = json.load(reply)["choices"][0]["message"]["content"]
+        self.messages.append({"role": "assistant", "content": answer})
+        return str(answer)
+
+
+def write(folder: Path, rows: Iterable[dict[str, Any]], *, characters: str) -> None:
+    """``folder``/model, with random weights and a token for each of ``characters``, and ``folder``/prompts.jsonl.
+
+    A character that the model has no token for is not there for it: it reads "Island K has 5 lamps." as "K5".
+    """
+    from asyncrl.data.tiny_model import make_tiny_model  # torch: the agents import this file without it
+
+    make_tiny_model(folder / "model", characters=characters, max_positions=128, initializer_range=0.05)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,105 @@
+"""A coding agent: it mends one file of a small repository until the repository's tests pass, in the sandbox.
+
+    python -m examples.agents.coding runs/coding     # a tiny model, and repositories that it can mend
+    python -m examples.agents.coding runs/coding --for-real-models     # these three, for a model that knows Python
+
+Each turn of the model is the new text of the file (in a fence, or bare); the tests run on it, and their output comes
+back. The repositories are rows: {"prompt", "metadata": {"files": {name: text}, "edit": name}}; ``tests.py`` decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl.rewards.sandbox.load import open_sandbox
+from asyncrl.rewards.sandbox.sandbox import Limits, Sandbox
+from examples.agents.chat import Chat, write
+
+MOST_TURNS = 2
+MOST_TOKENS = int(os.environ.get("CODING_TOKENS", "1"))
+"""Of an answer; 1 is enough for the files that the tiny model mends."""
+SANDBOX = os.environ.get("SANDBOX", "bwrap")
+LIMITS = Limits(seconds=10.0, memory_mib=512, processes=8)
+FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+BROKEN = {
+    "leap.py": (
+        "def is_leap(year):\n    return year % 4 == 0\n",
+        "from leap import is_leap\n"
+        "assert is_leap(2024) and is_leap(2000), 'every 4th and every 400th year is a leap year'\n"
+        "assert not is_leap(1900), '1900 is no leap year'\n",
+    ),
+    "spans.py": (
+        "def merged(spans):\n    made = []\n    for start, end in spans:\n"
+        "        if made and start <= made[-1][1]:\n            made[-1] = (made[-1][0], end)\n"
+        "        else:\n            made.append((start, end))\n    return made\n",
+        "from spans import merged\n"
+        "assert merged([(1, 3), (2, 5)]) == [(1, 5)]\n"
+        "assert merged([(1, 9), (2, 5)]) == [(1, 9)], 'a span inside another'\n"
+        "assert merged([(4, 5), (1, 2)]) == [(1, 2), (4, 5)], 'spans in any order'\n",
+    ),
+    "slug.py": (
+        "def slug(title):\n    return title.lower().replace(' ', '-')\n",
+        "from slug import slug\n"
+        "assert slug('A day') == 'a-day'\n"
+        "assert slug('  So,  what? ') == 'so-what', slug('  So,  what? ')\n",
+    ),
+}
+
+
+@functools.cache
+def sandbox() -> Sandbox:
+    made = open_sandbox(SANDBOX, readable=[sys.base_prefix])
+    made.check()
+    return made
+
+
+def run_tests(files: dict[str, str]) -> tuple[bool, str]:
+    """Whether they pass, and the end of what they print."""
+    command = [os.path.realpath(sys.executable), "-S", "-B", "tests.py"]
+    outcome = sandbox().run(command, limits=LIMITS, files={name: text.encode() for name, text in files.items()})
+    said = (outcome.stdout + outcome.stderr).decode(errors="replace").strip()
+    return not outcome.code and not outcome.stopped, outcome.stopped or "\n".join(said.splitlines()[-8:])[-2000:]
+
+
+def play(task: Any, endpoint: Any) -> dict[str, Any]:
+    """rollout.options.harness = "examples.agents.coding:play"."""
+    files, edited = dict(task.metadata["files"]), task.metadata["edit"]
+    chat = Chat(endpoint, max_tokens=MOST_TOKENS)
+    said, role = task.prompt, "user"
+    for turn in range(MOST_TURNS):
+        answer = chat.ask(said, role=role)
+        fenced = FENCE.search(answer)
+        files[edited] = fenced[1] if fenced else answer
+        passed, said = run_tests(files)
+        role = "tool"
+        if passed:
+            return {"reward": 1.0, "metrics": {"turns": turn + 1}}
+    return {"reward": 0.0, "metrics": {"turns": MOST_TURNS}}
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """Files of one number, which the tests' output tells: what a tiny model can mend."""
+    for number in range(8):
+        for room in "BCDF":
+            tests = f"room = open('size.txt').read().strip()\nassert room == '{number}', 'want {number}'\n"
+            files = {"size.txt": "", "tests.py": tests}
+            yield {"prompt": f"mend the size of room {room}", "metadata": {"files": files, "edit": "size.txt"}}
+
+
+def rows_for_real_models() -> Iterator[dict[str, Any]]:
+    for name, (text, tests) in BROKEN.items():
+        prompt = f"The tests fail. Answer with the whole new text of {name} in a fence, and nothing else.\n\n"
+        prompt += f"{name}:\n```python\n{text}```\n\ntests.py:\n```python\n{tests}```"
+        yield {"prompt": prompt, "metadata": {"files": {name: text, "tests.py": tests}, "edit": name}}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], ["--for-real-models"]):
+        sys.exit("usage: python -m examples.agents.coding FOLDER [--for-real-models]")
+    write(Path(sys.argv[1]), rows_for_real_models() if sys.argv[2:] else rows(), characters="BCDF01234567")

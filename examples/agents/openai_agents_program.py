@@ -1,0 +1,35 @@
+"""A program of the OpenAI Agents SDK, untouched: it knows of no training, and finds its model by OPENAI_BASE_URL.
+
+A clerk is asked how many lamps an island has, and looks it up with a tool. It prints the reward as its last line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+
+LAMPS = {"Koro": 7, "Mava": 3, "Tilo": 5}
+
+
+@function_tool
+def look_up(island: str) -> str:
+    """How many lamps an island has."""
+    return str(LAMPS.get(island, "there is no such island"))
+
+
+def main() -> None:
+    task = json.loads(sys.stdin.readline())
+    set_tracing_disabled(True)
+    set_default_openai_api("chat_completions")
+    clerk = Agent(
+        name="clerk", instructions="Look it up, then answer.", tools=[look_up], model=os.environ["OPENAI_MODEL"]
+    )
+    answer = str(Runner.run_sync(clerk, task["prompt"], max_turns=4).final_output)
+    print(json.dumps({"reward": float(str(task["label"]) in answer)}))
+
+
+if __name__ == "__main__":
+    main()
