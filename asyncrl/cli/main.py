@@ -31,6 +31,7 @@ VERBS: Final = {
     "check": "Print what a run file means, and refuse what cannot work.",
     "doctor": "Show what every actor of a run waits for and what is wrong; exit code 1 if anything is.",
     "top": "Show what a run does now: metrics, staleness, every rollout worker, and what is wrong.",
+    "serve": "Let programs outside play the samples of a run, over HTTP, and say how they ended.",
     "board": "Show runs on a web page: curves, what every actor does, groups, and answers token by token.",
     "scale": "Change the number of rollout workers of a run that is up; workers that leave drain first.",
     "samples": "Show what the model writes: prompts, answers, rewards, and what became of them.",
@@ -54,6 +55,7 @@ EXAMPLES: Final = """examples:
   asyncrl top runs/demo                                what the run does now, on one screen
   asyncrl board runs/demo runs/other                   a web page of them, on http://127.0.0.1:8420
   asyncrl doctor runs/demo                             what every actor waits for, and what is wrong
+  asyncrl serve my.toml                                let programs outside play the samples of a run
   asyncrl rollout-worker --join nats://learner-host:4222 --run my-run    join a run from any machine
   asyncrl scale runs/demo --rollout-workers 8          grow or shrink a run that is up
   asyncrl samples runs/demo --worst                    what the model writes, and what it is worth

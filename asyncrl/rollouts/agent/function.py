@@ -39,7 +39,7 @@ class Options:
     """[rollout.options] with rollout.function = "agent"."""
 
     harness: str
-    """command, or "package.module:Harness" of your own."""
+    """command, verifiers, outside, or "package.module:Harness" of your own."""
     harness_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the harness."""
     timeout_seconds: float = 600.0

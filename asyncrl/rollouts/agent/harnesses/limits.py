@@ -6,7 +6,9 @@ Tests: tests/unit/rollouts/harnesses/test_limits.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +21,8 @@ OnTimeout = Literal["truncate", "fail"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """
-    timeout_seconds  from the start of a sample to its outcome, answers of the model included
+    timeout_seconds  from the start of a sample to its outcome, answers of the model included; for a harness with
+                     ``begun``, an asynchronous context that yields the call, from when that is entered
     on_timeout       of a sample that takes longer. truncate: what it sampled is trained, with finish_reason "length"
                      and ``timeout_reward``. fail: it fails, with the reason
     timeout_reward   None leaves it to the run's reward function
@@ -43,9 +46,16 @@ class Limited:
         self._harness, self._name, self._limits = harness, name, limits
 
     async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+        begun = getattr(self._harness, "begun", None)
+        if begun is None:
+            return await self._timed(functools.partial(self._harness, task, endpoint))
+        async with begun(task, endpoint) as play:  # nobody may be there to play it yet
+            return await self._timed(play)
+
+    async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:
         try:
             async with asyncio.timeout(self._limits.timeout_seconds) as timeout:
-                return await self._harness(task, endpoint)
+                return await play()
         except TimeoutError as error:
             if not timeout.expired():
                 raise RolloutError(f"harness {self._name}: raised TimeoutError: {error}") from error

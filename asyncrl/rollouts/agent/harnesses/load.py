@@ -18,6 +18,7 @@ _HERE: Final = "asyncrl.rollouts.agent.harnesses"
 HARNESSES: Final = {
     "command": f"{_HERE}.command:CommandHarness",
     "verifiers": f"{_HERE}.verifiers:VerifiersHarness",
+    "outside": f"{_HERE}.outside:OutsideHarness",
 }
 
 

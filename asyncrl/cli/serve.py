@@ -1,0 +1,19 @@
+"""`asyncrl serve RUN.toml`: an HTTP entry for programs outside that play the run's samples and say how they ended."""
+
+from __future__ import annotations
+
+import argparse
+
+from asyncrl.cli import arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_run_file(parser)
+    parser.add_argument("--host", default="", help="address to listen on (default: that of the run file's url)")
+
+
+def run(options: argparse.Namespace) -> int:
+    from asyncrl.run.serve import serve
+
+    serve(arguments.load(options), host=options.host)
+    return 0

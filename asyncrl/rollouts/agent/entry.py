@@ -1,0 +1,255 @@
+"""The HTTP entry for producers outside, `asyncrl serve`: programs that take samples of a run and say how they ended.
+
+    POST /sessions               start one: base_url and key of a model server, and the task; 204 if there is none now
+    POST /sessions/ID/end        {"reward": 1.0, ...} (an Outcome, harnesses/protocol.py)
+    POST /sessions/ID/abandon    {"reason": "..."}: the sample fails
+    GET  /sessions               counts
+    GET  /offers                 a WebSocket for the harness "outside" of rollout workers, one a sample
+
+Each request shows the key ("Authorization: Bearer KEY"). A session is a sample of a prompt group; the oldest group's go
+first, so that groups become whole. What is sampled goes from the producer to the worker itself, not through here. An
+entry that dies loses nothing: workers offer again what they have, and say which of it was begun.
+Tests: tests/unit/rollouts/agent/test_entry.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from aiohttp import WSMsgType, web
+
+from asyncrl.rollouts.agent.harnesses.outside import HEARTBEAT_SECONDS
+from asyncrl.rollouts.agent.harnesses.protocol import outcome_of
+
+MOST_BYTES: Final = 16 * 2**20
+LONGEST_WAIT_SECONDS: Final = 60.0
+"""For a session to be there, in one request."""
+TAKEN_SECONDS: Final = 30.0
+"""For a worker to take an outcome."""
+MOST_REMEMBERED: Final = 100_000
+"""Sessions that are over, of which a producer that is late hears why."""
+ENDED: Final = "ended"
+
+log: Final = logging.getLogger("asyncrl.serve")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Offer:
+    """One sample that a worker holds, its connection, and whether a producer has begun it."""
+
+    id: str
+    task: Mapping[str, Any]
+    endpoint: Mapping[str, Any]
+    socket: web.WebSocketResponse
+    is_started: bool
+    end: str = ""
+    """How it is being ended."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.task["group_id"], self.task["index"]
+
+
+class Entry:
+    """Hands samples of workers to producers, and their outcomes back."""
+
+    def __init__(self, *, host: str, port: int, key: str) -> None:
+        """port 0: any that is free"""
+        self._host, self._port, self._key = host, port, key.encode()
+        self._offers: dict[str, Offer] = {}
+        self._over: OrderedDict[str, str] = OrderedDict()
+        """Why sessions are over."""
+        self._arrived = asyncio.Condition()
+        self.counts: Counter[str] = Counter()
+        """Of sessions: started, ended, abandoned, over (their time, or their worker's)."""
+        self.url = ""
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[Entry]:
+        """Raises OSError if it cannot listen."""
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[self._checked])
+        app.router.add_get("/sessions", self._count)
+        app.router.add_post("/sessions", self._start)
+        app.router.add_post("/sessions/{id}/end", self._end)
+        app.router.add_post("/sessions/{id}/abandon", self._abandon)
+        app.router.add_get("/offers", self._offered)
+        app.on_shutdown.append(self._hang_up)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+            host, port = runner.addresses[0][:2]
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    # -- producers ---------------------------------------------------------------------------------------------------
+
+    async def _start(self, request: web.Request) -> web.Response:
+        """consumes: offers    waits for: one that fits    woken by: workers"""
+        wish = await _body(request)
+        seconds = wish.get("wait_seconds", 0)
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT_SECONDS:
+            raise _refused(400, f"wait_seconds must be from 0 to {LONGEST_WAIT_SECONDS:g}, got {seconds!r}")
+        if not isinstance(wish.get("metadata", {}), dict):
+            raise _refused(400, "metadata must be an object: the values that the task's metadata has to have")
+        if unknown := sorted(wish.keys() - {"wait_seconds", "metadata", "group_id"}):
+            raise _refused(400, f"unknown {unknown[0]!r}; there are wait_seconds, metadata and group_id")
+        try:
+            async with asyncio.timeout(seconds), self._arrived:
+                while (offer := self._next(wish)) is None:
+                    await self._arrived.wait()
+        except TimeoutError:
+            return web.Response(status=204)
+        if request.transport is None or request.transport.is_closing():  # nobody would play it
+            return web.Response(status=204)
+        offer.is_started = True
+        try:
+            await offer.socket.send_json({"started": True})
+        except OSError:
+            offer.is_started = False
+            raise _refused(503, "its worker has just gone; ask again") from None
+        self.counts["started"] += 1
+        return web.json_response({"session": offer.id, **offer.endpoint, "task": offer.task})
+
+    def _next(self, wish: Mapping[str, Any]) -> Offer | None:
+        """Of the oldest group that fits."""
+        fitting = (offer for offer in self._offers.values() if not offer.is_started and _fits(offer, wish))
+        return min(fitting, key=lambda offer: offer.order, default=None)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        said = await _body(request)
+        if "reward" not in said:
+            raise _refused(400, 'no "reward": give a number, or null to leave it to the run\'s reward function')
+        try:
+            outcome = outcome_of(said).as_json()
+        except ValueError as error:
+            raise _refused(400, str(error)) from None
+        return await self._close(request.match_info["id"], {"outcome": outcome}, how=ENDED)
+
+    async def _abandon(self, request: web.Request) -> web.Response:
+        reason = " ".join(str((await _body(request)).get("reason", "")).split())[:300] or "its producer gave no reason"
+        return await self._close(request.match_info["id"], {"abandoned": reason}, how="abandoned")
+
+    async def _close(self, session: str, message: Mapping[str, Any], *, how: str) -> web.Response:
+        """Hand the end of a session to its worker; answered when that has it. Asked again, it is the same end."""
+        if self._over.get(session) == how:
+            return web.json_response({"session": session, "state": how})
+        offer = self._offers.get(session)
+        if offer is None or not offer.is_started:
+            if session in self._over:
+                raise _refused(410, f"this session is over: {self._over[session]}")
+            raise _refused(404, "no such session; a worker that was away for a moment offers its own again: ask again")
+        if offer.end not in ("", how):
+            raise _refused(410, f"this session is over: {offer.end}")
+        offer.end = how
+        with contextlib.suppress(OSError):
+            await offer.socket.send_json(message)
+        waits = [asyncio.ensure_future(event.wait()) for event in (offer.taken, offer.gone)]
+        try:
+            await asyncio.wait(waits, timeout=TAKEN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not offer.taken.is_set():
+            offer.end = ""
+            raise _refused(503, "its worker did not take it; ask again")
+        if self._over.get(session) != how:
+            self._remember(session, how)
+            self.counts[how] += 1
+        return web.json_response({"session": session, "state": how})
+
+    async def _count(self, request: web.Request) -> web.Response:
+        playing = sum(offer.is_started for offer in self._offers.values())
+        names = ("started", ENDED, "abandoned", "over")
+        said = {"waiting": len(self._offers) - playing, "playing": playing}
+        return web.json_response({**said, **{name: self.counts[name] for name in names}})
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    async def _offered(self, request: web.Request) -> web.StreamResponse:
+        """One sample, until its worker leaves.  consumes: what that says    woken by: it"""
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_SECONDS, max_msg_size=0)
+        await socket.prepare(request)
+        offer: Offer | None = None
+        why = "its worker is gone; the sample is made again, as another session"
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    break
+                said = json.loads(message.data)
+                if "taken" in said and offer is not None:
+                    offer.taken.set()
+                elif "over" in said:
+                    why = str(said["over"])
+                elif "task" in said:
+                    offer = Offer(socket=socket, **said)
+                    async with self._arrived:
+                        self._offers[offer.id] = offer
+                        self._arrived.notify_all()
+        finally:
+            if offer is not None:
+                self._forget(offer, why)
+        return socket
+
+    def _forget(self, offer: Offer, why: str) -> None:
+        offer.gone.set()
+        if self._offers.get(offer.id) is not offer:  # its worker is there again, over another connection
+            return
+        del self._offers[offer.id]
+        if offer.is_started and not offer.taken.is_set():
+            self._remember(offer.id, why)
+            self.counts["over"] += 1
+            log.warning("session %s of group %d is over: %s", offer.id, offer.task["group_id"], why)
+
+    def _remember(self, session: str, why: str) -> None:
+        self._over[session] = why
+        while len(self._over) > MOST_REMEMBERED:
+            self._over.popitem(last=False)
+
+    async def _hang_up(self, app: web.Application) -> None:
+        """Once nobody is listened to any more: a worker would come back at once."""
+        for offer in list(self._offers.values()):  # which takes it out
+            await offer.socket.close()
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(shown.encode(errors="replace"), self._key):
+            raise _refused(401, "no key, or another one: send Authorization: Bearer KEY of the file that serve names")
+        return await handler(request)
+
+
+def _fits(offer: Offer, wish: Mapping[str, Any]) -> bool:
+    has = offer.task["metadata"]
+    if wish.get("group_id", offer.task["group_id"]) != offer.task["group_id"]:
+        return False
+    return all(name in has and has[name] == value for name, value in wish.get("metadata", {}).items())
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        found = json.loads(await request.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise _refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _refused(400, "the body must be an object")
+    return found
+
+
+def _refused(status: int, problem: str) -> web.HTTPException:
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound, 410: web.HTTPGone}
+    kind = kinds.get(status, web.HTTPServiceUnavailable)
+    return kind(text=json.dumps({"error": problem}), content_type="application/json")

@@ -1,0 +1,69 @@
+"""The entry for producers outside of a run whose harness is "outside": where it listens, and its key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from asyncrl.config import RunConfig, tables
+from asyncrl.errors import ConfigError
+from asyncrl.rollouts.agent.entry import Entry
+from asyncrl.rollouts.agent.function import Options as AgentOptions
+from asyncrl.rollouts.agent.harnesses.outside import Options
+from asyncrl.run import key_files
+
+_HARNESS: Final = "outside"
+
+
+def serve(run: RunConfig, *, host: str = "") -> None:
+    """Until it is interrupted. host: to listen on; "" is that of the run file's url. Raises ConfigError."""
+    options = options_of(run)
+    address = urlsplit(options.url)
+    entry = Entry(host=host or address.hostname or "", port=address.port or 0, key=key_of(Path(options.key_file)))
+
+    async def forever() -> None:
+        try:
+            async with entry.serving():
+                print(
+                    f"asyncrl serve: {entry.url}   (key: {options.key_file}; POST /sessions; Ctrl-C ends it)",
+                    flush=True,
+                )
+                await asyncio.Event().wait()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {options.url}: {error.strerror or error}") from error
+
+    asyncio.run(forever())
+
+
+def options_of(run: RunConfig) -> Options:
+    """Raises ConfigError unless the run's samples are played outside."""
+    agent = tables.build(AgentOptions, run.rollout.options, "rollout.options") if _is_agent(run) else None
+    if agent is None or agent.harness != _HARNESS:
+        raise ConfigError(
+            'rollout.options.harness: `asyncrl serve` is for a run with rollout.function = "agent" and '
+            f'harness = "{_HARNESS}"'
+        )
+    made: Options = tables.build(Options, agent.harness_options, "rollout.options.harness_options")
+    return made
+
+
+def key_of(file: Path) -> str:
+    """What is in the file; one of its own if it is not there, for its owner alone. Raises ConfigError."""
+    try:
+        if not file.exists():
+            with contextlib.suppress(FileExistsError):
+                key_files.write(file, secrets.token_urlsafe(32), mode=0o600)
+        key = file.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read or made: {error}") from error
+    if not key or not key.isascii():
+        raise ConfigError(f"{file}: has no key; remove it, and another one is made")
+    return key
+
+
+def _is_agent(run: RunConfig) -> bool:
+    return run.rollout.function == "agent"
