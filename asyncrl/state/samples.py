@@ -17,6 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -33,30 +34,29 @@ class RotatedLines:
 
     def __init__(self, path: Path, *, older: Path, most_bytes: int) -> None:
         self._path, self._older, self._half = path, older, most_bytes // 2
-        self._is_begun = False  # the file is there, unless somebody else removed it
+        self._is_begun = False  # a line of ours is in the file, unless somebody else removed it
 
     def write(self, line: str) -> None:
         """Raises OSError when the line was not written."""
         data = line.encode("utf-8", errors="replace") + b"\n"
-        size = self._size()
-        if size and size + len(data) > self._half:
-            os.replace(self._path, self._older)
-            self._is_begun = False
-        if size is None and self._is_begun:
-            log.warning("%s: was removed while it is in use; what was in it is gone, a new one begun", self._path)
         self._path.parent.mkdir(exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
-            self._is_begun = True
-            if not _ends_whole(self._path):  # a kill or a full disk cut the last line short
+        with contextlib.ExitStack() as files:
+            file = files.enter_context(self._open())
+            if (size := file.seek(0, os.SEEK_END)) and size + len(data) > self._half:
+                os.replace(self._path, self._older)
+                self._is_begun = False
+                file, size = files.enter_context(self._open()), 0
+            if self._is_begun and not size:
+                log.warning("%s: was removed while it is in use; what was in it is gone, a new one begun", self._path)
+            if size and _last_byte(file) != b"\n":  # a kill or a full disk cut the last line short
                 data = b"\n" + data
             if file.write(data) != len(data):
                 raise OSError(f"{self._path}: written in part")
+            self._is_begun = True
 
-    def _size(self) -> int | None:
-        """None without a file."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._path.stat().st_size
-        return None
+    def _open(self) -> FileIO:
+        """At each line: somebody may remove the file between two."""
+        return self._path.open("a+b", buffering=0)
 
 
 class SampleFile:
@@ -87,9 +87,6 @@ def parsed(line: bytes) -> GroupSample | None:
         return None
 
 
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+def _last_byte(file: FileIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
