@@ -35,6 +35,7 @@ KINDS: Final = {
     "f1": "asyncrl.rewards.f1:F1Reward",
     "rouge": "asyncrl.rewards.rouge:RougeReward",
     "json_schema": "asyncrl.rewards.json_schema:JsonSchemaReward",
+    "ifeval": "asyncrl.rewards.ifeval:IfEvalReward",
     "code": "asyncrl.rewards.code:CodeReward",
     "exact": "asyncrl.rewards.exact:ExactReward",
     "regex": "asyncrl.rewards.regex:RegexReward",
@@ -62,7 +63,19 @@ def load_reward(section: config.RewardSection, *, where: str = "reward.kind") ->
     )
 
 
-OF_ROWS: Final = ("math", "dapo", "deepscaler", "gpqa", "f1", "rouge", "json_schema", "exact", "regex", "random")
+OF_ROWS: Final = (
+    "math",
+    "dapo",
+    "deepscaler",
+    "gpqa",
+    "f1",
+    "rouge",
+    "json_schema",
+    "ifeval",
+    "exact",
+    "regex",
+    "random",
+)
 """Built-in kinds that a row may name without an entry in reward.rows."""
 
 

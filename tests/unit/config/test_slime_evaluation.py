@@ -97,6 +97,14 @@ def test_templates_tools_and_slices_of_theirs_are_ours() -> None:
     ]
 
 
+def test_instructions_are_ifevals_and_those_of_ifbench_are_refused_by_name() -> None:
+    said: list[str] = []
+    both = {"a": {"path": "a.jsonl", "rm_type": "ifeval"}, "b": {"path": "b.jsonl", "rm_type": "ifbench"}}
+    one, other = tomllib.loads(slime_evaluation.toml({"datasets": both}, say=said.append))["evaluation"]["datasets"]
+    assert one["reward"] == {"kind": "ifeval"} and "reward" not in other
+    assert len(said) == 1 and "rm_type 'ifbench' has no counterpart; reward.kind ifeval knows IFEval's" in said[0]
+
+
 @pytest.mark.parametrize(
     "text, problem",
     [

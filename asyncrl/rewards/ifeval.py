@@ -1,0 +1,70 @@
+"""reward.kind = "ifeval": the completion follows instructions that a program can check.
+
+IFEval (Zhou et al. 2023, arXiv 2311.07911). The row's metadata hold the data set's own fields, or its label does, as a
+table or JSON text of one: ``instruction_id_list`` and ``kwargs``, a table of values for each. What follows </think> is
+checked. An instruction that is not known fails its group by name: it is never counted as followed, nor as not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.answers import after_thinking
+from asyncrl.rewards.instructions import follows
+
+_NAMES: Final = "instruction_id_list"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    score: Literal["all", "share"] = "all"
+    """all: 1 when every instruction is followed. share: the part of them that is."""
+    loose: bool = False
+    """An instruction is also followed when the completion without its first line, last line, both, or asterisks follows
+    it (the paper's loose accuracy)."""
+
+
+class IfEvalReward:
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __call__(self, sample: Sample) -> Reward:
+        kinds, values = _instructions(sample.metadata if _NAMES in sample.metadata else sample.label)
+        response = after_thinking(sample.completion)
+        texts = _variants(response) if self._options.loose else [response]
+        followed = [
+            any([follows(text, kind, given) for text in texts]) for kind, given in zip(kinds, values, strict=True)
+        ]
+        share = sum(followed) / len(followed)
+        return Reward(
+            value=share if self._options.score == "share" else float(all(followed)), parts={"followed": share}
+        )
+
+
+def _variants(response: str) -> list[str]:
+    lines = response.split("\n")
+    cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]
+    texts = ["\n".join(cut).strip() for cut in cuts]
+    return [*texts, *(text.replace("*", "") for text in texts)]
+
+
+def _instructions(table: Any) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
+    """Raises ValueError where there are none."""
+    if isinstance(table, str):
+        try:
+            table = json.loads(table)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the label is no table of instructions: {error}") from None
+    kinds = table.get(_NAMES) if isinstance(table, Mapping) else None
+    if not isinstance(kinds, list | tuple) or not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"metadata or label must hold {_NAMES}, a list of names; the label is {str(table)[:60]!r}")
+    values = table.get("kwargs") or [{}] * len(kinds)
+    if not isinstance(values, list | tuple) or len(values) != len(kinds):
+        raise ValueError(f"kwargs must be a list of {len(kinds)} tables, one for each of {_NAMES}")
+    if not all(isinstance(given, Mapping | None) for given in values):
+        raise ValueError("kwargs must be tables")
+    return kinds, [given or {} for given in values]

@@ -1,0 +1,218 @@
+"""Instructions that a program can check, as IFEval names them (Zhou et al. 2023, arXiv 2311.07911, table 1).
+
+Each kind is a function of the response and the named values of the data set's ``kwargs``. Where the paper's sentence
+leaves open what counts (is "cats" the keyword "cat"? is "[]" a placeholder?), it is what the paper's own scorer takes,
+so that numbers can be compared. Not its: sentences end at . ! or ? before a space (abbreviations are not known), words
+in capitals are told without a tokenizer, and whether capitals or small letters are English is not asked. Pure text;
+time is linear in the response. ``language:response_language`` is not here: it needs a model that tells languages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+Check = Callable[..., bool]
+
+_WORD: Final = re.compile(r"\w+")
+_JOINED_WORD: Final = re.compile(r"\w+(?:[-./]\w+)*")
+_FIRST_WORD: Final = re.compile(r"'*\"*([^\s.,?!'\"]*)")
+_SENTENCE_END: Final = re.compile(r"[.!?](?=[\s\"'”’)\]]|$)")
+_PLACEHOLDER: Final = re.compile(r"\[[^\]\n]*(\]?)")
+"""One that is not closed is matched too, to its line's end: else each [ of it would be tried."""
+_BULLET: Final = re.compile(r"^[^\S\n]*(?:\*[^*]|-)", re.MULTILINE)
+_HIGHLIGHT: Final = re.compile(r"\*([^*\n]*)\*")
+_BOLD: Final = re.compile(r"\*\*([^*\n]*)\*\*")
+_FENCE: Final = re.compile(r"^```(?:json)?|```$", re.IGNORECASE)
+_CHOICES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_SEPARATOR: Final = "***"
+_TWO_ANSWERS: Final = "******"
+
+
+def follows(response: str, kind: str, values: Mapping[str, Any]) -> bool:
+    """Whether ``response`` does what one instruction says; an empty one follows none.
+
+    Raises ValueError for a kind that is not known and for values that it cannot take, each by name.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"the instruction {kind!r} is not known; these are: {', '.join(KINDS)}")
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if name.endswith("frequency") or name.startswith(("num_", "nth_")):
+            _is_count(value, f"the instruction {kind!r}: {name}")
+    try:
+        followed = KINDS[kind](response, **given)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the instruction {kind!r} cannot take {given!r}: {error}") from None
+    return followed and bool(response.strip())
+
+
+def _holds(count: int, bound: int, relation: str) -> bool:
+    if relation not in ("at least", "less than"):
+        raise ValueError(f"the relation {relation!r} must be 'at least' or 'less than'")
+    return count >= bound if relation == "at least" else count < bound
+
+
+def _is_count(value: Any, where: str) -> None:
+    """A text would equal no count, and nobody would follow the instruction. Data sets write 3 as 3.0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
+        raise ValueError(f"{where} must be a whole number, is {value!r}")
+
+
+def _listed(words: Any) -> Sequence[str]:
+    """A text would be a list of its letters."""
+    if not isinstance(words, list | tuple) or not words:
+        raise ValueError(f"{words!r} must be a list of words")
+    return words
+
+
+def _existence(response: str, *, keywords: Sequence[str]) -> bool:
+    """Inside of another word too, in any case."""
+    return all(word.lower() in response.lower() for word in _listed(keywords))
+
+
+def _frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    """Inside of another word too, in any case."""
+    return _holds(response.lower().count(keyword.strip().lower()), frequency, relation)
+
+
+def _forbidden(response: str, *, forbidden_words: Sequence[str]) -> bool:
+    """As a word of its own, in any case."""
+    any_of = "|".join(re.escape(word) for word in _listed(forbidden_words))
+    return not re.search(rf"(?<!\w)(?:{any_of})(?!\w)", response, re.IGNORECASE)
+
+
+def _letters(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    if len(letter) != 1:
+        raise ValueError(f"letter must be one letter, is {letter!r}")
+    return _holds(response.lower().count(letter.lower()), let_frequency, let_relation)
+
+
+def _sentences(response: str, *, num_sentences: int, relation: str) -> bool:
+    """A sentence ends at . ! or ? before a space; what follows the last end is one, too."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(response)]
+    rest = _WORD.search(response, ends[-1] if ends else 0)
+    return _holds(len(ends) + bool(rest), num_sentences, relation)
+
+
+def _words(response: str, *, num_words: int, relation: str) -> bool:
+    return _holds(len(_WORD.findall(response)), num_words, relation)
+
+
+def _paragraphs(response: str, *, num_paragraphs: int) -> bool:
+    """Apart by ***, which may also be before the first and after the last."""
+    parts = _apart(response, _SEPARATOR)
+    return len(parts) == num_paragraphs and all(parts)
+
+
+def _apart(response: str, separator: str) -> list[str]:
+    parts = [part.strip() for part in response.split(separator)]
+    return parts[not parts[0] : len(parts) - (not parts[-1])]
+
+
+def _first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Apart by an empty line, counted from 1. Two empty lines hold a paragraph without a first word between them."""
+    parts = [part.strip() for part in response.split("\n\n")]
+    if sum(map(bool, parts)) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+        return False
+    word = _FIRST_WORD.match(parts[int(nth_paragraph) - 1])
+    return word is not None and word[1].lower() == first_word.strip().lower()
+
+
+def _placeholders(response: str, *, num_placeholders: int) -> bool:
+    return _PLACEHOLDER.findall(response).count("]") >= num_placeholders
+
+
+def _postscript(response: str, *, postscript_marker: str) -> bool:
+    """Anywhere, in any case; "P. S." is "P.S."."""
+    letters = re.escape(postscript_marker.strip()).replace(r"\.", r"\.\s?").removesuffix(r"\s?")
+    return bool(re.search(letters, response, re.IGNORECASE))
+
+
+def _bullets(response: str, *, num_bullets: int) -> bool:
+    return len(_BULLET.findall(response)) == num_bullets
+
+
+def _choice(response: str) -> bool:
+    return any(choice in response for choice in _CHOICES)
+
+
+def _highlights(response: str, *, num_highlights: int) -> bool:
+    found = _HIGHLIGHT.findall(response) + _BOLD.findall(response)
+    return sum(bool(text.strip()) for text in found) >= num_highlights
+
+
+def _sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+    """The data set spells the name of its value so."""
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
+
+
+def _json(response: str) -> bool:
+    """Between ``` or not."""
+    try:
+        json.loads(_FENCE.sub("", response.strip()))
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(response: str) -> bool:
+    """<<text>> in one line."""
+    return any(
+        line[line.find("<<") : line.rfind(">>") + 2].lstrip("<").rstrip(">").strip()
+        for line in response.split("\n")
+        if 0 <= line.find("<<") < line.rfind(">>")
+    )
+
+
+def _two_answers(response: str) -> bool:
+    """Apart by ******, which may also be before the first and after the second."""
+    answers = _apart(response, _TWO_ANSWERS)
+    return len(answers) == 2 and all(answers) and answers[0] != answers[1]
+
+
+def _repeats(response: str, *, prompt_to_repeat: str) -> bool:
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _ends(response: str, *, end_phrase: str) -> bool:
+    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _quoted(response: str) -> bool:
+    text = response.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _capitals(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    return _holds(sum(word.isupper() for word in _JOINED_WORD.findall(response)), capital_frequency, capital_relation)
+
+
+KINDS: Final[Mapping[str, Check]] = {
+    "keywords:existence": _existence,
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": _forbidden,
+    "keywords:letter_frequency": _letters,
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": _words,
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": _choice,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_answers,
+    "combination:repeat_prompt": _repeats,
+    "startend:end_checker": _ends,
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": _capitals,
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda response: "," not in response,
+}
