@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     from asyncrl.run import run_folder  # imports numpy, which --help does without
     from asyncrl.run.samples import RunSamples
 
-    run_config = run_folder.run_at(options.where, options.overrides, verb="samples")
+    run_config = run_folder.run_at(options.where, options.overrides, verb="samples", needs_bus=options.follow)
     folder = options.where if options.where is not None and options.where.is_dir() else None
     if folder is None and run_folder.RecordedRun(run_config.run_directory).is_run:
         folder = run_config.run_directory

@@ -331,12 +331,15 @@ def _same_reward(one: Trajectory, other: Trajectory) -> bool:
 
 
 def failed_group(group_id: int, *, worker: str, error: str, prompt: PromptGroup | None = None) -> TrajectoryGroup:
-    """What stands for a group that could not be made, or cannot be trained. ``error`` is cut to LONGEST_ERROR."""
+    """What stands for a group that could not be made, or cannot be trained. ``error`` is cut to LONGEST_ERROR.
+
+    Half of a surrogate pair in it, which is no text and cannot be sent, becomes "?".
+    """
     return TrajectoryGroup(
         group_id=group_id,
         prompt_tokens=prompt.prompt_tokens if prompt is not None else np.zeros(0, np.int32),
         trajectories=(),
         epoch=prompt.epoch if prompt is not None else 0,
         worker=worker,
-        error=error[:LONGEST_ERROR],
+        error=error[:LONGEST_ERROR].encode(errors="replace").decode(),
     )

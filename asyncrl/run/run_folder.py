@@ -24,7 +24,7 @@ from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.config import record as config_record
 from asyncrl.config.toml_text import toml_text
-from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory
+from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
 from asyncrl.messages.topics import Topic
 from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
 from asyncrl.policies.groups.saved import LearnerState
@@ -70,8 +70,11 @@ def newest_model(run: RunConfig) -> Path | None:
     return versions[max(versions)] if versions else None
 
 
-def run_at(where: Path | None, overrides: list[str], *, verb: str) -> RunConfig:
-    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError."""
+def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bool = True) -> RunConfig:
+    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError.
+
+    needs_bus: of a folder that was renamed or copied, while its run is not up, raise NoSuchRun
+    """
     if where is None:
         if not overrides:
             raise ConfigError(
@@ -86,7 +89,12 @@ def run_at(where: Path | None, overrides: list[str], *, verb: str) -> RunConfig:
     run = RecordedRun(where).bus_settings(overrides)
     if where.absolute().name == run.run.name or run.bus.url or not registry.bus_class(run).is_shared:
         return run
-    url, token = registry.own_address(where)  # renamed or copied: not that of the folder with the run's own name
+    try:  # renamed or copied: not that of the folder with the run's own name
+        url, token = registry.own_address(where)
+    except NoSuchRun:
+        if needs_bus:
+            raise
+        return run
     return dataclasses.replace(run, bus=dataclasses.replace(run.bus, address=url, token=token))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import ConfigError, NoSuchRun
+from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, StepMetrics
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry, run_folder
@@ -44,11 +44,7 @@ class WatchedRun:
 
     def _recorded(self) -> RunConfig:
         """As they are recorded now."""
-        try:
-            return self._settings()
-        except NoSuchRun:
-            assert self._where is not None
-            return run_folder.RecordedRun(self._where).bus_settings(self._overrides)
+        return run_folder.run_at(self._where, self._overrides, verb=self._verb, needs_bus=False)
 
     def steps(self) -> int:
         """The run is done after so many; 0 while nobody has written it down. Blocks."""

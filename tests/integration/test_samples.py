@@ -119,6 +119,23 @@ def test_bad_input_is_refused_in_one_line(
     assert REFUSED[arguments] in err and err.count("\n") == 1
 
 
+def test_a_folder_of_a_run_that_is_over_is_read_wherever_it_is_now_and_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = tmp_path / "kept"
+    renamed.mkdir()
+    settings = SETTINGS | {"bus": {"kind": "nats"}, "run": {"name": "n1"}}
+    history = History(renamed / HISTORY_FILE, incarnation=0)
+    history.begin(step=0, kept=0, max_staleness=4, settings=settings)
+    history.trained([0], step=1, max_staleness=0)
+    history.close()
+    SampleFile(renamed, most_bytes=2**20).write(row(0, "seven", fate="trained"))
+    code, out, err = asyncrl("samples", renamed, capsys=capsys)
+    assert (code, "seven" in out, err) == (0, True, "")
+    code, out, err = asyncrl("samples", renamed, "--follow", capsys=capsys)
+    assert (code, out, "no `asyncrl run` is up in" in err) == (2, "", True)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = asyncrl("samples", tmp_path, capsys=capsys)
     assert code == 2 and err.count("\n") == 1

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.errors import BusFull, EngineError, MessageTooLarge
+from asyncrl.errors import BusFull, EngineError, MessageError, MessageTooLarge
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.evaluation import Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.topics import EVALUATION_ANSWERS
@@ -91,7 +91,7 @@ class EvaluationSink:
                     raise EngineError("the log of answers is full, and this worker ends") from None
                 with self._waits.waiting(SPACE_IN_LOG, on=LEARNER):
                     await asyncio.sleep(FULL_LOG_SECONDS)
-            except MessageTooLarge as error:
+            except (MessageTooLarge, MessageError) as error:
                 answers = EvaluationAnswers(
                     number=answers.number,
                     group_id=group_id,

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from asyncrl.actors.wait_tracker import WaitTracker
-from asyncrl.errors import BusFull, MessageTooLarge
+from asyncrl.errors import BusFull, MessageError, MessageTooLarge
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.rollout import failed_group
 from asyncrl.messages.topics import TRAJECTORIES, answer_key
@@ -34,12 +34,12 @@ class TrainingSink:
                 left = await self._unpublished(left, ticket)
 
     async def _unpublished(self, group: TrajectoryGroup, ticket: str) -> TrajectoryGroup | None:
-        """Publish; the group to try again if the log is full. A group too large for a message can only fail."""
+        """Publish; the group to try again if the log is full. A group that no message can hold can only fail."""
         try:
             await self._bus.publish(TRAJECTORIES, group, key=answer_key(group.group_id, ticket=ticket))
         except BusFull:
             return group
-        except MessageTooLarge as error:
+        except (MessageTooLarge, MessageError) as error:
             self._log.error("group %d failed: %s", group.group_id, error)
             failed = failed_group(group.group_id, worker=self._worker, error=str(error))
             return await self._unpublished(failed, ticket)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import logging
 from collections import Counter, OrderedDict
@@ -53,8 +54,10 @@ class Offer:
     is_started: bool
     end: str = ""
     """How it is being ended."""
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: dict[int, asyncio.Future[str | None]] = field(default_factory=dict)
+    """Ends that the worker has been told, and has not answered: why it refuses one, "" if it takes it, None once it has
+    gone."""
+    is_taken: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -70,6 +73,7 @@ class Entry:
         self._offers: dict[str, Offer] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         """Why sessions are over."""
+        self._numbers = itertools.count()
         self._arrived = asyncio.Condition()
         self.counts: Counter[str] = Counter()
         """Of sessions: started, ended, abandoned, over (their time, or their worker's)."""
@@ -155,16 +159,20 @@ class Entry:
         if offer.end not in ("", how):
             raise _refused(410, f"this session is over: {offer.end}")
         offer.end = how
-        with contextlib.suppress(OSError):
-            await offer.socket.send_json(message)
-        waits = [asyncio.ensure_future(event.wait()) for event in (offer.taken, offer.gone)]
+        number = next(self._numbers)
+        problem: str | None = None
+        answer = offer.asked[number] = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait(waits, timeout=TAKEN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(OSError):
+                await offer.socket.send_json({**message, "number": number})
+            with contextlib.suppress(TimeoutError):
+                problem = await asyncio.wait_for(answer, TAKEN_SECONDS)
         finally:
-            for wait in waits:
-                wait.cancel()
-        if not offer.taken.is_set():
-            offer.end = ""
+            del offer.asked[number]
+        if not offer.is_taken:
+            offer.end = how if offer.asked else ""
+            if problem:
+                raise _refused(409, problem)
             raise _refused(503, "its worker did not take it; ask again")
         if self._over.get(session) != how:
             self._remember(session, how)
@@ -191,7 +199,10 @@ class Entry:
                     break
                 said = json.loads(message.data)
                 if "taken" in said and offer is not None:
-                    offer.taken.set()
+                    offer.is_taken = True
+                    _answer(offer.asked, "")
+                elif "refused" in said and offer is not None:
+                    _answer({n: ask for n, ask in offer.asked.items() if n == said["refused"]}, str(said["reason"]))
                 elif "over" in said:
                     why = str(said["over"])
                 elif "task" in said:
@@ -205,11 +216,11 @@ class Entry:
         return socket
 
     def _forget(self, offer: Offer, why: str) -> None:
-        offer.gone.set()
+        _answer(offer.asked, None)
         if self._offers.get(offer.id) is not offer:  # its worker is there again, over another connection
             return
         del self._offers[offer.id]
-        if offer.is_started and not offer.taken.is_set():
+        if offer.is_started and not offer.is_taken:
             self._remember(offer.id, why)
             self.counts["over"] += 1
             log.warning("session %s of group %d is over: %s", offer.id, offer.task["group_id"], why)
@@ -239,9 +250,16 @@ def _fits(offer: Offer, wish: Mapping[str, Any]) -> bool:
     return all(name in has and has[name] == value for name, value in wish.get("metadata", {}).items())
 
 
+def _answer(asked: Mapping[int, asyncio.Future[str | None]], problem: str | None) -> None:
+    for answer in asked.values():
+        if not answer.done():
+            answer.set_result(problem)
+
+
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
         found = json.loads(await request.read() or b"{}")
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise _refused(400, f"the body is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -250,6 +268,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 def _refused(status: int, problem: str) -> web.HTTPException:
-    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound, 410: web.HTTPGone}
+    kinds = {400: web.HTTPBadRequest, 401: web.HTTPUnauthorized, 404: web.HTTPNotFound}
+    kinds |= {409: web.HTTPConflict, 410: web.HTTPGone}
     kind = kinds.get(status, web.HTTPServiceUnavailable)
     return kind(text=json.dumps({"error": problem}), content_type="application/json")

@@ -13,6 +13,7 @@ sample; one that never asks the model has nothing to train, which is a failure, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,8 @@ class Agent:
         )
         async with self._server.session(session):
             endpoint = Endpoint(base_url=self._server.url, api_key=session.key, model=self._options.model)
-            outcome = outcome_of(await self._harness(task, endpoint))
+            check = functools.partial(check_outcome, session.turns)
+            outcome = outcome_of(await self._harness(task, endpoint, check=check))
         return trajectories(session.turns, outcome)
 
     async def close(self) -> None:
@@ -136,15 +138,19 @@ class Agent:
 def trajectories(turns: Turns, outcome: Outcome) -> list[Trajectory]:
     """What is trained of a sample: a trajectory for each sequence, all with the rollout's reward.
 
-    Raises RolloutError where nothing was sampled, or there are rewards for turns that there were not.
+    Raises RolloutError, as ``check_outcome``.
     """
-    sequences = turns.sequences()
-    if not sequences:
+    check_outcome(turns, outcome)
+    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
+    return [_trajectory(sequence, outcome, of_turn) for sequence in turns.sequences()]
+
+
+def check_outcome(turns: Turns, outcome: Outcome) -> None:
+    """Raises RolloutError where nothing was sampled, or there are rewards for turns that there were not."""
+    if not turns.sequences():
         raise RolloutError("the harness ended without an answer of the model: there is nothing to train")
     if len(outcome.turn_rewards) > len(turns):
         raise RolloutError(f"the harness gave {len(outcome.turn_rewards)} turn_rewards for {len(turns)} turns")
-    of_turn = {turn.number: reward for turn, reward in zip(turns, outcome.turn_rewards, strict=False)}
-    return [_trajectory(sequence, outcome, of_turn) for sequence in sequences]
 
 
 def _trajectory(sequence: TrainedSequence, outcome: Outcome, of_turn: Mapping[int, float]) -> Trajectory:

@@ -58,6 +58,7 @@ _NO_EFFECT: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 }
 """Values besides null that change nothing, and why others are refused."""
 _CHOICES: Final = ("auto", "none")
+_ONE_CALL: Final = "disable_parallel_tool_use"
 
 
 def wishes(body: Json, *, stop: Sequence[str]) -> Json:
@@ -73,6 +74,9 @@ def wishes(body: Json, *, stop: Sequence[str]) -> Json:
         _check_stop(body.get(name), name, stop)
     made = {name: body[name] for name in RUNS_OWN if body.get(name) is not None}
     made |= _format(body.get("text"))
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get(_ONE_CALL) is not None:  # Anthropic's parallel_tool_calls
+        made[_ONE_CALL] = choice[_ONE_CALL]
     return made
 
 

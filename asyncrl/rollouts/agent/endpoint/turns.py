@@ -15,7 +15,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +25,6 @@ from asyncrl.rollouts.agent.endpoint.refusal import Json
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 Tokens = NDArray[np.int32]
-
-_TAG_CHARACTERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

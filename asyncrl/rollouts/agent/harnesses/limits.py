@@ -45,11 +45,14 @@ class Limited:
     def __init__(self, harness: Harness, *, name: str, limits: Limits) -> None:
         self._harness, self._name, self._limits = harness, name, limits
 
-    async def __call__(self, task: Task, endpoint: Endpoint) -> Outcome:
+    async def __call__(
+        self, task: Task, endpoint: Endpoint, *, check: Callable[[Outcome], None] = lambda outcome: None
+    ) -> Outcome:
+        """check: raises RolloutError for an outcome that the sample cannot have; for a harness that can ask again"""
         begun = getattr(self._harness, "begun", None)
         if begun is None:
             return await self._timed(functools.partial(self._harness, task, endpoint))
-        async with begun(task, endpoint) as play:  # nobody may be there to play it yet
+        async with begun(task, endpoint, check) as play:  # nobody may be there to play it yet
             return await self._timed(play)
 
     async def _timed(self, play: Callable[[], Awaitable[Outcome]]) -> Outcome:

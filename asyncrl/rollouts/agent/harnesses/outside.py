@@ -61,13 +61,17 @@ class OutsideHarness:
         self._http: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
-    async def begun(self, task: Task, endpoint: Endpoint) -> AsyncIterator[Callable[[], Awaitable[Outcome]]]:
-        """Entered once a producer has taken the sample; what it yields waits for the end of its session.
+    async def begun(
+        self, task: Task, endpoint: Endpoint, check: Callable[[Outcome], None] = lambda outcome: None
+    ) -> AsyncIterator[Callable[[], Awaitable[Outcome]]]:
+        """Entered once a producer has taken the sample; what it yields waits for an end of its session that ``check``
+        lets pass; of any other the producer is told why, and the session goes on.
 
         Left without that end, the session is over, and its producer is told why.
         """
-        self._http = self._http or aiohttp.ClientSession()
-        talk = _Talk(self._http, self._options, task, endpoint)
+        if self._http is None:  # a connection a sample, and aiohttp has at most 100 unless it is told otherwise
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        talk = _Talk(self._http, self._options, task, endpoint, check)
         reason = "it took longer than rollout.options.timeout_seconds"
         try:
             await talk.until("started")
@@ -90,22 +94,40 @@ class OutsideHarness:
 class _Talk:
     """What is said of one sample, over one connection after another."""
 
-    def __init__(self, http: aiohttp.ClientSession, options: Options, task: Task, endpoint: Endpoint) -> None:
-        self._http, self._options = http, options
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        options: Options,
+        task: Task,
+        endpoint: Endpoint,
+        check: Callable[[Outcome], None],
+    ) -> None:
+        self._http, self._options, self._check = http, options, check
         self._offer = {"id": secrets.token_hex(8), "task": task.as_json(), "endpoint": endpoint.as_json()}
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_started = self._is_over = False
 
     async def outcome(self) -> Outcome:
         """Raises RolloutError if it was abandoned."""
-        said = await self.until("outcome", "abandoned")
-        self._is_over = True
+        while True:
+            said = await self.until("outcome", "abandoned")
+            outcome = outcome_of(said.get("outcome"))
+            try:
+                if "outcome" in said:
+                    self._check(outcome)
+            except RolloutError as error:
+                await self._answer({"refused": said["number"], "reason": str(error)})
+                continue
+            self._is_over = True
+            await self._answer({"taken": True})
+            if "abandoned" in said:
+                raise RolloutError(f"harness outside: the session was abandoned: {said['abandoned']}")
+            return outcome
+
+    async def _answer(self, message: dict[str, Any]) -> None:
         assert self._socket is not None
         with contextlib.suppress(OSError):
-            await self._socket.send_json({"taken": True})
-        if "abandoned" in said:
-            raise RolloutError(f"harness outside: the session was abandoned: {said['abandoned']}")
-        return outcome_of(said["outcome"])
+            await self._socket.send_json(message)
 
     async def until(self, *names: str) -> dict[str, Any]:
         """The first message that has one of these names."""

@@ -267,3 +267,13 @@ async def test_fields_that_change_nothing_are_taken_and_those_that_the_run_decid
             async with client.http.post(client.server.url + CHAT, json=body) as reply:
                 assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, named)
         assert [turn.wishes for turn in client.session.turns] == [{}, {"temperature": 0.2, "seed": 7}]
+
+
+async def test_a_wish_for_one_call_at_a_time_is_named_in_anthropics_words_too() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
+    async with (
+        Client(Scripted(["one"])) as client,
+        client.http.post(client.server.url + "/v1/messages", json=body) as reply,
+    ):
+        assert (reply.status, reply.headers.get("x-not-obeyed")) == (200, "disable_parallel_tool_use")

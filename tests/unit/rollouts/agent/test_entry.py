@@ -170,12 +170,42 @@ async def test_what_is_asked_wrongly_is_refused_with_a_reason_and_ends_nothing(t
             assert (status, list(reply)) == (400, ["error"])
         session = (await asked(entry.url, {"wait_seconds": 30}))[1]
         path = f"/sessions/{session['session']}/end"
-        for wrong in ({}, {"reward": "1"}, {"reward": 1, "rewards": 2}, {"reward": 1, "turn_rewards": 1}):
+        nan = ({"reward": float("nan")}, {"reward": 1, "metrics": {"\ud800": 1}})
+        for wrong in ({}, *nan, {"reward": "1"}, {"reward": 1, "rewards": 2}, {"reward": 1, "turn_rewards": 1}):
             assert (await asked(entry.url, wrong, path=path))[0] == 400
         assert (await asked(entry.url, {"reward": 1}, path="/sessions/none/end"))[0] == 404
         await said(session)
         assert (await asked(entry.url, {"reward": 1}, path=path))[0] == 200
         assert (await sample)[0].reward == 1.0
+
+
+async def test_an_end_that_the_sample_cannot_have_is_refused_with_the_reason_and_the_session_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:
+        sample = asyncio.ensure_future(made(group(6), Scripted(["yes"]), index=0))
+        session = (await asked(entry.url, {"wait_seconds": 30}))[1]
+        path = f"/sessions/{session['session']}/end"
+        status, reply = await asked(entry.url, {"reward": 1}, path=path)
+        assert (status, "without an answer of the model" in reply["error"]) == (409, True)
+        await said(session)
+        status, reply = await asked(entry.url, {"reward": 1, "turn_rewards": [1, 2]}, path=path)
+        assert (status, "2 turn_rewards for 1 turns" in reply["error"]) == (409, True)
+        assert not sample.done()
+        both = await asyncio.gather(*(asked(entry.url, {"reward": 1}, path=path) for _ in range(2)))
+        assert [status for status, _ in both] == [200, 200], "a producer that lost the answer asks again at once"
+        assert (await sample)[0].reward == 1.0
+        await until(entry.url, ended=1, over=0, playing=0)
+
+
+async def test_all_samples_of_a_worker_wait_at_once(tmp_path: Path) -> None:
+    async with Entry(host="127.0.0.1", port=0, key=KEY).serving() as entry, worker(entry.url, tmp_path) as made:
+        samples = [asyncio.ensure_future(made(group(n), Scripted([]), index=0)) for n in range(101)]
+        await until(entry.url, waiting=101)
+        for sample in samples:
+            sample.cancel()
+        await asyncio.gather(*samples, return_exceptions=True)
+        await until(entry.url, waiting=0)
 
 
 async def test_a_worker_with_another_key_fails_its_samples_and_says_so(tmp_path: Path) -> None:
