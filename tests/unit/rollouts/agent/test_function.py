@@ -12,6 +12,7 @@ from asyncrl.errors import ConfigError, RolloutError
 from asyncrl.messages import PromptGroup, SamplingParams
 from asyncrl.protocols import Bus
 from asyncrl.rollouts.agent.function import Agent, Options
+from asyncrl.rollouts.agent.harnesses.limits import Limited, Limits
 from asyncrl.rollouts.agent.harnesses.protocol import Endpoint, Outcome, Task
 from tests.harness.agents import TOKENIZER, Scripted
 from tests.harness.partial_rollouts import Worker, publish_prompt
@@ -30,7 +31,7 @@ def agent(play: Any, **options: Any) -> Agent:
         pass
 
     play.close = close
-    made._harness = play
+    made._harness = Limited(play, name="play", limits=Limits())
     return made
 
 
