@@ -138,6 +138,7 @@ _ROWS = (
             ("log lag", "bus/lag", ",.0f"),
             ("dropped", "staleness/dropped_groups", ",.0f"),
             ("failed", "staleness/failed_groups", ",.0f"),
+            ("failed samples", "staleness/failed_samples", ",.0f"),
             ("filtered", "staleness/filtered_groups", ",.0f"),
         ),
     ),

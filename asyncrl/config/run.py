@@ -112,7 +112,7 @@ class RolloutSection:
     that takes longer fails; 0 is no limit."""
     min_group: int = 0
     """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
-    counted (staleness/cancelled). 0: a sample that fails fails its group."""
+    counted (staleness/failed_samples). 0: a sample that fails fails its group."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"

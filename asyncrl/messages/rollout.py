@@ -269,7 +269,9 @@ class TrajectoryGroup:
     trajectories  of all rollouts, sorted by (rollout, part); rewards are equal in all parts of a rollout
     error      why the group failed; it has no trajectories then, is counted, and frees its place in the window
     seconds    from the start of generation to the reward
-    cancelled  rollouts that were cut off so that the others could be trained (actors/rollout/stragglers.py)
+    cancelled  rollouts that the group goes without: they were cut off so that the others could be trained
+               (actors/rollout/stragglers.py), or failed (rollout.min_group)
+    failed_samples  how many of ``cancelled`` failed
     began, reward_seconds  Unix seconds of the worker's clock when generation began, 0 if unknown; the reward's part of
                ``seconds``
     """
@@ -282,12 +284,17 @@ class TrajectoryGroup:
     seconds: float = 0.0
     error: str = ""
     cancelled: int = 0
+    failed_samples: int = 0
     began: float = 0.0
     reward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
-        counts(self, "group_id", "epoch", "cancelled")
+        counts(self, "group_id", "epoch", "cancelled", "failed_samples")
+        require(
+            self.failed_samples <= self.cancelled,
+            f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are not there",
+        )
         require(bool(self.trajectories) != bool(self.error), "a group has either trajectories or an error")
         if any(one.rollout != _ALONE or one.part for one in self.trajectories):
             self._check_rollouts()

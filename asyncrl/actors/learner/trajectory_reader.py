@@ -264,7 +264,11 @@ class TrajectoryReader:
         self._failed_of.clear()
         if group.cancelled:
             await self._progress.event(
-                "cancelled", group_id=group.group_id, worker=group.worker, cancelled=group.cancelled
+                "cancelled",
+                group_id=group.group_id,
+                worker=group.worker,
+                cancelled=group.cancelled,
+                failed_samples=group.failed_samples,
             )
         if group.worker in self._validator.quarantined:
             await self.drop_quarantined()

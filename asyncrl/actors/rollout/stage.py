@@ -151,8 +151,9 @@ class Stage:
         progress = await item.begin()
         try:
             sampled = await self._generate(prompt, slots, progress)
+            made = self._without_failed(prompt, sampled)
             generated = time.monotonic()
-            rollouts = await self._rewarded(prompt, sampled)
+            rollouts = await self._rewarded(prompt, made)
         except (PromptError, RewardError, RolloutError) as error:
             self._log.warning("group %d failed: %s", prompt.group_id, error, extra={REASON: str(error)})
             self._explain(error)
@@ -170,15 +171,16 @@ class Stage:
             worker=self._worker,
             seconds=time.monotonic() - started,
             cancelled=prompt.group_size - len(rollouts),
+            failed_samples=len(sampled) - len(made),
             began=began,
             reward_seconds=time.monotonic() - generated,
         )
 
     async def _generate(
         self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
-    ) -> list[tuple[Trajectory, ...]]:
-        """The parts of each sample of a group, made side by side, without stragglers; the first failure cancels the
-        others."""
+    ) -> list[tuple[Trajectory, ...] | RolloutError]:
+        """The parts of each sample of a group, made side by side, without stragglers. The first failure cancels the
+        others, unless the group goes without samples that failed: then it is in a sample's place."""
         sessions = [self._session(prompt, index, progress) for index in range(prompt.group_size)]
         try:
             async with asyncio.TaskGroup() as group:
@@ -196,7 +198,7 @@ class Stage:
             raise first from first.__cause__  # not from the group: the log is to show where it was raised
         if self._stragglers is None and any(task.cancelled() for task in tasks):
             raise RolloutError("the rollout function cancelled itself")
-        return self._without_failed(prompt, [task.result() for task in tasks if not task.cancelled()])
+        return [task.result() for task in tasks if not task.cancelled()]
 
     async def _sample_or_error(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease

@@ -119,8 +119,10 @@ async def test_a_sample_that_fails_costs_its_group_nothing_else_where_enough_are
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
-    sizes = {group_id: (len(group.trajectories), group.cancelled) for group_id, group in made.items()}
-    assert sizes == {0: (4, 0), 1: (3, 1), 2: (2, 2), 3: (0, 0)}
+    sizes = {
+        group_id: (len(group.trajectories), group.cancelled, group.failed_samples) for group_id, group in made.items()
+    }
+    assert sizes == {0: (4, 0, 0), 1: (3, 1, 1), 2: (2, 2, 2), 3: (0, 0, 0)}
     assert made[3].error == "the rollout function raised ValueError: this one"
 
 

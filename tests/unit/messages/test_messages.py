@@ -223,6 +223,8 @@ def test_a_missing_field_is_refused_by_name() -> None:
 
 def test_a_field_with_a_default_may_be_missing() -> None:
     assert decode(tampered(Progress, {"groups_trained": None}), Progress).groups_trained == 0
+    before = tampered(TrajectoryGroup, {"cancelled": 2, "failed_samples": None})  # as logs of older versions have it
+    assert decode(before, TrajectoryGroup).failed_samples == 0
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,8 @@ def test_a_field_with_a_default_may_be_missing() -> None:
         (PromptGroup, {"prompt_tokens": [1, 2]}, "PromptGroup.prompt_tokens must be an array, is list"),
         (PromptGroup, {"sampling": 3}, "must be a table of fields"),
         (PromptGroup, {"group_size": 0}, "group_size must be >= 1"),
+        (TrajectoryGroup, {"cancelled": 1, "failed_samples": 2}, "failed_samples is 2, of 1 rollouts"),
+        (TrajectoryGroup, {"failed_samples": -1}, "failed_samples must be >= 0"),
         (TrajectoryGroup, {"trajectories": []}, "either trajectories or an error"),
         (TrajectoryGroup, {"trajectories": 5}, "must be a list"),
     ],

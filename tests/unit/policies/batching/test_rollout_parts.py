@@ -56,6 +56,13 @@ def test_the_winner_in_three_parts_counts_once_in_its_group() -> None:
     assert made.metrics["length/parts_mean"] == 1.5
 
 
+def test_samples_that_failed_are_counted_apart_from_those_that_were_cut_off() -> None:
+    two_of_four = dataclasses.replace(group_of([(1.0, [3]), (0.0, [3])]), cancelled=2, failed_samples=1)
+    one_of_two = dataclasses.replace(group_of([(1.0, [3])]), group_id=1, cancelled=1)
+    made = built(two_of_four, one_of_two)
+    assert (made.metrics["staleness/cancelled"], made.metrics["staleness/failed_samples"]) == (3, 1)
+
+
 rollouts = st.lists(
     st.tuples(st.integers(0, 3).map(float), st.lists(st.integers(1, 4), min_size=1, max_size=4)), min_size=1, max_size=5
 )
