@@ -73,7 +73,7 @@ class Outcome:
     reward         of the rollout; None leaves it to the run's reward function
     reward_parts   each is the metric reward/NAME
     turn_rewards   one a turn, in the order in which the model was called; empty: the harness gives none
-    metrics        other numbers of the sample
+    metrics        other numbers of the sample, each the metric reward/NAME too: none has the name of a part
     finish_reason  "length" where the sample was cut before its agent was done; "" else
     """
 
@@ -102,7 +102,7 @@ class Harness(Protocol):
 def outcome_of(value: Any) -> Outcome:
     """What a harness gave as an Outcome: one, a number, a table of Outcome's fields, or None for no reward.
 
-    Raises ValueError for anything else, and for a reward that is not finite.
+    Raises ValueError for anything else, for a reward that is not finite, and for a name of both a part and a metric.
     """
     if value is None:
         return Outcome()
@@ -118,11 +118,14 @@ def outcome_of(value: Any) -> Outcome:
     if finish_reason not in ("", "length"):
         raise ValueError(f'finish_reason is "length" or "", got {_short(finish_reason)}')
     reward = value.get("reward")
+    parts, metrics = (_numbers(what, value.get(what)) for what in ("reward_parts", "metrics"))
+    if both := sorted(parts.keys() & metrics.keys()):
+        raise ValueError(f"{both[0]!r} is in reward_parts and in metrics, and both are the metric reward/{both[0]}")
     return Outcome(
         reward=None if reward is None else _number("reward", reward),
-        reward_parts=_numbers("reward_parts", value.get("reward_parts")),
+        reward_parts=parts,
         turn_rewards=tuple(_number("turn_rewards", one) for one in _list("turn_rewards", value.get("turn_rewards"))),
-        metrics=_numbers("metrics", value.get("metrics")),
+        metrics=metrics,
         finish_reason=finish_reason,
     )
 

@@ -64,3 +64,12 @@ def test_an_outcome_is_a_number_a_table_or_nothing() -> None:
     for wrong in ("1", [1], {"reward": "1"}, {"reward": float("inf")}, {"turn_rewards": 1}, {"metrics": [1]}):
         with pytest.raises(ValueError, match=r"."):
             outcome_of(wrong)
+
+
+def test_a_name_of_both_a_part_and_a_metric_is_refused_as_one_would_hide_the_other() -> None:
+    both = {"reward": 1, "reward_parts": {"right": 1}, "metrics": {"right": 0, "turns": 2}}
+    with pytest.raises(ValueError, match="'right' is in reward_parts and in metrics"):
+        outcome_of(both)
+    with pytest.raises(ValueError, match="'right' is in reward_parts and in metrics"):
+        outcome_of(Outcome(reward_parts={"right": 1.0}, metrics={"right": 1.0}))
+    assert outcome_of(both | {"metrics": {"turns": 2}}).metrics == {"turns": 2.0}
