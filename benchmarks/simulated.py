@@ -355,6 +355,7 @@ class PromptRow:
     epoch: int = 0
     response: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    messages: tuple[dict[str, Any], ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
     reward: str = ""
     dataset: str = ""

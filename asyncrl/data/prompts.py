@@ -39,6 +39,7 @@ class PromptRow:
     sampling       what the row overrides of [rollout]
     reward         name of the row's reward; empty: reward.kind
     dataset        name of the file of [[data.files]]; empty with one file
+    messages       what the chat template made the prompt of, where RowLimits.keeps_messages; else empty
     """
 
     epoch: int
@@ -51,6 +52,7 @@ class PromptRow:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reward: str = ""
     dataset: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 class PromptDataset:
@@ -69,6 +71,7 @@ class PromptDataset:
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._most_tokens = min(data.max_prompt_tokens, limits.prompt_tokens)
         self._limits = limits
+        self._keeps_messages = limits.keeps_messages and data.chat_template and not data.conversation_key
         self._data = data
         self._tokenizer = tokenizer
         self._template = chat.ChatTemplate(tokenizer, data.chat_template_options)
@@ -176,7 +179,12 @@ class PromptDataset:
             sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
+            messages=tuple(plain(self._messages(row), where, data.prompt_key)) if self._keeps_messages else (),
         )
+
+    def _messages(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        prompt = row[self._data.prompt_key]
+        return [*self._system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
     def _texts(self, row: Mapping[str, Any], where: str) -> tuple[str, list[tuple[str, bool]]]:
         """The text of the prompt, and the parts of what is to be imitated, each with whether it is trained."""
@@ -186,9 +194,8 @@ class PromptDataset:
             return self._template.conversation([*self._system, *row[data.conversation_key]], tools=tools, where=where)
         prompt = row[data.prompt_key]
         if data.chat_template:
-            asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tools = chat.tools_of(row, data, where)
-            prompt = self._template.text([*self._system, *asked], tools=tools, where=where)
+            prompt = self._template.text(self._messages(row), tools=tools, where=where)
         return prompt, [(row[data.response_key], True)] if data.response_key else []
 
     def _response(self, parts: list[tuple[str, bool]]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -20,11 +20,12 @@ class RowLimits:
 
     prompt_tokens  longer prompts leave no room for an answer in the model's context; they are dropped, as those over
                    data.max_prompt_tokens are
-    row_bytes      of label, metadata and response: more does not fit into a message of the bus
+    row_bytes      of label, metadata, response and messages: more does not fit into a message of the bus
     labelled_for   the reward.kind that compares with a label; "" for one that needs none
     rewards        the names that data.reward_key may hold -> whether that reward compares with a label
     sampling       what [rollout] says of SAMPLING and ignore_eos, which a row may override
     vocabulary     of the model: stop_token_ids are below it
+    keeps_messages whether a prompt group carries what the chat template made its prompt of
     keys           what an error puts before a key: "data.", or nothing where it names the data set itself
     """
 
@@ -34,6 +35,7 @@ class RowLimits:
     rewards: Mapping[str, bool] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
     vocabulary: int = 2**31
+    keeps_messages: bool = False
     keys: str = "data."
 
 
@@ -75,6 +77,7 @@ class RowCheck:
         chat.tools_of(row, data, where)
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
         parts |= {data.response_key: row[data.response_key]} if data.response_key else {}
+        parts |= {prompt_key: row[prompt_key]} if self._limits.keeps_messages and data.chat_template else {}
         try:
             _check_text(row[prompt_key])
             size = sum(map(_size, parts.values()))

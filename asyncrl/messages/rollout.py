@@ -132,6 +132,7 @@ class PromptGroup:
     policy_version      of the learner at publication: the age of a given answer counts from it
     epoch               pass over the data
     dataset             name of the data set that an evaluation asks of; empty in training
+    messages            what the chat template made the prompt of; empty without one, and for single_turn and given
     """
 
     group_id: int
@@ -150,6 +151,7 @@ class PromptGroup:
     response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reward: str = ""
     ticket: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)

@@ -31,13 +31,14 @@ def open_set(
     vocabulary: int,
     row_bytes: int,
     labelled_for: str,
+    keeps_messages: bool = False,
 ) -> EvaluationSet:
     """Read and tokenise it. Raises ConfigError for the first row that cannot be a prompt.
 
     max_new_tokens  of an answer, where the data set says none
     context_tokens  of the model, the answer included
     vocabulary      of the model
-    row_bytes, labelled_for  see RowLimits
+    row_bytes, labelled_for, keeps_messages  see RowLimits
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
     most = context_tokens - max_new_tokens
@@ -67,7 +68,9 @@ def open_set(
         epochs=1,
         max_prompt_tokens=_ANY,  # a longer one is refused here, by its own limit
     )
-    limits = RowLimits(prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="")
+    limits = RowLimits(
+        prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="", keeps_messages=keeps_messages
+    )
     try:
         prompts = PromptDataset.open(
             data, tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
@@ -86,6 +89,7 @@ def open_set(
                 label=row.label,
                 metadata=row.metadata | metadata,
                 tags=its,
+                messages=row.messages,
             )
             for row, its in zip(rows, tags, strict=True)
         ],

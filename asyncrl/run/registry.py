@@ -221,6 +221,7 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             vocabulary=model.vocab_size,
             row_bytes=run.bus.max_message_bytes // 2,
             labelled_for=reward.kind if needs_label(reward) else "",
+            keeps_messages=_keeps_messages(run),
         )
         judge = repr((reward.kind, sorted(hidden(reward.options).items())))
         sets.append(dataclasses.replace(opened, judge=judge))
@@ -245,9 +246,15 @@ def open_rows(run: RunConfig) -> PromptDataset:
         rewards=row_labels(run.reward) if run.data.reward_key else {},
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,
+        keeps_messages=_keeps_messages(run),
     )
     tokenizer = load_tokenizer(Path(run.model.path))
     return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits)
+
+
+def _keeps_messages(run: RunConfig) -> bool:
+    """Whether the rollout function may want them: single_turn and given go by tokens."""
+    return run.rollout.function not in WHOLE_ROLLOUTS
 
 
 def _as_toml(value: Any) -> Any:

@@ -60,6 +60,7 @@ class EvaluationRound:
             policy_version=weights.policy_version,
             incarnation=weights.incarnation,
             dataset=its.name,
+            messages=asked.messages,
         )
 
     def take(self, answers: EvaluationAnswers) -> tuple[int | None, str]:

@@ -57,6 +57,8 @@ class Row(Protocol):
     def reward(self) -> str: ...
     @property
     def dataset(self) -> str: ...
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...]: ...
 
 
 class Rows(Protocol):
@@ -313,6 +315,7 @@ class PromptSource(Actor):
             response_mask=row.response_mask,
             reward=row.reward,
             ticket=self._tickets.of(numbered.group_id),
+            messages=row.messages,
         )
         if await self._try_publish(message, again=again):
             return

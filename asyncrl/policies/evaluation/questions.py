@@ -24,6 +24,7 @@ class Question:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

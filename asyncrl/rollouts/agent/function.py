@@ -118,6 +118,7 @@ class Agent:
         )
         task = Task(
             prompt=prompt.prompt,
+            messages=prompt.messages,
             label=prompt.label,
             metadata=prompt.metadata,
             group_id=prompt.group_id,

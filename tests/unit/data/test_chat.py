@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def test_messages_may_call_tools(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "1+2"}, call, {"role": "tool", "content": "3"}]
     (row,) = rows_of(tmp_path, [{"prompt": messages}], chat_template=True)
     assert row.prompt == "<user>1+2<assistant>?add<eos>\n<user>3<assistant>"
+    assert row.messages == ()
+
+
+def test_messages_go_to_agents_as_they_are(tmp_path: Path) -> None:
+    messages = [message("user", "a"), message("assistant", "b"), message("user", "c" * 90)]
+    limits = RowLimits(keeps_messages=True, row_bytes=200)
+    of_list, of_text = rows_of(tmp_path, [{"prompt": messages}, {"prompt": "hi"}], limits=limits, chat_template=True)
+    assert list(of_list.messages) == messages
+    assert of_text.messages == ({"role": "user", "content": "hi"},)
+    with pytest.raises(ConfigError, match=r"'prompt' take 1\d\d bytes, and a message of the bus has room for 100"):
+        rows_of(tmp_path, [{"prompt": messages}], limits=replace(limits, row_bytes=100), chat_template=True)
+    (plain,) = rows_of(tmp_path, [{"prompt": "hi"}], limits=limits)
+    assert plain.messages == ()
 
 
 def message(role: str, content: str, **more: Any) -> dict[str, Any]:

@@ -147,6 +147,12 @@ def test_an_unrewarded_trajectory_survives_the_wire() -> None:
     assert math.isnan(decode(encode(group), TrajectoryGroup).trajectories[0].reward)
 
 
+def test_a_prompts_messages_survive_the_wire() -> None:
+    said = ({"role": "user", "content": [{"type": "text", "text": "7+5="}]}, {"role": "tool", "content": None})
+    prompt = replace(SAMPLES[PromptGroup], messages=said)
+    assert same(decode(encode(prompt), PromptGroup), prompt)
+
+
 def test_a_failed_group_survives_the_wire() -> None:
     group = TrajectoryGroup(group_id=1, prompt_tokens=[1], trajectories=(), error="engine died three times")
     assert same(decode(encode(group), TrajectoryGroup), group)

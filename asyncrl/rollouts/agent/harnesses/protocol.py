@@ -21,7 +21,8 @@ class Task:
     """One sample of one prompt group.
 
     prompt    text of the row's prompt, as tokenised
-    messages  the same as chat messages, {"role": ..., "content": ...}; a row without any is one of the user's
+    messages  the same as chat messages, {"role": ..., "content": ...}: the row's, with data.chat_template; without
+              it, ``prompt`` as one of the user's
     label, metadata  of the row
     group_id  of the prompt group, whose samples have the same task
     index     number of this sample in its group, from 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -42,6 +43,22 @@ async def ask(http: aiohttp.ClientSession, endpoint: Endpoint, *messages: str, l
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     async with http.post(endpoint.base_url + "/v1/chat/completions", json=body, headers=headers) as reply:
         return str((await reply.json())["choices"][0]["message"]["content"])
+
+
+async def test_a_task_has_the_rows_messages_and_without_any_its_prompt_as_one_of_the_users() -> None:
+    given: list[list[dict[str, Any]]] = []
+
+    async def play(task: Task, endpoint: Endpoint) -> Outcome:
+        given.append(task.as_json()["messages"])
+        async with aiohttp.ClientSession() as http:
+            await ask(http, endpoint, "hi")
+        return Outcome(reward=1.0)
+
+    made, rows = agent(play), ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+    await made(PROMPT, Scripted(["one"]), index=0)
+    await made(replace(PROMPT, messages=rows), Scripted(["one"]), index=0)
+    await made.close()
+    assert given == [[{"role": "user", "content": "hi"}], list(rows)]
 
 
 async def test_branches_are_trajectories_of_one_rollout_with_its_reward() -> None:
