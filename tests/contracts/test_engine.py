@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 
 from asyncrl.engines.sglang.reply import Reply
+from asyncrl.engines.version_spans import Version
 from asyncrl.errors import ConfigError, EngineError, WeightsError
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.protocols import Engine, Generation, PartialGeneration
@@ -131,29 +132,32 @@ async def test_a_new_generation_sees_nothing_of_the_old_weights(engine: Engine, 
 
 
 @pytest.fixture
-def chunk_ends(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Reply -> where each of its streamed chunks ended; several chunks that nobody read in time come as one."""
-    ends: dict[int, list[int]] = {}
+def chunks(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[int, int]]]:
+    """Reply -> of each of its streamed chunks: where it ended, and the newest policy version that had settled."""
+    found: dict[int, list[tuple[int, int]]] = {}
     take = Reply.take_chunk
 
-    def noting(reply: Reply, body: Mapping[str, Any], **options: Any) -> None:
-        take(reply, body, **options)
-        ends.setdefault(id(reply), [0]).append(len(reply))
+    def noting(reply: Reply, body: Mapping[str, Any], *, newest: Version, **options: Any) -> Version:
+        stamp = take(reply, body, newest=newest, **options)
+        found.setdefault(id(reply), []).append((len(reply), min(stamp, newest)[1]))
+        return stamp
 
     monkeypatch.setattr(Reply, "take_chunk", noting)
-    return ends
+    return found
 
 
-def is_labelled_rightly(label: int, boundary: int, chunk_ends: dict[int, list[int]], *, is_streamed: bool) -> bool:
-    """A streamed chunk is labelled with its oldest version: the label ends the chunk that the boundary is in."""
+def is_labelled_rightly(
+    label: int, boundary: int, chunks: dict[int, list[tuple[int, int]]], *, is_streamed: bool
+) -> bool:
+    """Never before the boundary; of a streamed answer, right behind the chunk that version 2 had settled with."""
     if not is_streamed:
         return label == boundary
-    ends = max(chunk_ends.values(), key=lambda found: found[-1])
-    return label in ends[1:] and ends[ends.index(label) - 1] <= boundary <= label
+    of_longest = max(chunks.values(), key=lambda found: found[-1])
+    return boundary <= label == next(end for end, settled in of_longest if settled == 2)
 
 
 async def test_a_generation_goes_on_through_a_load(
-    engine: Engine, adapter: tuple[str, object], old: Model, new: Model, chunk_ends: dict[int, list[int]]
+    engine: Engine, adapter: tuple[str, object], old: Model, new: Model, chunks: dict[int, list[tuple[int, int]]]
 ) -> None:
     """Up to the boundary the old model's logprobs; from it on those of the new weights on the old keys."""
     async with asyncio.TaskGroup() as tasks:
@@ -168,7 +172,7 @@ async def test_a_generation_goes_on_through_a_load(
     distance = np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs)
     boundary = int(np.argmax(distance > 1e-3))
     is_streamed = adapter[0] == "sglang-stream"
-    assert is_labelled_rightly(second.start, boundary, chunk_ends, is_streamed=is_streamed)
+    assert is_labelled_rightly(second.start, boundary, chunks, is_streamed=is_streamed)
     expected = switched_logprobs(old, new, PROMPT, generation.tokens, boundary=boundary)
     assert np.abs(expected - generation.logprobs[boundary:]).max() < TOLERANCE
 
@@ -297,7 +301,7 @@ async def test_an_answer_that_goes_on_ends_at_its_end_token(engine: Engine, old:
 
 
 async def test_a_watched_generation_knows_where_the_weights_changed(
-    engine: Engine, adapter: tuple[str, object], old: Model, new: Model, chunk_ends: dict[int, list[int]]
+    engine: Engine, adapter: tuple[str, object], old: Model, new: Model, chunks: dict[int, list[tuple[int, int]]]
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(engine.generate(PROMPT, LONG, seed=1, partial=PartialGeneration()))
@@ -308,7 +312,7 @@ async def test_a_watched_generation_knows_where_the_weights_changed(
     assert (first.policy_version, second.policy_version) == (1, 2)
     boundary = int(np.argmax(np.abs(old.logprobs(PROMPT, generation.tokens) - generation.logprobs) > 1e-3))
     is_streamed = adapter[0] == "sglang-stream"
-    assert is_labelled_rightly(second.start, boundary, chunk_ends, is_streamed=is_streamed)
+    assert is_labelled_rightly(second.start, boundary, chunks, is_streamed=is_streamed)
 
 
 # -- life and death ----------------------------------------------------------------------------------------------------

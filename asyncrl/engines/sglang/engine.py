@@ -35,7 +35,7 @@ from asyncrl.engines.sglang.health import first_answer, until_healthy
 from asyncrl.engines.sglang.options import Options as Options
 from asyncrl.engines.sglang.reply import Reply
 from asyncrl.engines.sglang.routed_experts import OPTION, ExpertShape
-from asyncrl.engines.sglang.sampling import sampling_params
+from asyncrl.engines.sglang.sampling import generate_request
 from asyncrl.engines.sglang.server import (
     ServerProcess,
     check_architecture,
@@ -46,6 +46,7 @@ from asyncrl.engines.sglang.server import (
     server_command,
     server_environment,
 )
+from asyncrl.engines.sglang.settled import SettledVersion
 from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
@@ -161,6 +162,7 @@ class SGLangEngine(EngineAdapter):
         self._vocabulary_size = self._context_tokens = self._max_running = 2**31
         self._stops = StopReader(model_path, self._reader)
         self._has_spans, self._late_tokens = False, 1
+        self._settled = SettledVersion(version, self._ask_for_a_token)
         self._cache_owner = uuid.uuid4().hex
         self._is_open = asyncio.Event()
         self._is_open.set()
@@ -223,7 +225,7 @@ class SGLangEngine(EngineAdapter):
                 )
                 partial.follow(reply)
                 request = self._request(prompt_tokens, sampling, stream=is_seen or not self._has_spans)
-                await self._sample(reply, request | names)
+                await self._sample(reply, request | names, sent=version)
         return await self._stops.ended(partial.prefix.then(reply.generation()), sampling, stop)
 
     async def load(self, weights: WeightVersion) -> LoadReport:
@@ -263,6 +265,7 @@ class SGLangEngine(EngineAdapter):
         )
 
     async def close(self) -> None:
+        await self._settled.close()
         await self._client.close()
         if self._server:
             self._log_path.with_suffix(".url").unlink(missing_ok=True)
@@ -334,15 +337,13 @@ class SGLangEngine(EngineAdapter):
         number = tuple(int(part) for part in str(info.get("version", "0")).split(".")[:3] if part.isdecimal())
         if self._options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
             raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
-        # Two tokens each of prompt and answer; this also warms the server up.
-        probe = self._request(
-            np.zeros(2, dtype=np.int32), SamplingParams(max_new_tokens=2, ignore_eos=True), stream=False
-        )
+        probe = self._short_request()  # this also warms the server up
         answer = await first_answer(self._client, probe, seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
         if self._options.version_source == "spans" and not has_spans:
             raise ConfigError(f"version_source = 'spans' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
         self._has_spans = has_spans and self._options.version_source != "stream"
+        self._settled.answered(self._loader.version)
         async with self._client.post("/freeze_gc", {}):
             pass  # freezes the server's garbage: a full collection would stall all generations
 
@@ -363,21 +364,26 @@ class SGLangEngine(EngineAdapter):
             self._sent -= 1
 
     def _request(self, prompt_tokens: NDArray[np.int32], sampling: SamplingParams, *, stream: bool) -> dict[str, Any]:
-        return {
-            "rid": uuid.uuid4().hex,
-            "input_ids": prompt_tokens.tolist(),
-            "sampling_params": {
-                **sampling_params(sampling),
-                **({"stream_interval": self._options.stream_interval} if stream and self._has_spans else {}),
-            },
-            "return_logprob": True,
-            "return_routed_experts": self._experts is not None and sampling.is_trained,
-            "stream": stream,
+        return generate_request(
+            prompt_tokens,
+            sampling,
+            stream_interval=self._options.stream_interval if stream and self._has_spans else None,
+            tells_experts=self._experts is not None and sampling.is_trained,
+            stream=stream,
             # Key of the prefix cache: unique to us, and new after every load.
-            "extra_key": f"{self._cache_owner}:{self._loader.num_loads}",
-        }
+            extra_key=f"{self._cache_owner}:{self._loader.num_loads}",
+        )
 
-    async def _sample(self, reply: Reply, request: Mapping[str, Any]) -> None:
+    def _short_request(self) -> dict[str, Any]:
+        """Of two tokens each of prompt and answer."""
+        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        return self._request(np.zeros(2, dtype=np.int32), sampling, stream=False)
+
+    async def _ask_for_a_token(self) -> None:
+        async with self._client.post("/generate", self._short_request()):
+            pass
+
+    async def _sample(self, reply: Reply, request: Mapping[str, Any], *, sent: Version) -> None:
         late_tokens = self._late_tokens if self._has_spans else None
         try:
             async with self._client.post("/generate", request) as response:
@@ -389,8 +395,12 @@ class SGLangEngine(EngineAdapter):
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         before = len(reply)
-                        reply.take_chunk(json.loads(data), late_tokens=late_tokens)
-                        self._tokens_generated += len(reply) - before
+                        newest = self._settled.newest
+                        stamp = reply.take_chunk(json.loads(data), newest=newest, late_tokens=late_tokens)
+                        if len(reply) > before:
+                            self._tokens_generated += len(reply) - before
+                            self._settled.answered(sent)
+                            self._settled.stamped(stamp)
         except asyncio.CancelledError:
             # Abort explicitly: the server notices a closed connection only seconds later.
             with contextlib.suppress(EngineError, TimeoutError):

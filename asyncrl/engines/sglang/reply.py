@@ -5,7 +5,8 @@ A reply comes whole, or as chunks that either repeat everything so far or carry 
 The version of the weights that sampled a token comes from one of two sources:
 spans   ``weight_versions`` in the whole reply, from the scheduler (0.5.23). With the overlap scheduler one token is
         sampled but not yet counted when the weights change, so every span but the first starts one token late here.
-stream  each chunk carries the version at its time; it is labelled with that of the chunk before, the older one.
+stream  each chunk carries the version at its time, which is believed once it has settled (settled.py); a chunk is
+        labelled with that of the chunk before, as the weights may have changed within it.
 Neither label is ever newer than the weights that sampled the token.
 """
 
@@ -66,19 +67,22 @@ class Reply:
             if (span["start"], version) != (0, self._stamp):
                 self._spans.mark(span["start"] + late_tokens, version)
 
-    def take_chunk(self, body: Mapping[str, Any], *, late_tokens: int | None = None) -> None:
-        """A streamed chunk, labelled with the version of the chunk before it.
+    def take_chunk(self, body: Mapping[str, Any], *, newest: Version, late_tokens: int | None = None) -> Version:
+        """A streamed chunk, labelled with the version of the chunk before it. Returns the version it is stamped with.
 
+        newest       version that has settled: a newer stamp counts as this one
         late_tokens  as in ``take_whole``, for a server whose last chunk has spans; those are exact
         """
         before = len(self._tokens)
         self._take_tokens(body)
+        stamp = self._version(str(body["meta_info"].get("weight_version", "")))
         if len(self._tokens) > before:
             self._spans.mark(before, self._stamp)
-            self._stamp = self._version(str(body["meta_info"].get("weight_version", "")))
+            self._stamp = max(self._stamp, min(stamp, newest))
         if late_tokens is not None and "weight_versions" in body["meta_info"]:
             self._spans, self._stamp = SpanRecorder([(0, self._sent_version)]), self._sent_version
             self._take_spans(body, late_tokens=late_tokens)
+        return stamp
 
     def so_far(self, begin: int = 0) -> Generation:
         return Generation(

@@ -1,8 +1,12 @@
-"""SamplingParams as an SGLang server's /generate takes them."""
+"""Requests to an SGLang server's /generate, with SamplingParams as it takes them."""
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.messages import SamplingParams
 
@@ -22,4 +26,26 @@ def sampling_params(sampling: SamplingParams) -> dict[str, Any]:
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "min_new_tokens": sampling.min_new_tokens,
+    }
+
+
+def generate_request(
+    prompt_tokens: NDArray[np.int32],
+    sampling: SamplingParams,
+    *,
+    stream: bool,
+    stream_interval: int | None,
+    tells_experts: bool,
+    extra_key: str,
+) -> dict[str, Any]:
+    """Body of a POST to /generate. ``stream_interval`` None: the server's own."""
+    interval = {} if stream_interval is None else {"stream_interval": stream_interval}
+    return {
+        "rid": uuid.uuid4().hex,
+        "input_ids": prompt_tokens.tolist(),
+        "sampling_params": sampling_params(sampling) | interval,
+        "return_logprob": True,
+        "return_routed_experts": tells_experts,
+        "stream": stream,
+        "extra_key": extra_key,
     }

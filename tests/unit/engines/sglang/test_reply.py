@@ -27,6 +27,10 @@ def finished(generation: Generation) -> tuple[list[int], list[tuple[int, int]]]:
     return generation.tokens.tolist(), [(span.start, span.policy_version) for span in generation.version_spans]
 
 
+NEWEST = (9, 9)
+"""Every version has settled."""
+
+
 def new_reply(*, sent: int = 0) -> Reply:
     return Reply(sent_version=(0, sent), first_version=(0, 0))
 
@@ -59,22 +63,31 @@ def test_a_chunk_is_labelled_with_the_version_of_the_chunk_before(is_incremental
     for end, stamp in ((2, "0:1"), (4, "0:2"), (6, "0:2")):
         carried = tokens[end - 2 : end] if is_incremental else tokens[:end]
         reason = LENGTH if end == 6 else None
-        reply.take_chunk(body(carried, total=end, weight_version=stamp, finish_reason=reason))
+        reply.take_chunk(body(carried, total=end, weight_version=stamp, finish_reason=reason), newest=NEWEST)
     assert finished(reply.generation()) == (tokens, [(0, 1), (4, 2)])
     np.testing.assert_allclose(reply.generation().logprobs, -np.array(tokens) / 10, rtol=1e-6)
 
 
+def test_a_stamp_is_believed_once_its_version_has_settled() -> None:
+    """The second chunk is stamped 2 and of the old weights whole: the load's acknowledgement overtook it."""
+    reply = new_reply(sent=1)
+    for end, stamp, settled in ((2, "0:1", 1), (4, "0:2", 1), (6, "0:2", 2), (8, "0:3", 2), (10, "0:3", 3)):
+        chunk = body([5, 5], total=end, weight_version=stamp, finish_reason=LENGTH if end == 10 else None)
+        assert reply.take_chunk(chunk, newest=(0, settled)) == (0, int(stamp[2:]))
+    assert finished(reply.generation())[1] == [(0, 1), (6, 2)]
+
+
 def test_a_version_string_that_is_not_ours_counts_as_the_first_version() -> None:
     reply = Reply(sent_version=(3, 4), first_version=(3, 4))
-    reply.take_chunk(body([5], weight_version="default", finish_reason=None))
-    reply.take_chunk(body([6], total=2, weight_version="v1.2", finish_reason=LENGTH))
+    reply.take_chunk(body([5], weight_version="default", finish_reason=None), newest=NEWEST)
+    reply.take_chunk(body([6], total=2, weight_version="v1.2", finish_reason=LENGTH), newest=NEWEST)
     assert [(span.incarnation, span.policy_version) for span in reply.generation().version_spans] == [(3, 4)]
 
 
 @pytest.mark.parametrize("kind", ["stop", "length", "abort"])
 def test_finish_reasons_are_kept(kind: str) -> None:
     reply = new_reply()
-    reply.take_chunk(body([5], finish_reason={"type": kind}))
+    reply.take_chunk(body([5], finish_reason={"type": kind}), newest=NEWEST)
     assert reply.generation().finish_reason == kind
 
 
@@ -102,7 +115,7 @@ def test_finish_reasons_are_kept(kind: str) -> None:
 def test_a_reply_that_is_no_answer_is_an_error(chunk: dict[str, Any], problem: str) -> None:
     reply = new_reply()
     with pytest.raises(EngineError, match=problem):
-        reply.take_chunk(chunk)
+        reply.take_chunk(chunk, newest=NEWEST)
         reply.generation()
 
 
@@ -137,9 +150,9 @@ TOLD = told([[0, 0], [1, 2]], [[0, 0], [3, 0]], [[0, 0], [7, 1]])
 def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_have_none(is_streamed: bool) -> None:
     reply, none = with_experts(), [255, 255]
     if is_streamed:
-        reply.take_chunk(body([5], finish_reason=None))
+        reply.take_chunk(body([5], finish_reason=None), newest=NEWEST)
         assert len(reply.so_far().experts) == 0  # it tells them at the end
-        reply.take_chunk(body([6], total=2, finish_reason=LENGTH, routed_experts=TOLD))
+        reply.take_chunk(body([6], total=2, finish_reason=LENGTH, routed_experts=TOLD), newest=NEWEST)
     else:
         spans = [{"version": "0:0", "start": 0, "end": 2}]
         whole = body([5, 6], weight_versions=spans, finish_reason=LENGTH, routed_experts=TOLD)
@@ -152,14 +165,14 @@ def test_experts_are_of_prompt_and_answer_and_dense_layers_and_the_last_token_ha
 
 def test_tokens_that_the_server_says_nothing_of_are_left_to_the_router() -> None:
     reply = with_experts()
-    reply.take_chunk(body([5, 6], finish_reason=LENGTH, routed_experts=told([[0, 0], [1, 2]])))
+    reply.take_chunk(body([5, 6], finish_reason=LENGTH, routed_experts=told([[0, 0], [1, 2]])), newest=NEWEST)
     assert (reply.generation().experts[1:] == 255).all()
 
 
 @pytest.mark.parametrize("text", ["AAAA", "%%"])
 def test_experts_of_another_model_are_an_error(text: str) -> None:
     with pytest.raises(EngineError, match="routed experts are not those of this model"):
-        with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text))
+        with_experts().take_chunk(body([5], finish_reason=LENGTH, routed_experts=text), newest=NEWEST)
 
 
 def test_many_experts_take_two_bytes() -> None:
