@@ -231,7 +231,8 @@ async def unharmed(attacked: Attacked, may: May) -> AsyncIterator[RawNats]:
         yield ear
     after = await snapshot(attacked)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
-    assert changed <= may.publish() | may.remove()
+    harmed = changed - may.publish() - may.remove()
+    assert not harmed, {name: (before.get(name), after.get(name)) for name in harmed}
 
 
 async def until(client: RawNats, is_so: Any) -> None:
