@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -53,12 +54,13 @@ async def _in_daemon_thread(function: Callable[[], None], *, name: str) -> None:
             done.set_result(None) if error is None else done.set_exception(error)
 
     def run() -> None:
+        problem: Exception | None = None
         try:
             function()
         except Exception as error:  # re-raised in the awaiting task
-            loop.call_soon_threadsafe(settle, error)
-        else:
-            loop.call_soon_threadsafe(settle, None)
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, problem)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     await done
