@@ -6,6 +6,7 @@ import abc
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import time
@@ -20,7 +21,7 @@ from asyncrl.errors import BusError
 from asyncrl.messages import Heartbeat, Wait, replace
 from asyncrl.messages.topics import ACTORS
 from asyncrl.policies.health.faults import BEAT_SECONDS, PATIENCE_SECONDS
-from asyncrl.policies.health.fleet import CLOCK
+from asyncrl.policies.health.fleet import CLOCK, JUMP_SECONDS
 from asyncrl.protocols import Bus
 
 CLOCK_SECONDS = 60.0
@@ -156,13 +157,23 @@ class HeartbeatSender(Actor):
 
 
 class ClockShift:
-    """How far the wall clock moved against the monotonic one within CLOCK_SECONDS."""
+    """By how many seconds the wall clock last jumped against the monotonic one, if within CLOCK_SECONDS; else 0.
+
+    A jump is more than JUMP_SECONDS within CLOCK_SECONDS, or between two looks however far apart. A clock that is set
+    back and then right again has jumped twice: the second jump is measured from the first.
+    """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()
+        self._seen: deque[tuple[float, float]] = deque()  # since the last jump
+        self._jump = 0.0
+        self._jumped = -math.inf
 
     def look(self, *, wall: float, monotonic: float) -> float:
         self._seen.append((monotonic, wall - monotonic))
-        while monotonic - self._seen[0][0] > CLOCK_SECONDS:
+        while len(self._seen) > 2 and monotonic - self._seen[0][0] > CLOCK_SECONDS:
             self._seen.popleft()
-        return self._seen[-1][1] - self._seen[0][1]
+        moved = self._seen[-1][1] - self._seen[0][1]
+        if abs(moved) > JUMP_SECONDS:
+            self._jump, self._jumped = moved, monotonic
+            self._seen = deque([self._seen[-1]])
+        return self._jump if monotonic - self._jumped <= CLOCK_SECONDS else 0.0

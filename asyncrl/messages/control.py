@@ -103,7 +103,7 @@ class Heartbeat:
     phase        starting, running, draining or quarantined
     waits        longest first
     problem      the last error that has not been resolved, in one line
-    clock_shift  seconds that this machine's wall clock moved against its monotonic clock in the last minute
+    clock_shift  seconds of the last jump of this machine's wall clock, if in the last minute
     numbers      gauges and counters by metric name, such as ``rollout/running``
     schema       message schema of this process; all processes of a run must have the same
     """

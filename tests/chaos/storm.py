@@ -60,6 +60,8 @@ RECOVERY_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.02
 _AFTERMATH_SECONDS: Final = 0.3
 """Time for messages in flight from a killed process to arrive."""
+_RIGHT_AGAIN_SECONDS: Final = 8.0
+"""Time for heartbeats to tell that a clock is right again: set back once more before, it was never right to anybody."""
 _LAST_STEPS: Final = 3
 
 
@@ -234,6 +236,8 @@ class Storm:
                 outage = await watching.enter_async_context(measured)
             await self.until(is_as_before, f"{', '.join(names)} killed ({kind})")
         seconds, (incarnation, done) = time.monotonic() - began, self.seen.step
+        if kind.deed == "clock set back":
+            await asyncio.sleep(_RIGHT_AGAIN_SECONDS)
         names_it.cancel()
         await asyncio.wait((names_it,))
         is_launchers = kind.role == "learner" and kind.deed == "kill" and self.runs == runs
@@ -288,7 +292,7 @@ class Storm:
         None if it cannot."""
         if "run" in names:
             return None
-        words = ["clock"] if kind.deed == "clock set back" else names
+        words = [f"jumped by {-trouble.BACK_SECONDS:+.0f} s"] if kind.deed == "clock set back" else names
         words = ["learner ended with"] if kind.role in ("rank", "machine") else words
         while not all(word in self.output[behind:] for word in words):
             await asyncio.sleep(_LOOK_SECONDS)

@@ -152,6 +152,7 @@ class Finding:
     cause    a sentence;  remedy: another;  victims: sentences on who waits for it
     usual    seconds that this usually takes; 0: unknown; None: no length of it is usual
     host, pid  of the process to blame; pid 0: none
+    which    tells it from others of its fault and actor
     is_joint   concluded from waits of several, which may be older than it: a watcher counts how long it lasts
     """
 
@@ -165,12 +166,13 @@ class Finding:
     cure: Cure = ""
     host: str = ""
     pid: int = 0
+    which: str = ""
     is_joint: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
         """The same for the same fault at another time."""
-        return (self.fault, self.actor)
+        return (self.fault + self.which, self.actor)
 
     def is_hopeless(self, stall_seconds: float) -> bool:
         """Whether it has lasted too long to heal by itself.

@@ -70,17 +70,20 @@ def _others(heard: dict[str, Seen], learner: Seen) -> Iterable[Finding]:
 
 
 def _jumps(seen: Observation) -> Iterable[Finding]:
-    """Nothing waits for a clock; but times in logs and metrics are off."""
-    hosts: dict[str, float] = {}
+    """Nothing waits for a clock; but times in logs and metrics are off. One finding for each jump of a machine, however
+    many of its processes saw it: a clock that was set back and is right again has jumped twice."""
+    jumps: dict[str, list[float]] = {}
     for one in seen.actors.values():
-        if abs(one.beat.clock_shift) > JUMP_SECONDS:
-            hosts.setdefault(one.beat.host, one.beat.clock_shift)
-    for host, shift in sorted(hosts.items()):
+        known, shift = jumps.setdefault(one.beat.host, []), one.beat.clock_shift
+        if abs(shift) > JUMP_SECONDS and all(abs(shift - other) > JUMP_SECONDS for other in known):
+            known.append(shift)
+    for host, shift in sorted((host, shift) for host, shifts in jumps.items() for shift in shifts):
         yield Finding(
             fault="clock",
             actor=host,
             cause=f"the clock of {host} jumped by {shift:+.0f} s",
             remedy="nothing waits for it; times in logs and metrics are off by as much",
+            which=f" of {shift:+.0f} s",
         )
 
 

@@ -58,3 +58,26 @@ def test_nothing_is_said_of_who_is_not_heard_or_says_nothing() -> None:
     mute = replace(mute, beat=replace(mute.beat, numbers={}), clock=None)
     assert named(mute) == []
     assert [fault for fault, _ in named(process("w0", clock=9e9), learner=mute)] == ["no learner"]
+
+
+def jumped(name: str, shift: float, *, host: str = "left") -> Seen:
+    seen = process(name, role=LEARNER if name == LEARNER else WORKER)
+    return replace(seen, beat=replace(seen.beat, host=host, clock_shift=shift))
+
+
+def jumps(*actors: Seen) -> list[tuple[str, tuple[str, str]]]:
+    found = diagnose(Observation(actors={seen.beat.actor: seen for seen in actors}, listened=20.0))
+    return [(one.text, one.key) for one in found if one.fault == "clock"]
+
+
+def test_a_jump_that_several_processes_of_a_machine_saw_is_one_finding_that_stays_the_same() -> None:
+    learner, worker = jumped(LEARNER, -3600.0), jumped("w0", -3599.9)
+    (found,) = jumps(learner, worker)
+    assert found[0] == "the clock of left jumped by -3600 s"
+    assert jumps(learner) == jumps(worker) == [found]
+    assert len(jumps(learner, replace(worker, beat=replace(worker.beat, host="right")))) == 2
+
+
+@pytest.mark.parametrize("next_shift", [3600.0, -60.0])
+def test_the_next_jump_of_a_machine_is_a_finding_of_its_own(next_shift: float) -> None:
+    assert len({key for _, key in jumps(jumped("w0", -3600.0), jumped(LEARNER, next_shift))}) == 2
