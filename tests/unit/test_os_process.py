@@ -1,8 +1,9 @@
-"""What a child process imports: all that its parent can."""
+"""What a child process imports: all that its parent can; how a process ends that cannot go on."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,3 +24,24 @@ def test_a_child_imports_from_the_scripts_folder_before_its_own(
     assert os_process.environment_of_child({})["PYTHONPATH"] == "inherited"
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in os_process.environment_of_child({})
+
+
+STILLBORN = """
+import threading
+from asyncrl import os_process
+
+class Stillborn(threading.Thread):
+    def _bootstrap(self):
+        raise MemoryError
+
+os_process.exit_if_a_thread_never_runs(70, look_seconds=0.01)
+threading.Thread(target=print, args=("runs",), kwargs={"flush": True}).start()
+Stillborn().start()
+print("goes on")
+"""
+
+
+def test_a_process_whose_new_thread_finds_no_memory_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", STILLBORN], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (70, "runs\n")
+    assert "a new thread died before its first step: no memory was left for it; exiting\n" in done.stderr
