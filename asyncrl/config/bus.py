@@ -13,7 +13,7 @@ from asyncrl.config.checks import positive, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusSection:
     kind: str = "nats"
-    """nats (JetStream), memory (the whole run in the process of `asyncrl run`), or "package.module:Class"."""
+    """Carries the run's messages: a name, or "package.module:Class"."""
     url: str = field(default="", repr=False)  # may hold a password
     """nats://HOST:PORT of a running server; empty starts one for this run. For a cluster, its servers' URLs separated
     by commas (nats://A:4222,nats://B:4222,nats://C:4222): a client that loses its server connects to another one."""

@@ -10,6 +10,6 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherSection:
     kind: str = "local"
-    """local (processes on this machine), ray (on a Ray cluster), or "package.module:Class"."""
+    """Starts the run's processes: a name, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the launcher."""

@@ -39,8 +39,7 @@ class LoraSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     backend: str = "megatron"
-    """megatron, reference (plain PyTorch, one process), none (rollouts alone: it trains nothing), or
-    "package.module:Class"."""
+    """Trains the model: a name, or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are any."""
     ranks: int = 1

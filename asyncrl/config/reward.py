@@ -12,8 +12,7 @@ from asyncrl.config.checks import positive, require
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSection:
     kind: str = "math"
-    """math, dapo, deepscaler, gpqa, f1, rouge, json_schema, ifeval, code, exact, regex, llm_judge, remote,
-    reasoning_gym, random, none (the reward that the rollout function set), or "package.module:function"."""
+    """Judges answers: a name, or "package.module:function" of your own."""
     timeout_seconds: float = 30.0
     """Limit for one group. A group whose reward takes longer fails."""
     largest: float = 1e6

@@ -102,8 +102,7 @@ class RolloutSection:
     """Seconds between saves of partial rollouts to the bus, from which another worker resumes them if this one dies
     (except on their last attempt); 0 disables."""
     function: str = "single_turn"
-    """single_turn, given (the answer in data.response_key, for supervised fine-tuning), agent (a program that calls the
-    model, docs/guides/agents.md), or "package.module:function" of a rollout function or class of your own (several
+    """Makes a trajectory of a prompt: a name, or "package.module:function" of a function or class of your own (several
     turns, tools)."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of a rollout class, as in its Options dataclass."""
@@ -155,7 +154,7 @@ class RolloutSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSection:
     kind: str = "sglang"
-    """sglang, inprocess, none (no model; for rollout.function = "given"), or "package.module:Class"."""
+    """Samples from the model: a name, or "package.module:Class"."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU if there is one."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
@@ -177,8 +176,8 @@ class AlgorithmSection:
     denominator: Literal["before", "after"] = "before"
     """Whether tokens that the correction rejects count in the mean: before or after rejection."""
     filters: tuple[str, ...] = ()
-    """Groups not worth training are released and others generated in their place: "dynamic_sampling" (all rewards
-    equal), or "package.module:function" of a TrajectoryGroup, True to keep."""
+    """Groups not worth training are released and others generated in their place: names, or
+    "package.module:function" of a TrajectoryGroup, True to keep."""
     overlong_tokens: int = 0
     """DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by overlong_factor."""
     overlong_factor: float = 1.0
@@ -213,8 +212,7 @@ def _joined(options: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSection:
     channel: str = "files"
-    """files: a folder that learner and workers share. nccl: the folder, and directly from the learner's GPU to each
-    engine (gloo between CPUs). objects: the object store of the bus, for distant workers. Or "package.module:Class"."""
+    """Carries weights from the learner to the workers: a name, or "package.module:Class"."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
     """Options of the channel."""
     directory: str = ""

@@ -11,24 +11,12 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Literal
 
-from asyncrl import config
-from asyncrl.rewards.load import KINDS as REWARDS
-from asyncrl.run import registry
+from choices import DEMO, TABLES, rows
 
-DEMO: Final = Path(__file__).parents[2] / "examples" / "demo.toml"
-OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "engine": registry.ENGINES,
-    "learner": registry.BACKENDS,
-    "reward": REWARDS,
-    "rollout": registry.ROLLOUTS,
-    "weights": registry.CHANNELS,
-    "launcher": registry.LAUNCHERS,
-    "bus": registry.BUSES,
-}
-"""Sections whose options depend on which adapter is named."""
+from asyncrl import config
+
 _NAMES: Final = {int: "whole number", float: "number", str: "text", bool: "true, false"}
 
 HEAD: Final = (
@@ -56,10 +44,12 @@ def page() -> str:
             parts.append(
                 "\n### [[evaluation.datasets]]\n\n" + _table(config.EvaluationDataset, "evaluation.datasets", {})
             )
-        for adapter, address in OPTIONS.get(name, {}).items():
-            if (options := _options(address)) is not None:
-                title = f"\n### [{name}.options] of `{adapter}`\n\n"
-                parts.append(title + _table(options, f"{name}.options", {}))
+        for named in (named for named in TABLES if named.startswith(f"{name}.")):
+            parts.append("\n".join([f"\n### {named}\n", "| name | what it is |", "|---|---|", *rows(named), ""]))
+            for adapter, address in TABLES[named].items():
+                if (options := _options(address)) is not None:
+                    title = f"\n### [{name}.options] of `{adapter}`\n\n"
+                    parts.append(title + _table(options, f"{name}.options", {}))
     return "".join(parts)
 
 

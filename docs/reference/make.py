@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference, each from the code that it describes.
+"""Write the pages of docs/reference, each from the code that it describes, and the names in examples/demo.toml.
 
 python docs/reference/make.py           writes every page that is not current
 python docs/reference/make.py --check   names them and exits with 1
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import api_page
+import choices
 import cli_page
 import configuration_page
 import metrics_page
@@ -26,6 +27,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "topics.md": topics_page.page,
     "models.md": models_page.page,
     "api.md": api_page.page,
+    "../../examples/demo.toml": choices.demo,
 }
 
 
