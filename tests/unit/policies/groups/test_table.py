@@ -212,15 +212,27 @@ class Run(RuleBasedStateMachine):
 
     @rule(data=st.data(), error=st.sampled_from(["", "", "", "reward raised"]))
     def answer(self, data: st.DataObject, error: str) -> None:
-        """A worker answers a group, perhaps one that was answered before, perhaps one that nobody asked for."""
-        self.world.log.append((data.draw(st.integers(0, self.world.published)), error))
+        """A worker answers groups, perhaps some that were answered before, perhaps one that nobody asked for."""
+        group_ids = data.draw(st.lists(st.integers(0, self.world.published), min_size=1, max_size=4))
+        self.world.log += [(group_id, error) for group_id in group_ids]
+
+    @precondition(lambda self: self.world.history)
+    @rule(data=st.data())
+    def answer_again(self, data: st.DataObject) -> None:
+        """A worker that was silent for long answers a group that is done."""
+        _, group_ids = data.draw(st.sampled_from(self.world.history))
+        self.world.log.append((data.draw(st.sampled_from(group_ids)), ""))
 
     # -- what the learner does -----------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.table.cursor < len(self.world.log))
-    @rule(is_message=st.sampled_from([True, True, True, False]))
-    def read(self, is_message: bool) -> None:
-        """is_message: False for one that the validator rejects. Its group stays outstanding."""
+    @rule(are_messages=st.lists(st.sampled_from([True, True, True, False]), min_size=1, max_size=4))
+    def read(self, are_messages: list[bool]) -> None:
+        """are_messages: False for one that the validator rejects. Its group stays outstanding."""
+        for is_message in are_messages[: len(self.world.log) - self.table.cursor]:
+            self.read_one(is_message)
+
+    def read_one(self, is_message: bool) -> None:
         sequence = self.table.cursor + 1
         group_id, error = self.world.log[sequence - 1]
         made = group(group_id, version=max(0, self.table.step - group_id % 3), error=error) if is_message else None
