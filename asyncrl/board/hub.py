@@ -17,32 +17,28 @@ MOST_BROWSERS: Final = 64
 
 class Hub:
     def __init__(self) -> None:
-        self._browsers: set[Browser] = set()
+        self.browsers: set[Browser] = set()
         self.bytes_sent = 0
         """To all browsers, since the start."""
 
     def tell(self, run: int, change: dict[str, Any]) -> None:
         """To everybody: a change of one run."""
-        if not self._browsers:
+        if not self.browsers:
             return
         line = encoded({"run": run, **change})
-        for browser in self._browsers:
+        for browser in self.browsers:
             browser.put(line)
 
     def join(self) -> Browser | None:
         """Another browser, until ``leave``; None when there are too many."""
-        if len(self._browsers) >= MOST_BROWSERS:
+        if len(self.browsers) >= MOST_BROWSERS:
             return None
         browser = Browser(self)
-        self._browsers.add(browser)
+        self.browsers.add(browser)
         return browser
 
-    @property
-    def num_browsers(self) -> int:
-        return len(self._browsers)
-
     def leave(self, browser: Browser) -> None:
-        self._browsers.discard(browser)
+        self.browsers.discard(browser)
 
 
 class Browser:

@@ -11,6 +11,7 @@ import json
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -30,9 +31,18 @@ LOW, HIGH = 0.2, 0.8
 """The reward of the first step must be below LOW, the mean of the last five above HIGH."""
 
 
+def _of_servers() -> list[str]:
+    """Servers are slower, so more of what they sample is stale: some steps more. On GPUs they take bfloat16 alone."""
+    return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
+
+
+ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang": _of_servers}
+"""engine.kind -> what else it needs in the run file."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bin/demo", description="The whole loop learns a small task on a CPU.")
-    parser.add_argument("--engine", choices=["inprocess", "sglang"], default="inprocess", help="(default: inprocess)")
+    parser.add_argument("--engine", choices=ENGINES, default="inprocess", help="(default: inprocess)")
     parser.add_argument(
         "--model", choices=MODELS, default="dense", help="dense: a Qwen3; moe: a mixture of experts (default: dense)"
     )
@@ -47,7 +57,7 @@ def main() -> int:
         f'engine.kind="{options.engine}"',
         "evaluation.every_steps=15",
         f'evaluation.datasets=[{{name = "held_out", path = "{folder / "held_out.jsonl"}", samples = 4}}]',
-        *(_of_servers() if options.engine != "inprocess" else []),
+        *ENGINES[options.engine](),
         *options.overrides,
     ]
     demo_task.write(folder, architecture=MODELS[options.model])
@@ -59,11 +69,6 @@ def main() -> int:
     if outcome.exit_code != 0:
         return outcome.exit_code
     return report(run_config.run_directory / "metrics.jsonl", seconds=time.monotonic() - started)
-
-
-def _of_servers() -> list[str]:
-    """Servers are slower, so more of what they sample is stale: some steps more. On GPUs they take bfloat16 alone."""
-    return ["engine.options={}", "run.steps=60", *(['model.dtype="bfloat16"'] if num_gpus() else [])]
 
 
 def report(metrics: Path, *, seconds: float) -> int:

@@ -72,9 +72,6 @@ class Layout:
         pieces = 2 * self.context if self.context > 1 else 1
         return math.lcm(pieces, self.context * (self.tensor if self.is_sequence_parallel else 1))
 
-    def tensor_rank(self, rank: int) -> int:
-        return rank % self.tensor
-
     def context_rank(self, rank: int) -> int:
         return rank // self.tensor % self.context
 

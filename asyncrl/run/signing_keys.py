@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from asyncrl.bus.jetstream import credentials
+from asyncrl.bus.credentials_file import keys
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures, SigningKey, is_public_key
@@ -126,7 +126,7 @@ def _publish(key: SigningKey, folder: Path) -> None:
 
 def _given(run: RunConfig, role: str) -> dict[str, str]:
     """Keys in the role's credentials, where `bin/nats-config` wrote them."""
-    return credentials.keys(run.bus.credentials, role=role) if run.bus.credentials else {}
+    return keys(run.bus.credentials, role=role) if run.bus.credentials else {}
 
 
 def _made(run: RunConfig) -> SigningKey | None:

@@ -130,8 +130,9 @@ class Trainer:
         started = time.monotonic()
         snapshot = await self.call(self._backend.export, what="a copy of the weights")
         self._export_seconds = time.monotonic() - started
-        self._weights.num_engines = num_engines
-        await self._weights.publish(snapshot, incarnation=incarnation, policy_version=policy_version, group=group)
+        await self._weights.publish(
+            snapshot, incarnation=incarnation, policy_version=policy_version, num_engines=num_engines, group=group
+        )
 
     async def restore_weights(self) -> None:
         """Store and announce again what is missing of the newest version."""

@@ -104,7 +104,7 @@ class TrajectoryReader:
             )
             self._table.start_new_log(first=found.first)
             self._in_progress.start_new_log()
-        self._table.log = found.identity
+        self._table.follow_log(found.identity)
 
     @property
     def _mark(self) -> LogMark:

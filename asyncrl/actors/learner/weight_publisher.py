@@ -59,8 +59,7 @@ class WeightPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next: _Version | None = None
         self._writing: asyncio.Task[None] | None = None
-        self.num_engines = 0
-        """Workers known to the learner; sent with every announcement."""
+        self._num_engines = 0
         self.seconds = 0.0
         """From snapshot to the folder's announcement, for the last version written."""
         self.num_bytes = 0
@@ -72,9 +71,13 @@ class WeightPublisher:
         return self._channel.sender is not None
 
     async def publish(
-        self, snapshot: Snapshot, *, incarnation: int, policy_version: int, group: asyncio.TaskGroup
+        self, snapshot: Snapshot, *, incarnation: int, policy_version: int, num_engines: int, group: asyncio.TaskGroup
     ) -> None:
-        """Announce a snapshot; its folder is written, hashed and announced by a task of ``group``."""
+        """Announce a snapshot; its folder is written, hashed and announced by a task of ``group``.
+
+        num_engines: workers known to the learner; told with every announcement from now on
+        """
+        self._num_engines = num_engines
         self._next = _Version(
             snapshot=snapshot, incarnation=incarnation, policy_version=policy_version, since=time.monotonic()
         )
@@ -101,7 +104,7 @@ class WeightPublisher:
         self._thread.shutdown(wait=False)
 
     async def _announce(self, version: WeightVersion, *, key: str = "") -> None:
-        await self._bus.put(WEIGHTS, replace(version, num_engines=self.num_engines, fork=self._fork), key=key)
+        await self._bus.put(WEIGHTS, replace(version, num_engines=self._num_engines, fork=self._fork), key=key)
 
     def _progress(self) -> int:
         return self._channel.progress

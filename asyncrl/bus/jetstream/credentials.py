@@ -7,31 +7,18 @@ message, log or error (tests/integration/security/test_secrets.py).
 from __future__ import annotations
 
 import importlib.util
-import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from asyncrl.bus.credentials_file import KEY_LINE
 from asyncrl.errors import ConfigError
 from asyncrl.messages.topics import ROLES
 
 _JWT: Final = "-----BEGIN NATS USER JWT-----"
 _SEED: Final = "SU"
 _SEED_CHARACTERS: Final = 58
-
-
-_KEY_LINE: Final = re.compile("(signing-key|learner-key): ([0-9a-f]{64})")
-"""After USER:PASSWORD: the learner's secret half, or for other roles its public one (messages/signing.py)."""
-
-
-def keys(path: str, *, role: str) -> dict[str, str]:
-    """The lines of a credentials file that are keys, by their names; none if it cannot be read."""
-    try:
-        lines = Path(path.replace("{role}", role)).read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return {}  # whoever connects with it says so
-    return {found[1]: found[2] for line in lines if (found := _KEY_LINE.fullmatch(line))}
 
 
 def inbox(role: str, *, run: str) -> str:
@@ -92,7 +79,7 @@ class Credentials:
         if is_seed:
             return {"nkeys_seed_str": text}
         text, *keys = text.split("\n")
-        if not all(_KEY_LINE.fullmatch(line) for line in keys):
+        if not all(KEY_LINE.fullmatch(line) for line in keys):
             text = ""
         user, colon, password = text.partition(":")
         if not colon or not user or not password:

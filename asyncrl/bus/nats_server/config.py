@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from asyncrl.bus.jetstream.credentials import keys
+from asyncrl.bus.credentials_file import keys
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
 from asyncrl.bus.nats_server.accounts import account_name, accounts, permissions
 from asyncrl.messages.signing import SigningKey

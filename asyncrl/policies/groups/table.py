@@ -103,6 +103,10 @@ class GroupTable:
 
     # -- events: the trajectory log ------------------------------------------------------------------------------------
 
+    def follow_log(self, identity: str) -> None:
+        """This is the log that is read from now on."""
+        self.log = identity
+
     def start_new_log(self, *, first: int = 1) -> None:
         """The log is a new one, or back at an earlier state: what is known of its sequences means other records.
 

@@ -46,14 +46,16 @@ class Recorded(MemoryBus):
 
 
 @contextlib.asynccontextmanager
-async def publishing(channel: Channel) -> AsyncIterator[tuple[Recorded, WeightPublisher, Any]]:
+async def publishing(channel: Channel, *, num_engines: int = 0) -> AsyncIterator[tuple[Recorded, WeightPublisher, Any]]:
     """A publisher, and ``publish(version)``."""
     bus = Recorded()
     publisher = WeightPublisher(bus, channel)
     async with asyncio.TaskGroup() as group:
 
         async def publish(version: int) -> None:
-            await publisher.publish(SNAPSHOT, incarnation=0, policy_version=version, group=group)
+            await publisher.publish(
+                SNAPSHOT, incarnation=0, policy_version=version, num_engines=num_engines, group=group
+            )
 
         yield bus, publisher, publish
     publisher.close()
@@ -111,8 +113,7 @@ async def test_a_channel_without_a_sender_announces_folders_only() -> None:
 
 async def test_every_announcement_says_how_many_engines_take_turns() -> None:
     channel = Channel(Sender())
-    async with publishing(channel) as (bus, publisher, publish):
-        publisher.num_engines = 16
+    async with publishing(channel, num_engines=16) as (bus, publisher, publish):
         channel.may_write.release()
         await publish(1)
         await publisher.wait()

@@ -260,7 +260,7 @@ async def stalled(board: Board) -> AsyncIterator[asyncio.StreamReader]:
     connection.sendall(b"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
     assert b"200" in await reader.readline()
-    while board.hub.num_browsers == 0:
+    while not board.hub.browsers:
         await asyncio.sleep(0)
     yield reader
     writer.close()
@@ -276,7 +276,7 @@ async def test_a_browser_that_fell_behind_is_told_to_read_everything_anew(
         async with asyncio.timeout(120):
             while b'"kind":"restart"' not in await reader.read(2**16):
                 pass
-        assert board.hub.num_browsers == 1
+        assert len(board.hub.browsers) == 1
 
 
 async def test_a_browser_that_reads_nothing_is_hung_up_on(
@@ -286,7 +286,7 @@ async def test_a_browser_that_reads_nothing_is_hung_up_on(
     monkeypatch.setattr(server, "STALLED_SECONDS", 0.05)
     async with open_board(recorded) as board, stalled(board) as reader:
         async with asyncio.timeout(120):
-            while board.hub.num_browsers:
+            while board.hub.browsers:
                 board.hub.tell(0, LARGE)
                 await asyncio.sleep(0)
             with contextlib.suppress(ConnectionError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
+from asyncrl.bus import credentials_file
 from asyncrl.bus.jetstream import credentials
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.bus.nats_server import config as nats_config
@@ -223,7 +224,7 @@ def test_a_run_with_roles_signs_with_the_key_of_its_credentials_and_all_roles_kn
 
 def test_the_learners_secret_is_in_its_own_credentials_alone(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    secret = credentials.keys(str(folder / "learner"), role="")["signing-key"]
+    secret = credentials_file.keys(str(folder / "learner"), role="")["signing-key"]
     assert not any(secret in (folder / role).read_text() for role in ("rollout-worker", "operator", "observer"))
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.iterdir())
 
@@ -245,7 +246,7 @@ def test_credentials_of_an_older_version_get_their_keys(tmp_path: Path) -> None:
     for role in ("learner", "rollout-worker"):
         (folder / role).write_text((folder / role).read_text().splitlines()[0] + "\n")
     written(tmp_path)
-    assert credentials.keys(str(folder / "{role}"), role="learner") and len(
+    assert credentials_file.keys(str(folder / "{role}"), role="learner") and len(
         (folder / "learner").read_text().split("\n")
     )
     options = credentials.Credentials(role="rollout-worker", credentials=str(folder / "{role}")).options()
