@@ -3,7 +3,7 @@
 1. Keys that no worker needs, and whatever says where this machine keeps its files or who it is, are left out.
 2. Code is imported when asyncrl ships it or `--allow` names it; servers are asked when `--allow` names them.
 3. An adapter refuses options that could do more than set a size or a method (``Adapter.check_joined``), and so does a
-   reward (its ``own_options``, such as a sandbox).
+   reward (its ``own_options``, such as a sandbox) and a rollout function (its ``runs_programs``).
 
 What this machine's own command says with --set is not foreign. Nothing is imported before 2 is settled.
 """
@@ -106,12 +106,6 @@ def check_code(table: Mapping[str, Any], allowed: Allowed) -> None:
                 f"{key}: the run's settings name {_short(name)}, code that this machine's command does not allow; "
                 f"if you trust it: {named}"
             )
-    rollout = table.get("rollout")
-    if isinstance(rollout, dict) and rollout.get("function") == "agent" and rollout.get("options"):
-        raise ConfigError(
-            "rollout.options: the run's settings say which programs to run, which only this machine's command may: "
-            "--set rollout.options=..."
-        )
     for key, url in _values(table, _ASKED):
         server = _server(url)
         if url and (not server or server not in allowed.servers):
@@ -127,6 +121,11 @@ def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
     for section, adapter in (("engine", registry.engine_class(run)), ("weights", registry.channel_class(run))):
         options = table.get(section, {}).get("options", {})
         adapter.check_joined(options)
+    if table.get("rollout", {}).get("options") and registry.rollout_runs_programs(run):
+        raise ConfigError(
+            "rollout.options: the run's settings say which programs to run, which only this machine's command may: "
+            "--set rollout.options=..."
+        )
     for where, reward in _rewards(table):
         options = reward.get("options") or {}
         for key in registry.reward_own_options(reward["kind"]) if options and "kind" in reward else ():

@@ -283,12 +283,6 @@ class RunConfig:
             f"algorithm: overlong_tokens {overlong} is more than rollout.max_new_tokens {longest}: every answer would "
             "be punished",
         )
-        every = self.weights.every_steps
-        require(
-            every == 1 or self.rollout.function == "given",
-            f'weights: every_steps {every} needs rollout.function = "given": each prompt is sampled with the version '
-            "it was published at or a newer one, so engines need them all; what publishing takes holds up no step",
-        )
 
     @property
     def run_directory(self) -> Path:

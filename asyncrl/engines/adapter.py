@@ -23,6 +23,9 @@ class EngineAdapter(Adapter):
     """What it loads besides whole models as they are trained: "adapters" (learner.lora.publish), "fp8"
     (weights.quantization)."""
 
+    generates: ClassVar[bool] = True
+    """False: only for rollout functions that ask no engine."""
+
     shares_gpus: ClassVar[bool] = False
     """Whether its memory can leave its GPUs (protocols.SharesGpus). If so ``build`` makes one that can when
     ``run.run.colocated``."""

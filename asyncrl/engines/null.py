@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.adapter import EngineAdapter
-from asyncrl.errors import ConfigError, PromptError
+from asyncrl.errors import PromptError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
@@ -17,14 +17,7 @@ from asyncrl.protocols.adapter import RunConfig
 class NullEngine(EngineAdapter):
     """See Engine in protocols/engine.py. Always reports the newest version, because it reads no weights."""
 
-    @classmethod
-    def check(cls, run: RunConfig) -> None:
-        cls.options(run)
-        if run.rollout.function != "given":
-            raise ConfigError(
-                f'engine.kind: "none" generates nothing, but rollout.function = "{run.rollout.function}" '
-                'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
-            )
+    generates = False
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:

@@ -116,6 +116,13 @@ class RolloutFn(Protocol):
         async def __call__(self, prompt, generate, *, index)
 
     If it raises, the group fails with the reason; it never ends the worker.
+
+    Attributes of the function or class, where it has them, tell the checks of the run file more:
+
+        samples = False     it calls no engine: its answers come from the data, and no policy sampled them
+        gives_one = True    always one trajectory, behind the group's prompt, of at most rollout.max_new_tokens
+        runs_programs = True  its options say which: a machine that joins takes them from its own command only
+        has_harness = True  its samples end in time by themselves: a worker that waits for one is not restarted for it
     """
 
     async def __call__(

@@ -6,12 +6,14 @@ import numpy as np
 
 from asyncrl.messages import ANY_INCARNATION, PromptGroup, Trajectory, VersionSpan
 from asyncrl.protocols import Generate
+from asyncrl.rollouts.load import described
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 
 UNJUDGED = 0.0
 """What the reward of a built-in function's trajectory is until a reward function sets it."""
 
 
+@described(gives_one=True)
 async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """The default RolloutFn: the model answers once, and every token of the answer is trained."""
     turns = TrajectoryBuilder(prompt.prompt_tokens)
@@ -19,6 +21,7 @@ async def single_turn(prompt: PromptGroup, generate: Generate, *, index: int) ->
     return turns.trajectory(reward=UNJUDGED)
 
 
+@described(samples=False, gives_one=True)
 async def given(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     """The RolloutFn of supervised fine-tuning: the answer in the data, or the rest of a conversation, cut to
     max_new_tokens. Generates nothing.

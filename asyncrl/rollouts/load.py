@@ -5,26 +5,65 @@ RolloutFn (protocols/functions.py) says what it must look like; that is checked 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, cast
 
 from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import RolloutFn, Tokenizer
 
+FUNCTIONS: Final = {
+    "single_turn": "asyncrl.rollouts.builtin:single_turn",
+    "given": "asyncrl.rollouts.builtin:given",
+    "agent": "asyncrl.rollouts.agent.function:Agent",
+}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 _ARGUMENTS: Final[tuple[str, ...]] = ("prompt", "generate", "*", "index")
 
 
-def load_rollout(section: config.RolloutSection, *, table: Mapping[str, str]) -> Callable[[Tokenizer], RolloutFn]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a rollout function, or its class, says of itself by attributes of these names (RolloutFn)."""
+
+    samples: bool = True
+    gives_one: bool = False
+    runs_programs: bool = False
+
+
+def described(*, samples: bool = True, gives_one: bool = False) -> Callable[[F], F]:
+    """Decorates a rollout function with its traits."""
+
+    def describe(function: F) -> F:
+        vars(function).update(samples=samples, gives_one=gives_one)
+        return function
+
+    return describe
+
+
+def traits(name: str) -> Traits:
+    """Of a function that is not on this machine, which need not be with the learner, as if it said nothing."""
+    try:
+        found = plugins.load(name, where="rollout.function", table=FUNCTIONS)
+    except ConfigError:  # who calls it says so
+        return Traits()
+    names = (field.name for field in dataclasses.fields(Traits))
+    return Traits(**{name: getattr(found, name) for name in names if hasattr(found, name)})
+
+
+def load_rollout(section: config.RolloutSection) -> Callable[[Tokenizer], RolloutFn]:
     """A function from a tokenizer to the run file's RolloutFn. Both may raise ConfigError.
 
-    table: name -> "package.module:object" of the built-in ones.  `asyncrl check` has no tokenizer and calls only this.
+    `asyncrl check` has no tokenizer and calls only this.
     """
     name = section.function
-    found = plugins.load(name, where="rollout.function", table=table)
+    found = plugins.load(name, where="rollout.function", table=FUNCTIONS)
     _check_call(found, name)
     if not inspect.isclass(found):
         _refuse_options(section)
@@ -39,15 +78,21 @@ def load_rollout(section: config.RolloutSection, *, table: Mapping[str, str]) ->
     )
 
 
-def check_machine(section: config.RolloutSection, *, table: Mapping[str, str]) -> None:
+def check_machine(section: config.RolloutSection) -> None:
     """What this machine lacks for the function, such as an agent's program: its Options' ``check_machine`` says it.
 
     Raises ConfigError.
     """
-    found = plugins.load(section.function, where="rollout.function", table=table)
+    options = load_options(section)
+    if hasattr(options, "check_machine"):
+        options.check_machine()
+
+
+def load_options(section: config.RolloutSection) -> Any:
+    """[rollout.options] as the Options beside the function's class; None for one without. Raises ConfigError."""
+    found = plugins.load(section.function, where="rollout.function", table=FUNCTIONS)
     options_type = getattr(sys.modules[found.__module__], "Options", None) if inspect.isclass(found) else None
-    if options_type is not None and hasattr(options_type, "check_machine"):
-        tables.build(options_type, section.options, "rollout.options").check_machine()
+    return None if options_type is None else tables.build(options_type, section.options, "rollout.options")
 
 
 def _refuse_options(section: config.RolloutSection) -> None:

@@ -51,6 +51,7 @@ from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
+from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
@@ -285,7 +286,7 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
                 life["staleness"]["stragglers"] != "partial" and not life["rollout"].get("min_group") for life in lives
             ),
             are_sampled=_are_sampled(run),
-            are_whole=all(life["rollout"]["function"] in registry.WHOLE_ROLLOUTS for life in lives),
+            are_whole=all(rollout_functions.traits(life["rollout"]["function"]).gives_one for life in lives),
             max_parts=_max_parts(lives),
             asked_before=_asked_before(lives),
             **_of_experts(model),
@@ -314,13 +315,13 @@ _ANY: Final = 2**31
 
 def _max_tokens(run: RunConfig) -> int:
     """Of an answer. A rollout function of the user's may take turns, as many as the model's context holds."""
-    return run.rollout.max_new_tokens if run.rollout.function in registry.WHOLE_ROLLOUTS else _ANY
+    return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
 
 
 def _asked_before(lives: Sequence[Mapping[str, Any]]) -> Asked:
     """What a prompt that is still on the bus may ask for. ``lives``: the run file of each life of the learner."""
     rollouts = [life["rollout"] for life in lives]
-    built_in = all(rollout["function"] in registry.WHOLE_ROLLOUTS for rollout in rollouts)
+    built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
     return Asked(
         samples=frozenset(rollout["group_size"] for rollout in rollouts),
         max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
@@ -330,7 +331,7 @@ def _asked_before(lives: Sequence[Mapping[str, Any]]) -> Asked:
 
 def _are_sampled(run: RunConfig) -> bool:
     """Whether answers come from a policy, with its logprobs; given ones have none."""
-    return run.rollout.function != "given"
+    return rollout_functions.traits(run.rollout.function).samples
 
 
 async def _starting_point(

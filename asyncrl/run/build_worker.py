@@ -60,7 +60,7 @@ async def build_worker(
     answering: dict[str, Any] = {
         "worker": name,
         "engine": shared,
-        "rollout": rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)(tokenizer),
+        "rollout": rollout_functions.load_rollout(run.rollout)(tokenizer),
         "tokenizer": tokenizer,
         "seed": run.run.seed,
         "max_attempts": run.rollout.max_attempts,

@@ -42,7 +42,7 @@ def check(run: RunConfig) -> None:
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
         registry.check_reward_machine(run)
-        registry.check_rollout_machine(run)
+        rollout_functions.check_machine(run.rollout)
 
 
 def check_learner(run: RunConfig) -> None:
@@ -57,7 +57,7 @@ def check_worker(run: RunConfig) -> None:
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
-    registry.check_rollout_machine(run)
+    rollout_functions.check_machine(run.rollout)
 
 
 def _check_settings(run: RunConfig) -> None:
@@ -114,11 +114,11 @@ def _check_data(run: RunConfig) -> None:
             require_data(file)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
-    given = run.rollout.function == "given"
-    if data.conversation_key and not given:
+    samples = rollout_functions.traits(run.rollout.function).samples
+    if data.conversation_key and samples:
         raise ConfigError('data.conversation_key: is for rollout.function = "given"; name the prompts with prompt_key')
-    if data.sampling_key and given:
-        raise ConfigError('data.sampling_key: rollout.function = "given" samples nothing; remove it')
+    if data.sampling_key and not samples:
+        raise ConfigError(f'data.sampling_key: rollout.function = "{run.rollout.function}" samples nothing; remove it')
 
 
 def _check_directory(directory: Path) -> None:
@@ -140,12 +140,23 @@ def _check_before_torch(run: RunConfig) -> None:
     registry.load_reward(run)
     registry.load_evaluation_rewards(run)
     _check_evaluation(run)
-    rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
+    rollout_functions.load_rollout(run.rollout)
 
 
 def _check_engine_and_channel(run: RunConfig) -> None:
     engine, channel = registry.engine_class(run), registry.channel_class(run)
     engine.check(run)
+    if run.weights.every_steps > 1 and rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'weights: every_steps {run.weights.every_steps} needs rollout.function = "given": each prompt is sampled '
+            "with the version it was published at or a newer one, so engines need them all; what publishing takes "
+            "holds up no step"
+        )
+    if not engine.generates and rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(
+            f'engine.kind: "{run.engine.kind}" generates nothing, but rollout.function = "{run.rollout.function}" '
+            'needs answers; use "sglang" or "inprocess", or rollout.function = "given"'
+        )
     channel.check(run)
     exporters = run.learner.layout.exporters
     if channel.ranks_use_bus and exporters > 1 and not registry.bus_class(run).is_shared:
@@ -168,7 +179,7 @@ def _check_engine_and_channel(run: RunConfig) -> None:
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
-    if not run.reward.judges and run.rollout.function in registry.WHOLE_ROLLOUTS and algorithm.reads_rewards:
+    if not run.reward.judges and rollout_functions.traits(run.rollout.function).gives_one and algorithm.reads_rewards:
         raise ConfigError(
             f'reward.kind: "none" takes the reward that the rollout function sets, and "{run.rollout.function}" sets '
             f"none, so {algorithm.name} would learn nothing; choose another reward.kind, or a rollout.function of your "
@@ -198,7 +209,7 @@ def check_evaluation(run: RunConfig) -> None:
     _check_evaluation_paths(run)
     check_model_at("model.path", Path(run.model.path))
     registry.load_evaluation_rewards(run)
-    rollout_functions.load_rollout(run.rollout, table=registry.ROLLOUTS)
+    rollout_functions.load_rollout(run.rollout)
     _check_evaluation(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
@@ -208,10 +219,10 @@ def check_evaluation(run: RunConfig) -> None:
 def _check_evaluation(run: RunConfig) -> None:
     """The data sets' files are the learner's: only what each process can see is looked at here."""
     section, best = run.evaluation, run.checkpoint.best
-    if section.is_on and run.rollout.function == "given":
+    if section.is_on and not rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
-            'evaluation.place: rollout.function = "given" has no engine that could answer; use place = "folder" and '
-            "`asyncrl evaluate`"
+            f'evaluation.place: rollout.function = "{run.rollout.function}" has no engine that could answer; use place '
+            '= "folder" and `asyncrl evaluate`'
         )
     if not best:
         return
@@ -258,7 +269,7 @@ def _check_log(run: RunConfig, largest: int) -> None:
 
 def _check_context(run: RunConfig, model: ModelFolder) -> None:
     new, context = run.rollout.max_new_tokens, model.context_tokens
-    if new >= context and run.rollout.function != "given":
+    if new >= context and rollout_functions.traits(run.rollout.function).samples:
         raise ConfigError(
             f"rollout.max_new_tokens: {new:,} new tokens leave no room for a prompt in the model's context of "
             f"{context:,} (max_position_embeddings in {model.path / 'config.json'}); use fewer"
@@ -269,10 +280,11 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
     rollout = run.rollout
     if unknown := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
         raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is no token of the model's {model.vocab_size:,}")
-    if rollout.function == "given" and (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens):
+    samples = rollout_functions.traits(rollout.function).samples
+    if (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens) and not samples:
         raise ConfigError(
-            'rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "given" '
-            "generates nothing; remove them"
+            "rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
         )
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise ConfigError(
@@ -284,29 +296,30 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
 def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
     """Answers from the data train what looks at nothing but them: no policy sampled them."""
     rollout, key = run.rollout, run.data.response_key or run.data.conversation_key
-    if rollout.function != "given":
-        if key and rollout.function == "single_turn":
+    name, traits = rollout.function, rollout_functions.traits(run.rollout.function)
+    if traits.samples:
+        if key and traits.gives_one:
             raise ConfigError(
-                f'data.response_key: "{key}" is imitated by rollout.function = "given", and "single_turn" generates '
+                f'data.response_key: "{key}" is imitated by rollout.function = "given", and "{name}" generates '
                 "answers of its own; set that, or remove the key"
             )
         return
     if not key:
         raise ConfigError(
-            'rollout.function: "given" takes the answers from the data; set data.response_key to their column, or '
+            f'rollout.function: "{name}" takes the answers from the data; set data.response_key to their column, or '
             "data.conversation_key"
         )
     if rollout.group_size > 1:
         raise ConfigError(
-            f'rollout.group_size: a row has one answer, and "given" would train it {rollout.group_size} times; use 1'
+            f'rollout.group_size: a row has one answer, and "{name}" would train it {rollout.group_size} times; use 1'
         )
     if not algorithm.loss.is_supervised:
         raise ConfigError(
-            f'rollout.function: "given" takes answers that no policy sampled, and loss {algorithm.loss.name} needs '
+            f'rollout.function: "{name}" takes answers that no policy sampled, and loss {algorithm.loss.name} needs '
             'their behavior logprobs; use algorithm.name = "sft"'
         )
     kl = algorithm.kl
-    for compares, name, instead in (
+    for compares, key, instead in (
         (algorithm.correction_name != "none", "algorithm.correction", '"none"'),
         (kl is not None and kl.estimate == "unbiased", 'reference.kl = "unbiased"', '"k2"'),
         (run.staleness.adaptive, "staleness.adaptive", "false"),
@@ -314,6 +327,6 @@ def _check_given(run: RunConfig, algorithm: Algorithm) -> None:
     ):
         if compares:
             raise ConfigError(
-                f'{name} compares the policy with what sampled the answers, and rollout.function = "given" takes '
+                f'{key} compares the policy with what sampled the answers, and rollout.function = "{name}" takes '
                 f"answers that no policy sampled; use {instead}"
             )

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.config import RunConfig, plugins
@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, NoSuchRun
 from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 from asyncrl.protocols.adapter import Adapter
+from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import learner_models, signing_keys
 
 if TYPE_CHECKING:
@@ -54,10 +55,6 @@ CHANNELS = {
 LAUNCHERS = {"local": "asyncrl.launchers.local:LocalLauncher", "ray": "asyncrl.launchers.ray:RayLauncher"}
 BUSES = {"memory": "asyncrl.bus.memory.adapter:MemoryBusAdapter", "nats": "asyncrl.bus.nats_server.adapter:NatsAdapter"}
 FILTERS = {"dynamic_sampling": "asyncrl.policies.batching.filters:dynamic_sampling"}
-ROLLOUTS = {name: f"asyncrl.rollouts.builtin:{name}" for name in ("single_turn", "given")}
-ROLLOUTS["agent"] = "asyncrl.rollouts.agent.function:Agent"
-WHOLE_ROLLOUTS: Final = frozenset({"single_turn", "given"})
-"""Of these, those that give one trajectory, behind the group's prompt."""
 
 BUS_FILE = "bus.json"
 """Where `asyncrl run` leaves the address of the server it started, for whoever joins from this machine."""
@@ -193,11 +190,9 @@ def check_reward_machine(run: RunConfig) -> None:
         reward.check_machine()
 
 
-def check_rollout_machine(run: RunConfig) -> None:
-    """What this machine lacks for the run's rollout function, such as an agent's program. Raises ConfigError."""
-    from asyncrl.rollouts import load
-
-    load.check_machine(run.rollout, table=ROLLOUTS)
+def rollout_runs_programs(run: RunConfig) -> bool:
+    """Whether the options of the run's rollout function say which, on every machine of the run."""
+    return rollout_functions.traits(run.rollout.function).runs_programs
 
 
 def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
@@ -239,8 +234,9 @@ def open_rows(run: RunConfig) -> PromptDataset:
 
     model = check_model_at("model.path", Path(run.model.path))
     context = model.context_tokens
+    samples = rollout_functions.traits(run.rollout.function).samples
     limits = RowLimits(
-        prompt_tokens=context if run.rollout.function == "given" else context - run.rollout.max_new_tokens,
+        prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
         row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         rewards=row_labels(run.reward) if run.data.reward_key else {},
@@ -253,8 +249,8 @@ def open_rows(run: RunConfig) -> PromptDataset:
 
 
 def _keeps_messages(run: RunConfig) -> bool:
-    """Whether the rollout function may want them: single_turn and given go by tokens."""
-    return run.rollout.function not in WHOLE_ROLLOUTS
+    """Whether the rollout function may want them: those that give one trajectory go by tokens."""
+    return not rollout_functions.traits(run.rollout.function).gives_one
 
 
 def _as_toml(value: Any) -> Any:
@@ -307,7 +303,13 @@ def routing_replay(run: RunConfig) -> RoutingReplay:
     """Raises ConfigError where the run file asks for what cannot be."""
     from asyncrl.run.routing_replay import decide
 
-    return decide(run, check_model(Path(run.model.path)).experts, engine=engine_class, backend=backend_class)
+    return decide(
+        run,
+        check_model(Path(run.model.path)).experts,
+        samples=rollout_functions.traits(run.rollout.function).samples,
+        engine=engine_class,
+        backend=backend_class,
+    )
 
 
 def launcher(run: RunConfig) -> Launcher:

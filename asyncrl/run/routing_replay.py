@@ -31,6 +31,7 @@ def decide(
     run: RunConfig,
     experts: ExpertCounts | None,
     *,
+    samples: bool,
     engine: Callable[[RunConfig], type[EngineAdapter]],
     backend: Callable[[RunConfig], type[BackendAdapter]],
 ) -> RoutingReplay:
@@ -45,7 +46,7 @@ def decide(
     if wanted == "auto" and run.algorithm.correction == "none":
         return RoutingReplay(reason='algorithm.correction = "none" asks for no agreement with the engine')
     size = _num_bytes(run, experts) if experts is not None else 0
-    reason = _impossible(run, experts, engine=engine, backend=backend, size=size)
+    reason = _impossible(run, experts, samples=samples, engine=engine, backend=backend, size=size)
     if reason and wanted == "on":
         raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}')
     return RoutingReplay(reason=reason, num_bytes=0 if reason else size)
@@ -55,14 +56,15 @@ def _impossible(
     run: RunConfig,
     experts: ExpertCounts | None,
     *,
+    samples: bool,
     engine: Callable[[RunConfig], type[EngineAdapter]],
     backend: Callable[[RunConfig], type[BackendAdapter]],
     size: int,
 ) -> str:
     if experts is None:
         return f"the model at {run.model.path} has no experts"
-    if run.rollout.function == "given":
-        return 'rollout.function = "given" samples nothing'
+    if not samples:
+        return f'rollout.function = "{run.rollout.function}" samples nothing'
     if not engine(run).tells_experts(run):
         return f'engine.kind = "{run.engine.kind}" does not tell of its experts here'
     if not backend(run).replays_experts:

@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rollouts.agent.entry import Entry
 from asyncrl.rollouts.agent.function import Options as AgentOptions
 from asyncrl.rollouts.agent.harnesses.outside import Options
+from asyncrl.rollouts.load import load_options
 from asyncrl.run import key_files
 
 _HARNESS: Final = "outside"
@@ -41,8 +42,8 @@ def serve(run: RunConfig, *, host: str = "") -> None:
 
 def options_of(run: RunConfig) -> Options:
     """Raises ConfigError unless the run's samples are played outside."""
-    agent = tables.build(AgentOptions, run.rollout.options, "rollout.options") if _is_agent(run) else None
-    if agent is None or agent.harness != _HARNESS:
+    agent = load_options(run.rollout)
+    if not isinstance(agent, AgentOptions) or agent.harness != _HARNESS:
         raise ConfigError(
             'rollout.options.harness: `asyncrl serve` is for a run with rollout.function = "agent" and '
             f'harness = "{_HARNESS}"'
@@ -63,7 +64,3 @@ def key_of(file: Path) -> str:
     if not key or not key.isascii():
         raise ConfigError(f"{file}: has no key; remove it, and another one is made")
     return key
-
-
-def _is_agent(run: RunConfig) -> bool:
-    return run.rollout.function == "agent"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from asyncrl.rewards.load import KINDS
+from asyncrl.rollouts.load import FUNCTIONS
 from asyncrl.run import registry
 
 DEMO: Final = Path(__file__).parents[2] / "examples" / "demo.toml"
 TABLES: Final[Mapping[str, Mapping[str, str]]] = {
     "reward.kind": KINDS,
-    "rollout.function": registry.ROLLOUTS,
+    "rollout.function": FUNCTIONS,
     "engine.kind": registry.ENGINES,
     "learner.backend": registry.BACKENDS,
     "algorithm.filters": registry.FILTERS,

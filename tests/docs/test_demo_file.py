@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.rewards.load import KINDS
+from asyncrl.rollouts.load import FUNCTIONS
 from asyncrl.run import registry
 from tests import ROOT
 
@@ -63,7 +64,7 @@ def test_every_key_has_a_comment() -> None:
 
 TABLES: dict[str, Collection[str]] = {
     "reward.kind": KINDS,
-    "rollout.function": registry.ROLLOUTS,
+    "rollout.function": FUNCTIONS,
     "engine.kind": registry.ENGINES,
     "learner.backend": registry.BACKENDS,
     "weights.channel": registry.CHANNELS,

@@ -12,13 +12,12 @@ from asyncrl import config
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
 from asyncrl.protocols import Generate, Generation, RolloutFn, Sample
 from asyncrl.rollouts.load import load_rollout
-from asyncrl.run import registry
 from tests.harness import groups
 
 
 def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
     """The rollout function that a run file with this name and options gets."""
-    return load_rollout(config.RolloutSection(function=name, options=options), table=registry.ROLLOUTS)(tokenizer)
+    return load_rollout(config.RolloutSection(function=name, options=options))(tokenizer)
 
 
 def on_demo(demo: Path) -> list[str]:

@@ -16,7 +16,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.rewards.sandbox.load import open_sandbox
 from asyncrl.rollouts.load import load_rollout
-from asyncrl.run import registry
 from examples.agents import coding, game, python_tool, search
 from tests import ROOT
 from tests.harness.agents import TOKENIZER, Scripted
@@ -32,7 +31,7 @@ async def play(name: str, row: dict[str, Any], generate: Any, tokenizer: Any, **
     if "processes" in of_harness:
         of_harness["processes"] = 1
     chosen = {**section.options, "harness_options": of_harness}
-    made = load_rollout(config.RolloutSection(function="agent", options=chosen), table=registry.ROLLOUTS)(tokenizer)
+    made = load_rollout(config.RolloutSection(function="agent", options=chosen))(tokenizer)
     generate.attempt, generate.context_tokens = 1, 4096
     prompt = PromptGroup(
         group_id=0,

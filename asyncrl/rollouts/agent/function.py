@@ -90,6 +90,7 @@ class Options:
 class Agent:
     """A RolloutFn: one endpoint and one harness for a worker, one session for a sample."""
 
+    runs_programs = True
     has_harness = True
     """Its samples end in time by themselves: a worker that waits for one is not restarted for it."""
 

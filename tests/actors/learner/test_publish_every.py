@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import RunConfig, tables
+from asyncrl.config import WeightsSection
 from asyncrl.errors import ConfigError
 from asyncrl.messages.topics import WEIGHTS
 from tests.harness.fakes import Engine, Loop, run_worker, worker
@@ -25,26 +25,6 @@ async def test_only_each_third_version_and_the_last_are_published(bus_factory: A
     assert loop.recorder.rows[-1]["weights/version"] == 8
 
 
-def built(*, function: str = "single_turn", every_steps: int) -> RunConfig:
-    table = {
-        "model": {"path": "model"},
-        "data": {"path": "prompts.jsonl"},
-        "rollout": {"function": function},
-        "weights": {"every_steps": every_steps},
-    }
-    return tables.build(RunConfig, table, "run.toml")
-
-
-@pytest.mark.parametrize(
-    ("every_steps", "problem"),
-    [(0, "every_steps must be"), (2, 'every_steps 2 needs rollout.function = "given"')],
-)
-def test_where_engines_need_every_version_it_is_refused_in_one_line(every_steps: int, problem: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        built(every_steps=every_steps)
-    assert problem in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_where_nobody_samples_any_number_of_steps_may_lie_between() -> None:
-    assert built(function="given", every_steps=1000).weights.every_steps == 1000
+def test_there_is_no_version_between_two_steps() -> None:
+    with pytest.raises(ConfigError, match="every_steps must be"):
+        WeightsSection(every_steps=0)

@@ -5,7 +5,6 @@ import pytest
 from asyncrl import config
 from asyncrl.errors import ConfigError
 from asyncrl.rollouts import load
-from asyncrl.run.registry import ROLLOUTS
 
 
 def agent(program: str) -> config.RolloutSection:
@@ -15,9 +14,9 @@ def agent(program: str) -> config.RolloutSection:
 
 def test_an_agent_whose_program_is_not_here_is_refused_before_the_run_starts() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.options\.harness_options.*no-such-program"):
-        load.check_machine(agent("no-such-program"), table=ROLLOUTS)
+        load.check_machine(agent("no-such-program"))
 
 
 def test_an_agent_whose_program_is_here_and_functions_without_a_machine_s_needs_pass() -> None:
-    load.check_machine(agent("sh"), table=ROLLOUTS)
-    load.check_machine(config.RolloutSection(), table=ROLLOUTS)
+    load.check_machine(agent("sh"))
+    load.check_machine(config.RolloutSection())

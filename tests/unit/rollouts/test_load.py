@@ -24,8 +24,8 @@ from asyncrl.messages import PromptGroup, Trajectory
 from asyncrl.protocols import Generate, RolloutFn
 from asyncrl.rewards.load import load_reward
 from asyncrl.rollouts.builtin import given, single_turn
+from asyncrl.rollouts.load import FUNCTIONS
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
-from asyncrl.run import registry
 from asyncrl.run.check import check
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
@@ -105,7 +105,7 @@ async def wants_more(prompt: PromptGroup, generate: Generate, reward: float, *, 
 
 def load(name: str, *, tokenizer: Any = None, **options: Any) -> RolloutFn:
     """As the harness does; a bare name is one of this file's."""
-    address = name if ":" in name or name in registry.ROLLOUTS else f"{HERE}:{name}"
+    address = name if ":" in name or name in FUNCTIONS else f"{HERE}:{name}"
     return rollouts.load(address, tokenizer=tokenizer, **options)
 
 

@@ -16,6 +16,10 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.sglang import arguments
 from asyncrl.errors import ConfigError
+from asyncrl.messages import PromptGroup, Trajectory
+from asyncrl.protocols import Generate
+from asyncrl.rollouts.builtin import given
+from asyncrl.rollouts.load import described
 from asyncrl.run import registry
 from asyncrl.run.check import check
 from asyncrl.run.summary import summarize
@@ -311,3 +315,23 @@ def test_what_is_evaluated_is_in_the_summary(make_run: RunMaker, tmp_path: Path)
     path = tmp_path / "run.toml"
     path.write_text(path.read_text() + f'[[evaluation.datasets]]\nname = "a"\npath = "{tmp_path}/rows.jsonl"\n')
     assert "evaluation        a: 3 prompts" in str(summarize(config.load(path)))
+
+
+def test_engines_need_every_version_where_they_sample(make_run: RunMaker) -> None:
+    with pytest.raises(ConfigError, match='^weights: every_steps 2 needs rollout.function = "given"') as refused:
+        check(make_run("weights.every_steps=2"))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_rollout_function_of_ones_own_says_that_it_samples_nothing(make_run: RunMaker) -> None:
+    """It is checked as "given" is."""
+    own = ("rollout.function=tests.unit.run.test_check:copied", "weights.every_steps=1000")
+    with pytest.raises(ConfigError, match='^rollout.function: "tests.unit.run.test_check:copied" takes the answers'):
+        check(make_run(*own))
+    sft = (*own, "data.response_key=label", "algorithm.name=sft", "rollout.group_size=1", "engine.kind=none")
+    check(make_run(*sft, "algorithm.correction=none", "reward.kind=none"))
+
+
+@described(samples=False, gives_one=True)
+async def copied(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
+    return await given(prompt, generate, index=index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import select
@@ -333,7 +334,8 @@ async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: 
     warden = next(process for process in psutil.Process().children() if process.pid not in others)
     warden.send_signal(signal.SIGTERM)
     await asyncio.sleep(milliseconds / 1000)
-    warden.send_signal(signal.SIGINT)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+        warden.send_signal(signal.SIGINT)
     await server.wait()
     assert await asyncio.to_thread(all_gone, tree, seconds=5.0)
 
