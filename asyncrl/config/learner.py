@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import compiled, positive, require
 from asyncrl.config.layout import Layout
-from asyncrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +132,7 @@ class LearnerSection:
         for key in ("freeze", "train_only"):
             for pattern in getattr(self, key):
                 require(bool(pattern), f"{key} holds an empty pattern, which is in every name")
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ConfigError(f"{key}: {pattern!r} is no regular expression: {error}") from None
+                compiled(pattern, key)
         require(
             self.groups_per_batch % self.steps_per_batch == 0,
             f"groups_per_batch must be a multiple of steps_per_batch ({self.steps_per_batch}), got "

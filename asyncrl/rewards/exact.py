@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import compiled
 from asyncrl.protocols import Sample
 
 
@@ -19,10 +19,7 @@ class Options:
     """Regular expression; its last match in the completion is the answer (its first group, if it has one)."""
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.extract)
-        except re.error as error:
-            raise ConfigError(f"extract: {self.extract!r} is no regular expression: {error}") from None
+        compiled(self.extract, "extract")
 
 
 class ExactReward:

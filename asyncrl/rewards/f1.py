@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import compiled
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.answers import after_thinking
 
@@ -31,10 +31,7 @@ class Options:
     follows </think>, or all of it."""
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.extract)
-        except re.error as error:
-            raise ConfigError(f"extract: {self.extract!r} is no regular expression: {error}") from None
+        compiled(self.extract, "extract")
 
 
 class F1Reward:

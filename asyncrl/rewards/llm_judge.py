@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from asyncrl.config.checks import compiled
 from asyncrl.config.secret_values import address_hidden
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Reward, Sample
@@ -94,11 +95,8 @@ class Options:
             )
         if "answer" not in named:
             raise ConfigError("template: {answer} is missing, so every answer would get the same grade")
-        try:
-            if re.compile(self.pattern).groups < 1:
-                raise ConfigError(f"pattern: {self.pattern!r} has no group for the grade")
-        except re.error as error:
-            raise ConfigError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
+        if compiled(self.pattern, "pattern").groups < 1:
+            raise ConfigError(f"pattern: {self.pattern!r} has no group for the grade")
 
 
 class JudgeReward:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.checks import compiled
 from asyncrl.protocols import Sample
 
 
@@ -19,10 +19,7 @@ class Options:
     """label: 1 when the last match's first group (or all of it) is the label. match: 1 when there is a match."""
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ConfigError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
+        compiled(self.pattern, "pattern")
 
 
 class RegexReward:
