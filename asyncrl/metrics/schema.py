@@ -6,8 +6,6 @@ here fails the tests.
 
 from __future__ import annotations
 
-import fnmatch
-
 SCHEMA: dict[str, str] = {
     "staleness/mean": "policy versions between sampling and training, mean over trained tokens",
     "staleness/p50": "median over trained tokens",
@@ -161,7 +159,3 @@ SCHEMA: dict[str, str] = {
     "kl": "k3 to the reference model per token, nats, when there is one",
     "teacher_kl": "k3 to the teacher per token, nats, when there is one",
 }
-
-
-def is_known(name: str) -> bool:
-    return name in SCHEMA or any(fnmatch.fnmatchcase(name, pattern) for pattern in SCHEMA if "*" in pattern)

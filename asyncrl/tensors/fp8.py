@@ -63,13 +63,6 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return whole[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
 
 
-@torch.no_grad()
-def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """f32[R, C]"""
-    rows, columns = weight.shape
-    return (_blocks(weight.float()) * scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-
-
 def _blocks(matrix: torch.Tensor) -> torch.Tensor:
     """[R, C] as [R / 128, 128, C / 128, 128], filled up with zeros."""
     rows, columns = matrix.shape

@@ -13,11 +13,11 @@ import pytest
 from asyncrl.actors.rollout.evaluation import DatasetRewards
 from asyncrl.messages import VersionSpan
 from asyncrl.messages.topics import EVALUATION, EVALUATION_PROMPTS, PROGRESS
-from asyncrl.metrics import schema
 from asyncrl.rewards.guard import GuardedReward
 from asyncrl.run.training import outcome
 from tests.harness.evaluation import evaluating_worker, section, sums
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
+from tests.harness.metric_names import is_known
 
 
 def results(loop: Loop) -> dict[int, dict[str, Any]]:
@@ -49,7 +49,7 @@ async def test_workers_of_their_own_evaluate_the_versions_that_are_due(evaluated
         assert row["evaluation/sums/mean@2"] == version, "answers of another version were counted"
         assert row["evaluation/sums[even]/prompts"] == 3
         assert row["evaluation/lag_steps"] <= 4 - version
-        assert {name for name in row if not schema.is_known(name)} == {"step"}
+        assert {name for name in row if not is_known(name)} == {"step"}
     assert [row["step"] for row in of_training(evaluated)] == [1, 2, 3, 4]
     assert (await evaluated.bus.states(EVALUATION))[""].is_over
     assert await evaluated.bus.depth(EVALUATION_PROMPTS) == 0

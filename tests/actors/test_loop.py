@@ -13,11 +13,11 @@ from asyncrl.actors.rollout import training_sink
 from asyncrl.errors import BusFull, EngineDied, EngineError, HopelessError, RewardError, WeightsError
 from asyncrl.messages import Progress
 from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
-from asyncrl.metrics import schema
 from asyncrl.policies.health.faults import SPACE_IN_LOG
 from asyncrl.protocols import Reward, Sample
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, Rows, run_all, run_worker, until, worker
+from tests.harness.metric_names import is_known
 
 
 async def test_the_loop_trains_every_step_and_everybody_ends(loop: Loop, bus_factory: Any) -> None:
@@ -37,7 +37,7 @@ async def test_no_group_is_generated_that_is_not_trained(loop: Loop, bus_factory
 async def test_every_metric_is_in_the_schema(loop: Loop, bus_factory: Any) -> None:
     await run_all(loop, worker(await bus_factory(), Engine()))
     names = {name for row in loop.recorder.rows for name in row} - {"step"}
-    assert {name for name in names if not schema.is_known(name)} == set()
+    assert {name for name in names if not is_known(name)} == set()
     assert {"staleness/histogram", "weights/w0/lag_versions", "rollout/idle_ratio", "bus/lag"} <= names
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any, Final, Literal, TypeVar
@@ -46,8 +45,6 @@ from asyncrl.messages.topics import ALL, Service, Topic
 from asyncrl.protocols import Deliveries, LogMark, LogState, Loss, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
-
-logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 Q = TypeVar("Q")

@@ -13,6 +13,7 @@ from asyncrl.cli import main as cli
 from asyncrl.metrics import schema
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.metric_names import is_known
 from tests.integration.extending import toy_topic, toy_verb
 
 PAGE = ROOT / "docs" / "develop" / "extending.md"
@@ -45,7 +46,7 @@ def test_a_verb_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_metric_is_a_row_and_a_part_of_a_reward_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not schema.is_known("learner/mood")
+    assert not is_known("learner/mood")
     monkeypatch.setitem(schema.SCHEMA, "learner/mood", "how it feels")
-    assert schema.is_known("learner/mood")
-    assert schema.is_known("reward/digits")
+    assert is_known("learner/mood")
+    assert is_known("reward/digits")

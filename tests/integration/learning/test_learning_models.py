@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 from asyncrl.data import demo_task
-from asyncrl.metrics.schema import is_known
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
+from tests.harness.metric_names import is_known
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

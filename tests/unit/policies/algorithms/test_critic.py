@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.metrics.schema import is_known
 from asyncrl.policies.algorithms.critic import Critic
 from asyncrl.policies.algorithms.objective import ValueInputs
+from tests.harness.metric_names import is_known
 
 RETURNS = torch.tensor([1.0, 0.0, 2.0, 1.0])
 

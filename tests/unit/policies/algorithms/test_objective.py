@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.metrics.schema import is_known
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.losses import kl
 from asyncrl.policies.losses.kl import Penalty
 from asyncrl.policies.losses.loss import LossInputs
+from tests.harness.metric_names import is_known
 
 BEHAVIOR = torch.tensor([-1.0, -1.0, -2.0, -1.0])
 LOGPROBS = BEHAVIOR + torch.tensor([0.0, 1.0, 0.1, -1.0])
