@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from asyncrl.actors.presence import Launched
-from asyncrl.errors import AsyncRLError, NoRoom
+from asyncrl.errors import INTERRUPTED, AsyncRLError, NoRoom
 from asyncrl.policies.health.faults import LEARNER_RANK
 from asyncrl.protocols.launcher import LaunchedProcess, Launcher, ProcessSpec
 
@@ -133,7 +133,7 @@ class ChildProcess:
             spec = replace(self.spec, arguments=(*self.spec.arguments, *extra))
             self.process = await self._start(launcher, spec)
             if self.process is None:
-                return Exit(code=0, reason=f"{self.name} was not started", uptime_seconds=0.0)
+                return Exit(code=INTERRUPTED, reason=f"{self.name} was not started", uptime_seconds=0.0)
             self.starts += 1
             if self._pending_signal:
                 self.process.signal(self._pending_signal)

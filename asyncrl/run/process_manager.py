@@ -41,7 +41,7 @@ from asyncrl.run.server_restarts import keep_up, kill
 NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
 """Exit codes of a process that would end the same way again."""
 DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
-"""Exit codes of a learner that was told to drain; the signal itself if it was still starting."""
+"""Exit codes of a learner that was told to drain: the signal itself if it was still starting."""
 FINISH_SECONDS = 10.0
 """How long workers may take to notice that the run is finished."""
 DRAIN_SECONDS = 120.0
@@ -221,7 +221,8 @@ class ProcessManager:
         elif is_learner:
             self._end_ranks()
         if child.is_leaving:
-            self.say(f"{child.name} has left" if code == 0 else f"{ended.reason} while it left; others have its work")
+            has_left = code in (0, INTERRUPTED)  # the latter before it was started
+            self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
             return None
         if was_over or self._over.is_set():
             return None

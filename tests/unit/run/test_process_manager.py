@@ -273,6 +273,19 @@ async def test_an_interrupted_run_says_who_still_drains_and_for_how_long(
     assert (await it.task).exit_code == INTERRUPTED
 
 
+async def test_a_run_that_is_interrupted_before_its_learner_has_started_is_not_done(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher waits for GPUs, or its machine is busy: nothing was trained, and the exit code says so."""
+    launcher = Launcher()
+    monkeypatch.setattr(launcher, "start", lambda spec: asyncio.Event().wait())
+    it = stage(launcher)
+    await asyncio.sleep(0)
+    it.manager.interrupt()
+    outcome = await it.task
+    assert (outcome.exit_code, outcome.reason) == (INTERRUPTED, "interrupted")
+
+
 async def test_a_run_that_is_done_stays_done_however_often_it_is_interrupted(
     stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
