@@ -3,6 +3,7 @@
     python -m benchmarks.gpu.learner --json FILE                 0.6B and 1.7B, 16k and 32k tokens, none and full
     python -m benchmarks.gpu.learner --profile FOLDER ...        one more step of each under torch.profiler
     python -m benchmarks.gpu.learner --layouts 1x1 2x1 1x2       data-parallel x tensor-parallel ranks
+    python -m benchmarks.gpu.learner --layouts 1x1 cp2 pp2 ep2 tp2-cp2     context, pipeline and expert parallel too
     python -m benchmarks.gpu.learner --agree                     do layouts train the same weights?
     python -m benchmarks.gpu.learner --checkpoints FOLDER        the pause for a checkpoint that is written there
     python -m benchmarks.gpu.learner --device cpu --shapes tiny --tokens 512    a rehearsal
@@ -50,10 +51,7 @@ def child(task: dict[str, Any]) -> int:
         print(json.dumps({"result": result}), flush=True)
     if task["agree"]:
         print(json.dumps({"begins": "agree"}), flush=True)
-        layouts = [tuple(layout) for layout in task["agree"]["layouts"]]
-        result = agree(
-            folder, device=task["device"], dtype=task["agree"]["dtype"], tokens=task["agree"]["tokens"], layouts=layouts
-        )
+        result = agree(folder, device=task["device"], **task["agree"])
         print(json.dumps({"result": result}), flush=True)
     return 0
 
@@ -116,8 +114,18 @@ def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Varian
         variants = variants[done:]
 
 
-def layouts_of(words: Sequence[str]) -> list[tuple[int, int]]:
-    return [(int(data), int(tensor)) for data, tensor in (word.split("x") for word in words)]
+def layout_of(word: str) -> dict[str, int]:
+    """Fields of Variant of "2x1" (data x tensor) or of sizes such as "tp2-cp2"; ep's ranks are data-parallel ones."""
+    data, times, tensor = word.partition("x")
+    if times:
+        return {"data_parallel": int(data), "tensor_parallel": int(tensor)}
+    sizes = {size[:2]: int(size[2:]) for size in word.split("-")}
+    if unknown := sizes.keys() - _SIZES.keys():
+        raise ValueError(f"{word!r}: {', '.join(sorted(unknown))} is none of {', '.join(_SIZES)}")
+    return {"data_parallel": sizes.get("ep", 1)} | {_SIZES[name]: size for name, size in sizes.items()}
+
+
+_SIZES: Final = {f"{name[0]}p": f"{name}_parallel" for name in ("data", "tensor", "context", "pipeline", "expert")}
 
 
 def main() -> int:
@@ -127,8 +135,8 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="*", type=int, default=[16_384, 32_768])
     parser.add_argument("--length", type=int, default=1024, help="mean tokens of a document")
     parser.add_argument("--recompute", nargs="*", default=["none", "full"], choices=["none", "selective", "full"])
-    parser.add_argument("--layouts", nargs="*", default=["1x1"], help="data-parallel x tensor-parallel, as 2x1")
-    parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a rank trains per step")
+    parser.add_argument("--layouts", nargs="*", default=["1x1"], help="data-parallel x tensor-parallel, or as tp2-cp2")
+    parser.add_argument("--micro-batches", nargs="*", type=int, default=[1], help="rows a copy trains per step")
     parser.add_argument("--compile", nargs="*", default=["on"], choices=["on", "off"])
     parser.add_argument("--offload", nargs="*", default=["off"], choices=["on", "off"])
     parser.add_argument("--variants", nargs="*", help="only those whose name contains one of these words")
@@ -151,17 +159,16 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
         Variant(
             shape=shape,
             tokens=tokens,
-            data_parallel=data,
-            tensor_parallel=tensor,
             recompute=recompute,
             micro_batches=rows,
             length=arguments.length,
             compile=compiled == "on",
             offload=offload == "on",
+            **layout,
         )
-        for shape, (data, tensor), rows, compiled, offload, tokens, recompute in itertools.product(
+        for shape, layout, rows, compiled, offload, tokens, recompute in itertools.product(
             arguments.shapes,
-            layouts_of(arguments.layouts),
+            list(map(layout_of, arguments.layouts)),
             arguments.micro_batches,
             arguments.compile,
             arguments.offload,
@@ -188,7 +195,7 @@ def lead(arguments: argparse.Namespace, models: Path) -> int:
 
 
 def compare(arguments: argparse.Namespace, folder: Path, dtype: str) -> dict[str, Any]:
-    layouts = [(1, 1), *(layout for layout in layouts_of(arguments.layouts) if layout != (1, 1))]
+    layouts = [layout_of(word) for word in ["1x1", *(word for word in arguments.layouts if word != "1x1")]]
     task = {
         "folder": str(folder),
         "device": arguments.device,

@@ -1,8 +1,11 @@
 """The learner's side of benchmarks/gpu/weights.py, in a process of its own: its weights, its channels, its busy GPU.
 
-with learner_side(folder, patience_seconds=5) as learner:
+with learner_side(folder, patience_seconds=5, ranks=1) as learner:
     learner.open("nccl", bucket_bytes)
     learner.export(version)
+
+With more ranks each is a process that holds, exports and sends its own part, as those of a pipeline or of experts do.
+They share the learner's GPU, which their groups with the engine allow: none has two of them in it.
 """
 
 from __future__ import annotations
@@ -17,18 +20,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Final, cast
 
-import safetensors.torch
 import torch
+from safetensors import safe_open
 
 from asyncrl.messages import WeightVersion
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
-from asyncrl.tensors.snapshot import Snapshot
+from asyncrl.tensors.snapshot import PartWorker, Snapshot
 from asyncrl.weights.files import FilesChannel
-from asyncrl.weights.nccl import Sender
+from asyncrl.weights.nccl_channel import ModelSender
 
 _MATRIX: Final = 4096
 
@@ -67,21 +71,66 @@ class Products:
         return statistics.mean(found) if found else float("nan")
 
 
-class LearnerSide:
-    """What the learner does for a publish; one transfer at a time."""
+class OtherRank:
+    """A further rank of the learner: its part of the model, and what the channel's worker does with it there."""
 
-    def __init__(self, folder: Path, patience_seconds: float) -> None:
+    def __init__(self, folder: Path, number: int, ranks: int) -> None:
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
+        self._tensors = part_of(folder, number, ranks)
+        self._workers: dict[type[PartWorker], PartWorker] = {}
+        self._snapshot: Snapshot | None = None
+
+    def export(self) -> int:
+        """Bytes."""
+        self._snapshot = None  # its memory is the next one's
+        self._snapshot = Snapshot.of(self._tensors.items())
+        return self._snapshot.num_bytes
+
+    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+        assert self._snapshot is not None
+        return self._workers.setdefault(worker, worker())(self._snapshot, order)
+
+
+class OtherPart:
+    """See tensors.parts.Part."""
+
+    def __init__(self, side: OtherRank, rank: int) -> None:
+        self._side = side
+        self.rank = rank
+
+    def run(self, worker: type[PartWorker], order: bytes) -> bytes:
+        return self._side.run(worker, order)
+
+
+def part_of(folder: Path, number: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Every ``ranks``-th tensor, on our GPU: the layers are alike, so the parts are about as large."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    with safe_open(folder / "model.safetensors", framework="pt", device=device) as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())[number::ranks]}
+
+
+class LearnerSide:
+    """What the learner does for a publish; one transfer at a time. ``ranks``: that hold the model between them."""
+
+    def __init__(self, folder: Path, patience_seconds: float, ranks: int) -> None:
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as cli/learner.py does
         self._folder, self._patience = folder, patience_seconds
         self._device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        tensors = safetensors.torch.load_file(folder / "model.safetensors")
-        self._tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        self._processes = [_Process(ctx=multiprocessing.get_context("spawn")) for _ in range(ranks - 1)]
+        for process in self._processes:
+            process.start()
+        self._others = [
+            OtherPart(cast(OtherRank, process.OtherRank(folder, number, ranks)), number)  # type: ignore[attr-defined]
+            for number, process in enumerate(self._processes, start=1)
+        ]
+        self._tensors = part_of(folder, 0, ranks)
         self._products = Products(self._device)
         self._version = 0
-        self._threads = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(max(1, ranks))
         self._root: Path | None = None
 
     def open(self, transport: str, bucket_bytes: int) -> None:
-        self._sender = Sender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
+        self._sender = ModelSender("127.0.0.1", bucket_bytes=bucket_bytes, patience_seconds=self._patience)
         parent = Path("/dev/shm" if transport.startswith("shm") else tempfile.gettempdir())
         # The same name each time: what a killed run left goes. Another one at the same time has another GPU.
         root = parent / f"asyncrl-weights-bench-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
@@ -92,11 +141,13 @@ class LearnerSide:
     def export(self, version: int) -> tuple[int, float]:
         """Bytes of the snapshot, and the seconds for which the learner stalls."""
         began = time.monotonic()
-        self._snapshot = Snapshot.of(self._tensors.items())
+        others = [self._threads.submit(part._side.export) for part in self._others]
+        self._snapshot = replace(Snapshot.of(self._tensors.items()), others=tuple(self._others))
+        num_bytes = self._snapshot.num_bytes + sum(other.result() for other in others)
         seconds = time.monotonic() - began
         self._version = version
         self._sender.hold(self._snapshot, incarnation=0, policy_version=version)
-        return self._snapshot.num_bytes, seconds
+        return num_bytes, seconds
 
     def publish(self) -> WeightVersion:
         return self._channel.publish(self._snapshot, incarnation=0, policy_version=self._version)
@@ -120,6 +171,8 @@ class LearnerSide:
 
     def close(self) -> None:
         self._products.stop()
+        for process in self._processes:
+            process.shutdown()
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
 
@@ -129,13 +182,14 @@ class _Process(BaseManager):
 
 
 _Process.register("LearnerSide", LearnerSide)
+_Process.register("OtherRank", OtherRank)
 
 
 @contextlib.contextmanager
-def learner_side(folder: Path, *, patience_seconds: float) -> Iterator[LearnerSide]:
+def learner_side(folder: Path, *, patience_seconds: float, ranks: int = 1) -> Iterator[LearnerSide]:
     process = _Process(ctx=multiprocessing.get_context("spawn"))
     with process:
-        learner = cast(LearnerSide, process.LearnerSide(folder, patience_seconds))  # type: ignore[attr-defined]
+        learner = cast(LearnerSide, process.LearnerSide(folder, patience_seconds, ranks))  # type: ignore[attr-defined]
         try:
             yield learner
         finally:

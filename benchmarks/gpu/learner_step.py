@@ -32,12 +32,16 @@ TIMEOUT_SECONDS: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One measurement. tokens: of one packed row; each data-parallel rank trains ``micro_batches`` rows a step."""
+    """One measurement. tokens: of one packed row; each copy of the model trains ``micro_batches`` rows a step."""
 
     shape: str
     tokens: int
     data_parallel: int = 1
     tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    """Over the data-parallel ranks."""
     recompute: str = "none"
     micro_batches: int = 1
     length: int = 1024
@@ -47,7 +51,10 @@ class Variant:
 
     @property
     def name(self) -> str:
-        layout = f"dp{self.data_parallel}tp{self.tensor_parallel}"
+        others = {"cp": self.context_parallel, "pp": self.pipeline_parallel, "ep": self.expert_parallel}
+        layout = f"dp{self.data_parallel}tp{self.tensor_parallel}" + "".join(
+            f"{word}{size}" for word, size in others.items() if size > 1
+        )
         extras = [
             "" if self.compile else "eager",
             "" if self.distributed_optimizer else "replicated",
@@ -56,16 +63,29 @@ class Variant:
         parts = [self.shape, f"{self.tokens}x{self.micro_batches}", layout, self.recompute, *filter(None, extras)]
         return "-".join(parts)
 
+    @property
+    def layout(self) -> Layout:
+        """As a run file's: tensor-parallel ranks share the row."""
+        return Layout(
+            ranks=self.data_parallel * self.tensor_parallel * self.context_parallel * self.pipeline_parallel,
+            tensor=self.tensor_parallel,
+            context=self.context_parallel,
+            pipeline=self.pipeline_parallel,
+            expert=self.expert_parallel,
+            is_sequence_parallel=self.tensor_parallel > 1,
+        )
+
 
 def documents(variant: Variant, *, vocabulary: int, seed: int) -> list[Document]:
     """One row's worth of tokens for each micro-batch of each rank, a few per cent below what packs into so many."""
     random = np.random.default_rng(seed)
     made = []
     rows = variant.micro_batches * variant.data_parallel
+    spread = variant.length / 4 if variant.length < variant.tokens else 0.0  # a document that fills the row is alone
     for _ in range(rows):
         left = int(variant.tokens * (random.uniform(0.98, 1.0) if rows == 1 else random.uniform(0.94, 0.96)))
         while left > 1:
-            drawn = int(np.clip(random.normal(variant.length, variant.length / 4), 2, 2 * variant.length))
+            drawn = int(np.clip(random.normal(variant.length, spread), 2, 2 * variant.length))
             length = left if left - drawn < 2 else min(drawn, left)
             left -= length
             made.append(document(length, vocabulary=vocabulary, random=random))
@@ -104,7 +124,7 @@ def backend(variant: Variant, folder: Path, *, device: str, dtype: str) -> Itera
             offload_optimizer=variant.offload,
             timeout_seconds=TIMEOUT_SECONDS,
         ),
-        layout=Layout(ranks=variant.data_parallel * variant.tensor_parallel, tensor=variant.tensor_parallel),
+        layout=variant.layout,
     )
     try:
         made.start()
@@ -176,7 +196,7 @@ def measure(
         phases |= checkpointed(learner, packed[-1], checkpoints) if checkpoints else {}
     lengths = [[len(d) for d in batch] for batch in batches[2:]]
     work = sum(flops.training_flops(shape, step) for step in lengths) / sum(seconds)
-    ranks = variant.data_parallel * variant.tensor_parallel
+    ranks = variant.layout.ranks
     return {
         **dataclasses.asdict(variant),
         "name": variant.name,
@@ -185,6 +205,7 @@ def measure(
         "step_seconds": float(np.median(seconds)),
         "slowest_seconds": max(seconds),
         "tokens_per_second": sum(map(sum, lengths)) / sum(seconds),
+        "tokens_per_second_per_gpu": sum(map(sum, lengths)) / sum(seconds) / ranks,
         "mfu_790": work / ranks / PEAKS[0],
         "mfu_989": work / ranks / PEAKS[1],
         "mfu_790_without_attention": 6.0
@@ -255,14 +276,15 @@ def profiled(
 # -- agreement of layouts ----------------------------------------------------------------------------------------------
 
 
-def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Three steps on the same documents in each layout, compared with the first: metrics and weights."""
+def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[dict[str, int]]) -> dict[str, Any]:
+    """Three steps on the same documents in each layout, compared with the first: metrics and weights.
+
+    layouts: fields of Variant.
+    """
     shape = huggingface.read_shape(folder)
     results: list[dict[str, Any]] = []
-    for data_parallel, tensor_parallel in layouts:
-        variant = Variant(
-            shape="", tokens=tokens, data_parallel=data_parallel, tensor_parallel=tensor_parallel, length=256
-        )
+    for layout in layouts:
+        variant = Variant(shape="agree", tokens=tokens, length=256, **layout)
         same = dataclasses.replace(variant, data_parallel=2)  # as many documents whatever the layout
         print(json.dumps({"begins": variant.name}), flush=True)
         with backend(variant, folder, device=device, dtype=dtype) as learner:
@@ -270,10 +292,10 @@ def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequen
             metrics = []
             for seed in range(3):
                 batch = documents(same, vocabulary=shape.vocabulary_size, seed=seed)
-                cut = pack_for_ranks(batch, ranks=data_parallel, max_tokens=tokens)
+                cut = pack_for_ranks(batch, ranks=variant.data_parallel, max_tokens=tokens)
                 metrics.append(dict(learner.step(cut, learning_rate=1e-3).metrics))
             after = cpu_weights(learner)
-        results.append({"layout": f"dp{data_parallel}tp{tensor_parallel}", "metrics": metrics, "weights": after})
+        results.append({"layout": variant.name, "metrics": metrics, "weights": after})
         moved = mean_distance(after, before)
     first = results[0]
     rows = []

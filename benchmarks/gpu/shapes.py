@@ -55,7 +55,11 @@ SHAPES: Final[Mapping[str, Shape]] = {
         experts_per_token=2,
         expert_ffn=32,
     ),
-    "30B-A3B:6": Shape(hidden=2048, layers=6, ffn=6144, heads=32, kv_heads=4, experts=128),  # 6 of its 48 layers
+    # The first layers of its 48.
+    **{
+        f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
+        for layers in (4, 6, 12, 24)
+    },
 }
 
 

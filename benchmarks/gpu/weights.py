@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
     python -m benchmarks.gpu.weights --transports shm shm-sglang           our reading of files, and SGLang's own
+    python -m benchmarks.gpu.weights --shapes 30B-A3B:24 --ranks 2 --bare  from two ranks, against a bare broadcast
 
 The engine keeps --requests answers in progress all the time. The learner's GPU multiplies matrices without end, so
 that what a transfer takes from training shows; it is a process of its own, as a learner is. Per transport --loads
@@ -12,6 +13,9 @@ pause    seconds from the order to pause until the server goes on: no token but 
 export   the snapshot on the learner's GPU: its stall for one publish
 publish  until the folder is written and hashed, beside the next step (files only)
 slower   the matrix products during transfers against before, as a share of their time
+bare     a broadcast of the same bytes in the same buckets between two processes with nothing else to do (bare.py),
+         while the engine is still empty: its seconds over those of the whole pause, and of the pause without the two
+         orders to pause and to go on
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import gc
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +43,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.protocols import LoadReport, Receiver
 from asyncrl.tensors.snapshot import BUCKET_BYTES
 from asyncrl.weights.collective import CollectiveReceiver
+from benchmarks.gpu import bare
 from benchmarks.gpu.arm import visible_devices
 from benchmarks.gpu.fleet import GPU_ARGUMENTS, has_gpu
 from benchmarks.gpu.learner_side import LearnerSide, learner_side
@@ -122,8 +128,18 @@ async def send(receiver: Receiver, learner: LearnerSide) -> LoadReport:
 class Bench:
     """One shape: the learner's process, one loaded engine, one row per transport."""
 
-    def __init__(self, options: argparse.Namespace, shape: str, engine: TimedEngine, learner: LearnerSide) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        shape: str,
+        engine: TimedEngine,
+        learner: LearnerSide,
+        *,
+        of_bare: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        """of_bare: by MiB of a bucket."""
         self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
+        self._of_bare = of_bare
         self._version = 0
         assert engine.intake is not None
         self._receiver = CollectiveReceiver(engine.intake, engine="w0", num_ranks=engine.intake.num_ranks)
@@ -152,9 +168,17 @@ class Bench:
                 self._engine.stages()  # the first is apart
         pauses = sorted(report.pause_seconds for report in reports[1:])
         before, during = await ask(learner.seconds, *quiet), statistics.mean(busy[1:])
+        stages, found = self._engine.stages(), self._of_bare.get(bucket_megabytes, {}) if transport == "nccl" else {}
+        if found:
+            orders = sum(stages.get(path, (0.0, 0.0))[0] for path in ("/pause_generation", "/continue_generation"))
+            bare_seconds, pause = found["bare_seconds"], statistics.median(pauses)
+            found = {**found, "bare_of_pause": bare_seconds / pause, "bare_of_update": bare_seconds / (pause - orders)}
         return {
             "shape": self._shape,
             "transport": transport,
+            "ranks": self._options.ranks,
+            "gigabytes_per_second": num_bytes / statistics.median(pauses) / 1e9,
+            **found,
             "requests": self._options.requests,
             "loads": loads,
             "megabytes": num_bytes / 1e6,
@@ -163,7 +187,7 @@ class Bench:
             "pauses": [round(report.pause_seconds, 4) for report in reports],
             "pause_p50": statistics.median(pauses),
             "pause_p99": pauses[math.ceil(0.99 * len(pauses)) - 1],
-            "stages": self._engine.stages(),
+            "stages": stages,
             "export_p50": statistics.median(exports[1:]),
             "export_max": max(exports[1:]),
             "publish_p50": statistics.median(publishes[1:]) if publishes else None,
@@ -232,8 +256,10 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
         gc.freeze()  # as cli/rollout_worker.py does
         try:
             with on_gpu(options.learner_gpu):
-                learner = stack.enter_context(learner_side(folder, patience_seconds=_PATIENCE_SECONDS))
-            bench = Bench(options, shape, engine, learner)
+                learner = stack.enter_context(
+                    learner_side(folder, patience_seconds=_PATIENCE_SECONDS, ranks=options.ranks)
+                )
+            bench = Bench(options, shape, engine, learner, of_bare=bare_of(options, folder) if options.bare else {})
             async with full_load(engine, options.requests) as finished:
                 await asyncio.sleep(3.0)
                 for transport in options.transports:
@@ -244,6 +270,19 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
                 report(rows, await guarded(bench.killed(), shape, "killed"), options.json)
         finally:
             await engine.close()
+
+
+def bare_of(options: argparse.Namespace, folder: Path) -> dict[int, dict[str, float]]:
+    """By MiB of a bucket; without those that fail, which is said."""
+    num_bytes, found = (folder / "model.safetensors").stat().st_size, {}
+    gpus = (options.learner_gpu, options.engine_gpu) if has_gpu() else (0, 0)
+    for megabytes in options.bucket_megabytes:
+        try:
+            found[megabytes] = bare.measure(num_bytes, bucket_bytes=megabytes * 2**20, from_gpu=gpus[0], to_gpu=gpus[1])
+            print(f"bare, buckets of {megabytes} MiB: {found[megabytes]}", flush=True)
+        except (subprocess.SubprocessError, ValueError, IndexError) as error:
+            print(f"bare: {error}", flush=True)
+    return found
 
 
 async def guarded(work: Any, shape: str, transport: str) -> dict[str, Any]:
@@ -275,6 +314,11 @@ def line(row: Mapping[str, Any]) -> str:
         f"  {1e3 * row['pause_p50']:7.1f}  {1e3 * row['pause_p99']:7.1f}  {1e3 * row['export_p50']:10.1f}   {publish}"
         f"  {row['slower']:7.1%}"
     )
+    if "bare_of_pause" in row:
+        table += (
+            f"\n    {row['gigabytes_per_second']:.0f} GB/s, bare {row['bare_gigabytes_per_second']:.0f}: "
+            f"{row['bare_of_pause']:.0%} of the pause, {row['bare_of_update']:.0%} without its two orders"
+        )
     stages = [
         f"    {path:32s} {1e3 * p50:7.1f} ms, worst {1e3 * worst:.1f}" for path, (p50, worst) in row["stages"].items()
     ]
@@ -291,12 +335,16 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--requests", type=int, default=256)
     add("--loads", type=int, default=20, help="by NCCL (default 20)")
     add("--folder-loads", type=int, default=5, help="by a folder: seconds each (default 5)")
+    add("--ranks", type=int, default=1, help="of the learner, each with its part of the model (nccl alone)")
+    add("--bare", action="store_true", help="measure a bare broadcast of the same bytes before")
     add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
     add("--memory", type=float, default=0.85, help="mem-fraction-static of the server")
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
     add("--json", type=Path)
     options = parser.parse_args(given)
+    if options.ranks > 1 and set(options.transports) != {"nccl"}:
+        parser.error("--ranks 2 and more send by nccl: add --transports nccl")
     rows: list[dict[str, Any]] = []
     print(HEAD)
     for shape in options.shapes:
