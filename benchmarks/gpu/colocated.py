@@ -1,9 +1,9 @@
-"""Learner and engine on one GPU: taking turns with all of its memory (run.colocated), or each with its part of it.
+"""Learner and engines on the same GPUs: taking turns with all of their memory (run.colocated), or each with its part.
 
-    python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off]
+    python -m benchmarks.gpu.colocated OUT.jsonl [--shape 0.6B] [--arms turns parts turns_one_step_off] [--gpus 2]
 
-Per arm one `asyncrl run`: trained tokens per second, seconds that the hand-over takes, and the GPU's memory in use, as
-nvidia-smi counts it, twenty times a second.
+Per arm one `asyncrl run`, with a learner rank and an engine on each of --gpus GPUs: trained tokens per second, seconds
+that the hand-over takes, and the first GPU's memory in use, as nvidia-smi counts it, twenty times a second.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _LIMIT_SECONDS: Final = 240.0
 
 
 class Memory:
-    """MiB in use on the GPU, until it is closed."""
+    """MiB in use on the first GPU, until it is closed."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, int]] = []
-        words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "50"]
+        words = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "50"]
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -89,10 +89,12 @@ def overrides(arm: str, options: argparse.Namespace, scratch: Path) -> dict[str,
         "model.path": str(scratch / "model"),
         "data.path": str(scratch / "prompts.jsonl"),
         "weights.directory": str(scratch / "weights"),
-        "rollout.gpus": [0],
-        "learner.gpus": [0],
+        "rollout.gpus": list(range(options.gpus)),
+        "rollout.workers": options.gpus,
+        "learner.gpus": list(range(options.gpus)),
+        "learner.ranks": options.gpus,
         "rollout.max_new_tokens": options.length_max,
-        "rollout.max_running": 256,
+        "rollout.max_running": 8 * options.groups // options.gpus,  # an even part: nobody waits for who took more
         "learner.groups_per_batch": options.groups,
         "engine.options": {"server_arguments": server},
     }
@@ -133,6 +135,7 @@ def main() -> int:
     parser.add_argument("json", type=Path, help="rows are added there, one object a line")
     parser.add_argument("--shape", default="0.6B", choices=SHAPES)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--groups", type=int, default=32, help="of eight samples, in a batch")
     parser.add_argument("--length-mean", type=float, default=300.0)
     parser.add_argument("--length-max", type=int, default=1024)
@@ -149,7 +152,13 @@ def main() -> int:
             row = run(arm, options, scratch)
             print(json.dumps(row), flush=True)
             keep(
-                row | {"shape": options.shape, "command": command("benchmarks.gpu.colocated"), **machine()},
+                row
+                | {
+                    "shape": options.shape,
+                    "gpus": options.gpus,
+                    "command": command("benchmarks.gpu.colocated"),
+                    **machine(),
+                },
                 options.json,
             )
             if options.logs:

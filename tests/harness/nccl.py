@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -29,14 +30,15 @@ PATIENCE = 30.0
 """Seconds within which anything in these tests answers; the limits of the sender are far below."""
 
 
-def serve_engine(orders: Connection, device: str) -> None:
-    """A process: makes its end of a group and takes buckets as it is told."""
-    if device != "cpu":
-        torch.cuda.set_device(device)
+def serve_engine(orders: Connection, devices: Sequence[str]) -> None:
+    """A process: makes its end of a group and takes buckets as it is told, each on the device of its part."""
     groups: dict[str, Any] = {}
     while True:
-        kind, name, *arguments = orders.recv()
+        kind, part, name, *arguments = orders.recv()
+        device = devices[part % len(devices)]
         try:
+            if device != "cpu":
+                torch.cuda.set_device(device)
             if kind == "join":
                 groups[name] = join_group(name, *arguments)
                 orders.send(b"joined")
@@ -76,12 +78,15 @@ def take_bucket(group: Any, layout: BucketLayout, *, device: str) -> bytes:
 
 
 class Peer:
-    """An engine: one life of the process that holds its weights, on ``device``."""
+    """An engine: one life of the process that holds its weights.
 
-    def __init__(self, engine: str = "w0", group: str = "", *, device: str = "cpu") -> None:
-        context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    devices  of each part that a rank of the learner sends, again from the first where there are more parts
+    """
+
+    def __init__(self, engine: str = "w0", group: str = "", *, devices: Sequence[str] = ("cpu",)) -> None:
+        context: Any = multiprocessing.get_context("forkserver" if set(devices) == {"cpu"} else "spawn")
         self._orders, theirs = context.Pipe()
-        self._process = context.Process(target=serve_engine, args=(theirs, device), daemon=True)
+        self._process = context.Process(target=serve_engine, args=(theirs, devices), daemon=True)
         self._process.start()
         theirs.close()
         self.request = TransferRequest(engine=engine, group=group or f"{engine}-{self._process.pid}", num_ranks=1)
@@ -95,12 +100,12 @@ class Peer:
         """Every rank of the learner that has a part, one after the other."""
         own = collective_of(offer)
         return [
-            self._told("join", self._group(number), found.host, found.port, found.collective)
+            self._told("join", number, self._group(number), found.host, found.port, found.collective)
             for number, found in enumerate((own, *own.others))
         ][-1]
 
     def take(self, layout: BucketLayout, *, part: int = 0) -> Future[bytes]:
-        return self._told("take", self._group(part), layout)
+        return self._told("take", part, self._group(part), layout)
 
     def meet(self, sender: Sender | ModelSender) -> None:
         transfer = sender.begin(self.request)

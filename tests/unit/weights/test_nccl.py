@@ -96,7 +96,7 @@ def test_an_engine_gets_the_bytes_of_the_snapshot_bucket_by_bucket(peers: Any) -
 def test_over_nccl_another_gpu_gets_the_bytes_of_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as cli/learner.py does
     snapshot = weights(0, device="cuda:0")
-    peer, sender = Peer(device="cuda:1"), holding(snapshot)
+    peer, sender = Peer(devices=["cuda:1"]), holding(snapshot)
     try:
         peer.meet(sender)
         for _ in range(2):

@@ -1,0 +1,158 @@
+"""Two ranks on two GPUs, over NCCL: every layout of two trains what one process on the CPU trains, and an engine gets
+both ranks' parts of the weights.
+
+The ranks have a GPU each, and NCCL lets no two members of a group share one: the engine takes what rank 0 sends on rank
+1's GPU, and the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.policies.batching.packing import pack
+from asyncrl.tensors.snapshot import Bucket, TensorEntry
+from asyncrl.weights.nccl_channel import ModelSender
+from tests.harness.backends import (
+    LAYOUTS,
+    SETTINGS,
+    distance,
+    documents,
+    learned,
+    scored,
+    shares,
+    started,
+    tiny_model,
+    weights,
+)
+from tests.harness.nccl import PATIENCE, Peer
+from tests.harness.transfers import collective_of
+
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+
+LEARNING_RATE = 0.05
+GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)
+"""See test_layouts.py."""
+CASES = (
+    ("megatron-2", "qwen3"),
+    ("megatron-tp2", "qwen3"),
+    ("megatron-pp2", "qwen3"),
+    ("megatron-vpp2", "qwen3"),
+    ("megatron-cp2", "qwen3"),
+    ("megatron-ep2", "qwen3_moe"),
+    ("megatron-tp2-ep2", "qwen3_moe"),
+    ("megatron-cp2-ep2", "deepseek_v3"),
+    ("megatron-pp2", "glm4_moe"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a backend did: scores of one row, metrics and weights of a step, weights from its checkpoint, and what an
+    engine got of the weights before, by name."""
+
+    scores: NDArray[np.float32]
+    metrics: Mapping[str, float]
+    after: dict[str, torch.Tensor]
+    restored: dict[str, torch.Tensor]
+    arrived: dict[str, torch.Tensor]
+
+
+def done(kind: str, folder: Path, saved: Path, *, device: str) -> Done:
+    (row,) = pack(documents(), max_tokens=1000)
+    with started(kind, folder, optimizer=GENTLE, device=device) as backend:
+        scores = scored(backend, kind, row)
+        arrived = received(backend.export(), parts=LAYOUTS[kind].exporters) if device == "cuda" else {}
+        cut = shares(kind, documents(), max_tokens=30)
+        metrics = learned(backend.step(cut, learning_rate=LEARNING_RATE).metrics)
+        after = {name: tensor.cpu() for name, tensor in weights(backend).items()}
+        restored = {}
+        if device == "cuda":
+            backend.save(saved)
+            backend.step(cut, learning_rate=LEARNING_RATE)
+            backend.restore(saved)
+            restored = {name: tensor.cpu() for name, tensor in weights(backend).items()}
+        return Done(scores, metrics, after, restored, arrived)
+
+
+def received(exported: Any, *, parts: int) -> dict[str, torch.Tensor]:
+    """Twice: to meet, and on the groups that are there."""
+    sender, peer = ModelSender("127.0.0.1", patience_seconds=PATIENCE), Peer(devices=["cuda:1", "cuda:0"])
+    sender.hold(exported, incarnation=0, policy_version=1)
+    try:
+        peer.meet(sender)
+        first, second = peer.receive(sender), peer.receive(sender)
+        own = collective_of(sender.begin(peer.joined).offer)
+    finally:
+        peer.close()
+    assert first == second
+    assert len(own.others) == parts - 1
+    found: dict[str, torch.Tensor] = {}
+    layouts = [layout for part in (own, *own.others) for layout in part.buckets]
+    for layout, data in zip(layouts, first, strict=True):
+        entries = tuple(
+            TensorEntry(name=name, dtype=getattr(torch, dtype), shape=shape)
+            for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+        )
+        found |= dict(Bucket(entries=entries, data=torch.frombuffer(bytearray(data), dtype=torch.uint8)).tensors())
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    folder: Path
+    expected: Done
+    got: Done
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, tuple[Path, Done]]:
+    """By architecture."""
+    return {}
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    references: dict[str, tuple[Path, Done]],
+) -> Iterator[Case]:
+    kind, architecture = request.param
+    saved = tmp_path_factory.mktemp("saved")
+    if architecture not in references:
+        folder = tiny_model(tmp_path_factory.mktemp("model"), architecture=architecture, num_layers=4)
+        references[architecture] = (folder, done("reference", folder, saved, device="cpu"))
+    folder, expected = references[architecture]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_CUMEM_ENABLE", "0")  # as cli/learner.py does, and bin/test-gpu
+        yield Case(folder, expected, done(kind, folder, saved, device="cuda"))
+
+
+def test_scores_are_those_of_one_process(case: Case) -> None:
+    errors = np.abs(case.got.scores - case.expected.scores)
+    assert errors.mean() < 1e-5
+    assert errors.max() < 1e-4
+
+
+def test_a_step_makes_the_metrics_and_the_weights_of_one_process(case: Case) -> None:
+    """Loss, entropy, every diagnostic and the norm of the gradients: each token and each gradient counts once."""
+    assert case.got.metrics == pytest.approx(case.expected.metrics, rel=1e-3, abs=1e-4)
+    before = safetensors.torch.load_file(case.folder / "model.safetensors")
+    assert distance(case.got.after, case.expected.after) < 3e-3 * distance(before, case.expected.after)
+
+
+def test_a_checkpoint_restores_to_the_last_bit(case: Case) -> None:
+    assert distance(case.got.restored, case.got.after) == 0.0
+
+
+def test_an_engine_gets_every_ranks_part_by_nccl_bit_for_bit(case: Case) -> None:
+    published = safetensors.torch.load_file(case.folder / "model.safetensors")
+    assert distance(case.got.arrived, published) == 0.0
