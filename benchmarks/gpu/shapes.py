@@ -58,7 +58,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
     # The first layers of its 48.
     **{
         f"30B-A3B:{layers}": Shape(hidden=2048, layers=layers, ffn=6144, heads=32, kv_heads=4, experts=128)
-        for layers in (4, 6, 12, 24)
+        for layers in (4, 6, 12, 18)
     },
 }
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.weights --shapes 0.6B 4B --json FILE          GPU 0 is the learner's, GPU 1 the engine's
     python -m benchmarks.gpu.weights --transports shm shm-sglang           our reading of files, and SGLang's own
-    python -m benchmarks.gpu.weights --shapes 30B-A3B:24 --ranks 2 --bare  from two ranks, against a bare broadcast
+    python -m benchmarks.gpu.weights --transports nccl --ranks 1 2 --bare  one rank, then two; and a bare broadcast
 
 The engine keeps --requests answers in progress all the time. The learner's GPU multiplies matrices without end, so
 that what a transfer takes from training shows; it is a process of its own, as a learner is. Per transport --loads
@@ -135,11 +135,12 @@ class Bench:
         engine: TimedEngine,
         learner: LearnerSide,
         *,
+        ranks: int,
         of_bare: Mapping[int, Mapping[str, float]],
     ) -> None:
-        """of_bare: by MiB of a bucket."""
+        """ranks: of the learner. of_bare: by MiB of a bucket."""
         self._options, self._shape, self._engine, self._learner = options, shape, engine, learner
-        self._of_bare = of_bare
+        self._ranks, self._of_bare = ranks, of_bare
         self._version = 0
         assert engine.intake is not None
         self._receiver = CollectiveReceiver(engine.intake, engine="w0", num_ranks=engine.intake.num_ranks)
@@ -176,7 +177,7 @@ class Bench:
         return {
             "shape": self._shape,
             "transport": transport,
-            "ranks": self._options.ranks,
+            "ranks": self._ranks,
             "gigabytes_per_second": num_bytes / statistics.median(pauses) / 1e9,
             **found,
             "requests": self._options.requests,
@@ -193,6 +194,9 @@ class Bench:
             "publish_p50": statistics.median(publishes[1:]) if publishes else None,
             "slower": during / before - 1.0,
         }
+
+    async def leave(self) -> None:
+        await self._receiver.leave()
 
     async def _meet_anew(self, transport: str, bucket_megabytes: int) -> None:
         await self._receiver.leave()
@@ -255,19 +259,25 @@ async def run_shape(options: argparse.Namespace, shape: str, rows: list[dict[str
             await engine.start()
         gc.freeze()  # as cli/rollout_worker.py does
         try:
-            with on_gpu(options.learner_gpu):
-                learner = stack.enter_context(
-                    learner_side(folder, patience_seconds=_PATIENCE_SECONDS, ranks=options.ranks)
-                )
-            bench = Bench(options, shape, engine, learner, of_bare=bare_of(options, folder) if options.bare else {})
-            async with full_load(engine, options.requests) as finished:
-                await asyncio.sleep(3.0)
-                for transport in options.transports:
-                    for bucket in options.bucket_megabytes if transport == "nccl" else [BUCKET_BYTES // 2**20]:
-                        report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
-            print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
-            if options.kill:
-                report(rows, await guarded(bench.killed(), shape, "killed"), options.json)
+            found = bare_of(options, folder) if options.bare else {}
+            learners = stack.enter_context(contextlib.ExitStack())
+            for ranks in options.ranks:
+                with on_gpu(options.learner_gpu):
+                    learner = learners.enter_context(
+                        learner_side(folder, patience_seconds=_PATIENCE_SECONDS, ranks=ranks)
+                    )
+                bench = Bench(options, shape, engine, learner, ranks=ranks, of_bare=found)
+                async with full_load(engine, options.requests) as finished:
+                    await asyncio.sleep(3.0)
+                    for transport in options.transports:
+                        for bucket in options.bucket_megabytes if transport == "nccl" else [BUCKET_BYTES // 2**20]:
+                            report(rows, await guarded(bench.row(transport, bucket), shape, transport), options.json)
+                print(f"{shape}: {len(finished)} answers finished meanwhile, {sum(finished):,} tokens", flush=True)
+                if options.kill and ranks == options.ranks[-1]:
+                    report(rows, await guarded(bench.killed(), shape, "killed"), options.json)
+                else:
+                    await bench.leave()
+                learners.close()  # its GPU is the next one's
         finally:
             await engine.close()
 
@@ -335,7 +345,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--requests", type=int, default=256)
     add("--loads", type=int, default=20, help="by NCCL (default 20)")
     add("--folder-loads", type=int, default=5, help="by a folder: seconds each (default 5)")
-    add("--ranks", type=int, default=1, help="of the learner, each with its part of the model (nccl alone)")
+    add("--ranks", nargs="+", type=int, default=[1], help="of the learner, each with its part; one after another")
     add("--bare", action="store_true", help="measure a bare broadcast of the same bytes before")
     add("--learner-gpu", type=int, default=0)
     add("--engine-gpu", type=int, default=1)
@@ -343,7 +353,7 @@ def main(given: Sequence[str] | None = None) -> int:
     add("--kill", action="store_true", help="kill the server during a transfer at the end")
     add("--json", type=Path)
     options = parser.parse_args(given)
-    if options.ranks > 1 and set(options.transports) != {"nccl"}:
+    if max(options.ranks) > 1 and set(options.transports) != {"nccl"}:
         parser.error("--ranks 2 and more send by nccl: add --transports nccl")
     rows: list[dict[str, Any]] = []
     print(HEAD)
