@@ -18,6 +18,8 @@ from asyncrl.policies.batching.batch import histogram
 from asyncrl.protocols import Generation
 from benchmarks.gpu import arm, lengths, plans, shapes, timeline, window
 from benchmarks.gpu.estimate import arm_seconds
+from benchmarks.gpu.learner import layout_of
+from benchmarks.gpu.learner_step import Variant, documents
 from benchmarks.gpu.modes import arguments, assignments
 from benchmarks.gpu.rows import command
 from benchmarks.gpu.sweep import RUN_FILE, Scene
@@ -244,6 +246,38 @@ def test_waits_for_more_or_fewer_answers_are_one_wait() -> None:
 
     looks = [look("the next token of 256 answers"), look("the next token of 3 answers"), look("weights"), look("")]
     assert timeline.waits(looks) == [("w0", "the next token of answers", 0.5), ("w0", "weights", 0.25)]
+
+
+# -- layouts of a learner ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "ranks"),
+    [
+        ("1x1", "dp1tp1", 1),
+        ("2x1", "dp2tp1", 2),
+        ("cp2", "dp1tp1cp2", 2),
+        ("pp2-tp2", "dp1tp2pp2", 4),
+        ("ep2", "dp2tp1ep2", 2),
+        ("dp4-ep2", "dp4tp1ep2", 4),
+    ],
+)
+def test_a_layout_is_named_as_it_was_asked_for(word: str, name: str, ranks: int) -> None:
+    variant = Variant(shape="tiny", tokens=64, **layout_of(word))
+    assert variant.name == f"tiny-64x1-{name}-none"
+    assert variant.layout.ranks == ranks
+    assert variant.layout.is_sequence_parallel == (variant.tensor_parallel > 1)
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="xp is none of dp, tp, cp, pp, ep"):
+        layout_of("xp2")
+
+
+def test_a_document_that_fills_the_row_is_alone_in_it() -> None:
+    (alone,) = documents(Variant(shape="tiny", tokens=4096, length=4096), vocabulary=100, seed=0)
+    assert 0.97 * 4096 < len(alone) <= 4096
+    assert len(documents(Variant(shape="tiny", tokens=4096, length=512), vocabulary=100, seed=0)) > 4
 
 
 # -- run files and processes -------------------------------------------------------------------------------------------
