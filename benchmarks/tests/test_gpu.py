@@ -270,8 +270,8 @@ def test_a_layout_is_named_as_it_was_asked_for(word: str, name: str, ranks: int)
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match="xp is none of dp, tp, cp, pp, ep"):
-        layout_of("xp2")
+    with pytest.raises(ValueError, match="qp is none of dp, tp, cp, pp, ep"):
+        layout_of("qp2")
 
 
 def test_a_document_that_fills_the_row_is_alone_in_it() -> None:
