@@ -58,7 +58,7 @@ class HealthMonitor:
         self._launched = launched
         self._server = server
         self._bus: Bus | None = None
-        self._sightings = PresenceTracker(host=socket.gethostname(), process=process_state)
+        self._presence = PresenceTracker(host=socket.gethostname(), process=process_state)
         self._name = f"{WATCHER}-{uuid.uuid4().hex[:12]}"
         self._beats = 0
         self._stored = -math.inf  # monotonic time at which the last own beat was stored, or before
@@ -107,18 +107,18 @@ class HealthMonitor:
             heard = min(elapsed, 2 * self._pause)
             self._pause = LOOK_SECONDS if len(beats) <= LARGE_FLEET else 2 * LOOK_SECONDS
             if self.error is not None or self._losses.hides_beats:
-                self._sightings.excuse()
+                self._presence.excuse()
             self._answered = now
             if not self._losses.is_blind:
                 self._listened += heard
-                self._sightings.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
+                self._presence.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
             is_stored = self._losses.is_blind or await self._stores()
             self._refuses = 0.0 if is_stored else self._refuses + self._passed()
         self._looked = time.monotonic()
         if self._server_pid != (pid := self._server()):  # another life of it
             self._server_pid, self._silent, self._refuses = pid, 0.0, 0.0
         return Observation(
-            actors=self._sightings.present(),
+            actors=self._presence.present(),
             listened=self._listened,
             bus_silent=self._silent,
             bus_refuses=self._refuses,
@@ -135,11 +135,11 @@ class HealthMonitor:
 
     def has_worked(self, host: str, pid: int) -> bool:
         """Whether an own process was ever past its start. ``host``: empty is this one."""
-        return self._sightings.has_worked(host, pid)
+        return self._presence.has_worked(host, pid)
 
     def names(self) -> set[str]:
         """Of the actors that were heard lately."""
-        return self._sightings.names()
+        return self._presence.names()
 
     async def close(self) -> None:
         bus, self._bus = self._bus, None

@@ -19,7 +19,7 @@ from asyncrl.policies.health.faults import PATIENCE_SECONDS
 
 _CPU_SECONDS: Final = 0.05
 _READ_BYTES: Final = 2**16
-"""Less between two heartbeats is what a heart does itself."""
+"""Less between two heartbeats is what sending them takes."""
 
 
 class StartSigns:

@@ -27,7 +27,7 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
     owns_process  the process is there for these actors alone: SIGTERM and SIGINT drain ``main`` if this is the main
                   thread (no other may handle signals), and actors that do not stop in ``stop_seconds`` end it
     """
-    hearts = [actor for actor in helpers if isinstance(actor, HeartbeatSender)]
+    senders = [actor for actor in helpers if isinstance(actor, HeartbeatSender)]
     actors = [main, *(actor for actor in helpers if not isinstance(actor, HeartbeatSender))]
     loop = asyncio.get_running_loop()
     may_handle = owns_process and threading.current_thread() is threading.main_thread()
@@ -38,9 +38,9 @@ async def supervise(main: Actor, *helpers: Actor, stop_seconds: float = 15.0, ow
     try:
         with _watched(tasks, stop_seconds, owns_process=owns_process) as stopping:
             async with asyncio.TaskGroup() as beats, contextlib.AsyncExitStack() as stack:
-                for heart in hearts:
-                    stack.push_async_callback(heart.stop)
-                    stack.callback(beats.create_task(heart.run(), name=heart.name).cancel)
+                for sender in senders:
+                    stack.push_async_callback(sender.stop)
+                    stack.callback(beats.create_task(sender.run(), name=sender.name).cancel)
                 for actor in actors:
                     stack.push_async_callback(actor.stop)
                     await actor.start()

@@ -55,7 +55,7 @@ from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
-from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_lives
+from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
 from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
 from asyncrl.state.samples import RotatedLines, SampleFile
 
@@ -274,7 +274,7 @@ def _sampling(run: RunConfig) -> SamplingParams:
 
 def _validator(run: RunConfig, *, bus: Bus) -> Validator:
     model = check_model(Path(run.model.path))
-    lives = [*settings_of_lives(run.run_directory / HISTORY_FILE), as_table(run)]
+    run_files = [*settings_of_incarnations(run.run_directory / HISTORY_FILE), as_table(run)]
     bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
     return Validator(
         bus,
@@ -283,12 +283,12 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
             context_tokens=model.context_tokens,
             largest_reward=run.reward.largest,
             are_answers_whole=all(
-                life["staleness"]["stragglers"] != "partial" and not life["rollout"].get("min_group") for life in lives
+                one["staleness"]["stragglers"] != "partial" and not one["rollout"].get("min_group") for one in run_files
             ),
             are_sampled=_are_sampled(run),
-            are_whole=all(rollout_functions.traits(life["rollout"]["function"]).gives_one for life in lives),
-            max_parts=_max_parts(lives),
-            asked_before=_asked_before(lives),
+            are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
+            max_parts=_max_parts(run_files),
+            asked_before=_asked_before(run_files),
             **_of_experts(model),
         ),
         rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
@@ -297,14 +297,14 @@ def _validator(run: RunConfig, *, bus: Bus) -> Validator:
     )
 
 
-def _max_parts(lives: Sequence[Mapping[str, Any]]) -> int:
-    """Of a rollout, in any of the run's lives; 0: any number."""
-    found = [life["rollout"].get("max_parts", 0) for life in lives]
+def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
+    """Of a rollout, in any incarnation of the run; 0: any number."""
+    found = [one["rollout"].get("max_parts", 0) for one in run_files]
     return max(found) if all(found) else 0
 
 
 def _of_experts(model: ModelFolder) -> dict[str, Any]:
-    """What answers may say of them, those of an earlier life too, whatever this one replays."""
+    """What answers may say of them, those of an earlier incarnation too, whatever this one replays."""
     if (experts := model.experts) is None:
         return {}
     return {"num_experts": experts.num_experts, "experts_shape": (experts.num_layers, experts.experts_per_token)}
@@ -318,14 +318,14 @@ def _max_tokens(run: RunConfig) -> int:
     return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
 
 
-def _asked_before(lives: Sequence[Mapping[str, Any]]) -> Asked:
-    """What a prompt that is still on the bus may ask for. ``lives``: the run file of each life of the learner."""
-    rollouts = [life["rollout"] for life in lives]
+def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
+    """What a prompt that is still on the bus may ask for. ``run_files``: of each incarnation."""
+    rollouts = [one["rollout"] for one in run_files]
     built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
     return Asked(
         samples=frozenset(rollout["group_size"] for rollout in rollouts),
         max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
-        max_prompt_tokens=max(life["data"]["max_prompt_tokens"] for life in lives),
+        max_prompt_tokens=max(one["data"]["max_prompt_tokens"] for one in run_files),
     )
 
 

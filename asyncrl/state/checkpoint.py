@@ -67,7 +67,7 @@ def write(directory: Path, state: LearnerState, *, save_backend: Callable[[Path]
 
 
 def begin(directory: Path, state: LearnerState, *, save_backend: Callable[[Path], None]) -> Begun:
-    """Begin one: ``save_backend`` may go on to write in its folder. What a life before left unfinished is removed.
+    """Begin one: ``save_backend`` may go on to write in its folder. What an earlier one left unfinished is removed.
 
     Raises as ``write`` does.
     """

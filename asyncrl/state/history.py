@@ -206,8 +206,8 @@ def last_incarnation(path: Path) -> int:
     return -1
 
 
-def settings_of_lives(path: Path) -> list[Mapping[str, Any]]:
-    """The run file of each life of the learner so far, as far as the file tells; none without a file."""
+def settings_of_incarnations(path: Path) -> list[Mapping[str, Any]]:
+    """The run file of each incarnation so far, as far as the file tells; none without a file."""
     try:
         lines = [line for line in _lines(path) if b'"settings"' in line]
     except ConfigError:

@@ -1,12 +1,13 @@
-"""Which log entries the learner is working on: what a life that died was at, for the lives behind it.
+"""Which log entries the learner is working on: what one that died was working on, for the incarnations after it.
 
     RUN_DIR/in_progress.json
     {"decoding": [[812, "805", "", 1]], "training": [[790, "783", "w3", 1], ...], "before": [...], "aside": [...], ...}
 
 A process that is killed, stopped for being stuck, or ended by its backend says nothing. So the learner writes what it
-decodes and what it trains before it does, and what the life before it was at when that ended. An entry that two lives
-in a row ended with is set aside by the third: its group is failed, and its bytes are not decoded again. Lives end of
-other causes too: an entry that the second life has rehearsed alone, and lived, is set aside only by the fourth.
+decodes and what it trains before it does, and what the incarnation before it was working on when that ended. An entry
+that two incarnations in a row ended with is set aside by the third: its group is failed, and its bytes are not decoded
+again. Incarnations end of other causes too: an entry that the second has rehearsed alone and survived is set aside only
+by the fourth.
 
 The file is written in place, in one call, some hundred bytes: a process that ends in the midst leaves it whole. It is
 not synced: a machine that is lost is no entry's doing. Somebody may remove it meanwhile: it is put back.
@@ -36,13 +37,14 @@ log = logging.getLogger("asyncrl.learner")
 class LogEntry:
     """An entry of the trajectory log.
 
-    worker  who made it, where that is known;  lives: in a row that ended with it. Neither is part of what it is.
+    worker  who made it, where that is known;  deaths: incarnations in a row that ended with it. Neither is
+    part of what it is.
     """
 
     sequence: int
     key: str
     worker: str = ""
-    lives: int = 1
+    deaths: int = 1
 
     @property
     def identity(self) -> tuple[int, str]:
@@ -50,17 +52,17 @@ class LogEntry:
 
 
 class InProgress:
-    """One life's notes. ``aside``: what must not be decoded or trained; ``suspects``: what the last life ended with."""
+    """Notes of one incarnation. aside: what must not be decoded or trained; suspects: what the last one ended with."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: None writes nothing, and knows of no life before"""
+        """path: None writes nothing, and knows of no incarnation before"""
         found = _read(path)
         ended_with = {one.identity: one for one in (*found["decoding"], *found["training"])}
         cleared = {one.identity for one in found["cleared"]}
         for one in found["before"]:
             if (here := ended_with.get(one.identity)) is not None:
-                ended_with[one.identity] = replace(here, lives=one.lives + 1)
-        again = [one for one in ended_with.values() if one.lives >= (3 if one.identity in cleared else 2)]
+                ended_with[one.identity] = replace(here, deaths=one.deaths + 1)
+        again = [one for one in ended_with.values() if one.deaths >= (3 if one.identity in cleared else 2)]
         self.aside = {one.identity: one for one in (*found["aside"], *again)}
         self.suspects = set(ended_with) - set(self.aside)
         self._before = list(ended_with.values())
@@ -73,7 +75,7 @@ class InProgress:
         self._write()
         if again:
             keys = ", ".join(sorted({one.key for one in again}))
-            log.error("lives of the learner in a row ended with group %s in progress: set aside", keys)
+            log.error("incarnations in a row ended with group %s in progress: set aside", keys)
 
     def decode(self, sequence: int, key: str) -> None:
         """The entry is decoded next."""
@@ -94,7 +96,7 @@ class InProgress:
         self.train(())
 
     def tried(self, entry: LogEntry, *, is_cleared: bool) -> None:
-        """The entry was tried alone, and the learner lives. ``is_cleared``: that was all that a step does."""
+        """The entry was tried alone, and the learner survived. ``is_cleared``: that was all that a step does."""
         self.suspects.discard(entry.identity)
         if is_cleared:
             self._cleared.append(entry)

@@ -15,7 +15,7 @@ from tests.harness.fakes import Engine, Loop, run_all, run_worker, single_turn, 
 
 
 async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus_factory: Any, tmp_path: Path) -> None:
-    """It dies in step 5 with a checkpoint at 4; the next life goes on from there to the end."""
+    """It dies in step 5 with a checkpoint at 4; the next incarnation goes on from there to the end."""
     first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
 
     def die(step: int) -> None:
@@ -32,7 +32,7 @@ async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus
     assert second.learner.incarnation == 1
     assert second.backend.steps == 8
     assert second.trained_groups == 2 * (8 - 4)
-    dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])  # too old for the second life's versions
+    dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])  # too old for the second incarnation's versions
     assert len(second.table.done) == 16 + dropped
     assert await second.bus.last_sequence(PROMPTS) == 16 + dropped  # no prompt was published twice
 
@@ -69,7 +69,7 @@ async def test_draining_the_learner_leaves_a_checkpoint_to_go_on_from(loop: Loop
 
 
 async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_factory: Any, tmp_path: Path) -> None:
-    """Group 0 is out while the learner is drained and started again; no life drops it."""
+    """Group 0 is out while the learner is drained and started again; no incarnation drops it."""
     released = asyncio.Event()
 
     async def slow(prompt: PromptGroup, generate: Any, *, index: int) -> Trajectory:
@@ -80,17 +80,17 @@ async def test_a_resumed_learner_waits_for_stragglers_of_its_life_before(bus_fac
 
     task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine(), rollout=slow, max_running=64)))
     first = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=1, wait_for_stragglers=True)
-    life = asyncio.create_task(first.run_learner())
+    incarnation = asyncio.create_task(first.run_learner())
     await until(lambda: first.backend.steps == 2)  # the step from version 2 would make group 0 too old
     first.learner.drain()
-    await life
+    await incarnation
     second = Loop(await bus_factory(), tmp_path, steps=8, wait_for_stragglers=True)
-    life = asyncio.create_task(second.run_learner(resume=True))
+    incarnation = asyncio.create_task(second.run_learner(resume=True))
     await until(lambda: hasattr(second, "table") and len(second.table.buffered) >= 2)
     await asyncio.sleep(0.2)
     assert second.backend.steps == 2
     released.set()
-    await life
+    await incarnation
     await task
     assert second.recorder.rows[-1]["staleness/dropped_groups"] == 0
     assert second.backend.steps == 8

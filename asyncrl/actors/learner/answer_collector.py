@@ -1,7 +1,7 @@
 """Asks the prompts of one evaluation, and collects the answers until there is one to each.
 
 What is on the log when it begins is read before anything is asked: a learner that takes up the evaluation of an earlier
-life asks for nothing that is answered.
+incarnation asks for nothing that is answered.
 """
 
 from __future__ import annotations

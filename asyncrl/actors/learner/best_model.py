@@ -26,7 +26,7 @@ class BestModel:
         forks   of the learner's history: a model that a fall back lost stays until there is another, however good
         """
         self._folder, self._metric = folder, metric
-        if not folder.exists() and self._beside("old").exists():  # an earlier life ended between two renames
+        if not folder.exists() and self._beside("old").exists():  # an earlier incarnation ended between two renames
             self._beside("old").rename(folder)
         self._best = _value(folder / RESULT_FILE, metric, forks or {})
 
@@ -54,7 +54,7 @@ class BestModel:
 
 
 def _value(file: Path, metric: str, forks: Forks) -> float | None:
-    """Of the best model that an earlier life kept; None if none, or by another metric, or of a lost history."""
+    """Of the best model that an earlier incarnation kept; None if none, or by another metric, or of a lost history."""
     try:
         found = json.loads(file.read_text())
         order, value = (int(found["incarnation"]), int(found["step"])), float(found["value"])

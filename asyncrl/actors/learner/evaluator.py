@@ -89,7 +89,7 @@ class Evaluator:
         return self._section.is_due(before=self._before, now=0)
 
     async def start(self) -> None:
-        """Take up what an earlier life of the learner left unfinished."""
+        """Take up what an earlier incarnation left unfinished."""
         last = (await self._bus.states(EVALUATION)).get("")
         if last is None:
             return
@@ -107,7 +107,7 @@ class Evaluator:
             await self._set(last)
 
     def _why_not_comparable(self, last: Evaluation) -> str:
-        """What makes an earlier evaluation another one than this life would make of the version; "": nothing."""
+        """What makes an earlier evaluation another one than this incarnation would make of the version; "": nothing."""
         if last.num_prompts != self._num_prompts or last.questions not in ("", self._questions):
             return "its data sets have changed"
         if not is_of_history(last.weights.order, self._forks):
@@ -153,7 +153,7 @@ class Evaluator:
             await self._idle()
 
     async def finish_unless(self, drained: asyncio.Event) -> bool:
-        """``finish``. False: it was drained first, and a later life takes up what is in progress."""
+        """``finish``. False: it was drained first, and a later incarnation takes up what is in progress."""
         async with asyncio.TaskGroup() as group:
             finishing = group.create_task(self.finish(), name="evaluation.finish")
             draining = group.create_task(drained.wait())
@@ -162,7 +162,7 @@ class Evaluator:
             return not finishing.cancel()
 
     def _is_evaluated(self, weights: WeightVersion) -> bool:
-        """Whether the last evaluation was of these weights, perhaps as an earlier life stored them."""
+        """Whether the last evaluation was of these weights, perhaps as an earlier incarnation stored them."""
         last = self._last
         is_same = last is not None and last.weights.policy_version == weights.policy_version
         return last is not None and is_same and not self._why_not_comparable(last)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl import os_process
 from asyncrl.actors.base import Actor
+from asyncrl.actors.learner.batch_bisector import BatchBisector, entry_of
 from asyncrl.actors.learner.batcher import Batcher, Prepared
 from asyncrl.actors.learner.bus_keeper import BusKeeper
 from asyncrl.actors.learner.checkpointer import Checkpointer
@@ -26,7 +27,6 @@ from asyncrl.actors.learner.evaluator import Evaluator
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter, table_metrics, table_numbers
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.sample_recorder import SampleRecorder
-from asyncrl.actors.learner.sifter import Sifter, entry_of
 from asyncrl.actors.learner.trainer import Trainer, is_of_data
 from asyncrl.actors.learner.training_step import is_skipped
 from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
@@ -89,7 +89,7 @@ class Learner(Actor):
         self._keeper = BusKeeper(
             bus, suspect_prompts=reader.lost_prompts.suspect, restore_weights=trainer.restore_weights
         )
-        self._sifter = Sifter(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
+        self._bisector = BatchBisector(table=table, batcher=batcher, trainer=trainer, in_progress=self._in_progress)
         self._evaluator = evaluator
         self._is_repeated = False  # the batch that is taken next failed as a whole, and none of its groups alone
         self._skipped = SkippedSteps(run.learner.max_skipped_steps)
@@ -100,7 +100,7 @@ class Learner(Actor):
         self.is_finished = False
         """Whether every step that there is data for is trained, and the last evaluation is over."""
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- start to stop -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         looking_after = asyncio.create_task(self._keeper.run(), name=f"{self.name}.keep-bus")  # a load takes minutes
@@ -210,7 +210,7 @@ class Learner(Actor):
             if self._run.run.mode == "one_step_off":  # taking a batch is what admits the next one
                 await self._progress.progress()
             try:
-                if guilty := await self._sifter.clear_suspects(taken):
+                if guilty := await self._bisector.clear_suspects(taken):
                     await self._put_back(guilty)
                     continue
                 self._in_progress.train(map(entry_of, taken))
@@ -226,15 +226,15 @@ class Learner(Actor):
                     if not isinstance(error, BackendError):  # a rank that is gone may be gone of the data
                         self._in_progress.trained()
                     raise
-                await self._sift(taken, error)
+                await self._bisect(taken, error)
                 continue
-            except BaseException:  # cancelled: something else ended this life
+            except BaseException:  # cancelled: something else ended this incarnation
                 self._in_progress.trained()
                 raise
             self._in_progress.trained()
-            if is_skipped(result.metrics) and await self._sift(taken, None):
+            if is_skipped(result.metrics) and await self._bisect(taken, None):
                 continue
-            self._sifter.note_trained(taken, policy_version=self.policy_version)
+            self._bisector.note_trained(taken, policy_version=self.policy_version)
             self._is_repeated = False
             seconds = {"learner/wait_seconds": waited, "learner/step_seconds": time.monotonic() - began}
             await self._trained(taken, prepared, result, seconds=seconds, group=group)
@@ -247,7 +247,7 @@ class Learner(Actor):
         finally:
             ahead.cancel()
 
-    async def _sift(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
+    async def _bisect(self, taken: Sequence[BufferedGroup], error: Exception | None) -> bool:
         """Put back the batch of a step that failed, without the groups that it fails with. False: they are in it still.
 
         error: what the step raised; None for one that was skipped. Raises it when it is no matter of the groups: a
@@ -256,7 +256,7 @@ class Learner(Actor):
         if error is not None:
             self.log.error("step %d failed: %s: %s", self.step + 1, type(error).__name__, error)
         try:
-            guilty = await self._sifter.sift(taken)
+            guilty = await self._bisector.bisect(taken)
         except BackendError:  # a rank that is gone may be gone of the groups that were tried
             raise
         except BaseException:

@@ -17,7 +17,7 @@ class Published:
     """A prompt is about to be on the bus. overlong: rows passed over so far because their prompt is too long.
 
     can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
-    asked: what its prompt asks for; None for one that an earlier life may have published with other settings.
+    asked: what its prompt asks for; None for one that an earlier incarnation may have published with other settings.
     time: Unix seconds.
     """
 

@@ -234,7 +234,7 @@ class PromptSource(Actor):
             self._link.reports.put_nowait(Exhausted(position=self._position, overlong=self._overlong))
 
     def _asked(self, row: Row) -> Asked:
-        """What the prompt of this row asks for in this life of the learner."""
+        """What the prompt of this row asks for in this incarnation."""
         return Asked(
             samples=frozenset({self._group_size}),
             max_tokens=self._max_tokens,

@@ -200,7 +200,7 @@ class TrajectoryReader:
 
     def _may_not_decode(self, sequence: int, key: str) -> str:
         if self._identity(sequence, key) in self._in_progress.aside:
-            return "two lives of the learner in a row ended with it in progress"
+            return "two incarnations in a row ended with it in progress"
         self._in_progress.decode(*self._identity(sequence, key))
         return ""
 

@@ -325,7 +325,7 @@ class MegatronBackend(BackendAdapter):
 
     def close(self) -> None:
         if self._followers:
-            self._followers.dismiss()
+            self._followers.close_channels()
         if self._own:
             self._own.close()
             self._own = None

@@ -97,7 +97,7 @@ class Followers:
         """Which followers have ended, and how; empty if none. Waits up to a second for one that is about to."""
         raise NotImplementedError
 
-    def dismiss(self) -> None:
+    def close_channels(self) -> None:
         """Close the channels, which makes followers exit."""
         raise NotImplementedError
 
@@ -140,7 +140,7 @@ class ChildRanks(Followers):
         ]
         return "; ".join(ended)
 
-    def dismiss(self) -> None:
+    def close_channels(self) -> None:
         for pipe in self._pipes:
             pipe.close()
 

@@ -93,7 +93,7 @@ class JoinedRanks(Followers):
             self._is_told.set()
         return "; ".join(self._lost)
 
-    def dismiss(self) -> None:
+    def close_channels(self) -> None:
         self._is_told.set()
         for _, link in self._members:
             with contextlib.suppress(OSError):

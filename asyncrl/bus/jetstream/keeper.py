@@ -16,7 +16,7 @@ from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.errors import NO_STREAM, STREAM_GONE, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.lease import Lease
-from asyncrl.bus.jetstream.sighting import Sighting, altered, lost
+from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
 from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream
 from asyncrl.messages.topics import ALL, Topic
 from asyncrl.protocols import Loss
@@ -36,8 +36,8 @@ class StreamKeeper:
     ) -> None:
         self._connection, self._layout, self._role = connection, layout, role
         self._made = made
-        self._seen: dict[str, Sighting] = {}
-        self._consumers: dict[str, Sighting | None] = {}  # by stream
+        self._seen: dict[str, StreamState] = {}
+        self._consumers: dict[str, StreamState | None] = {}  # by stream
         self._trimmed: dict[str, int] = {}
         self.has_objects = False
         """Whether this process made the object store."""
@@ -74,7 +74,7 @@ class StreamKeeper:
 
     async def _stream(self, name: str, topics: list[Topic[Any]], *, mends: bool) -> Loss | None:
         if name not in self._seen and name in self._made:
-            self._seen[name] = Sighting.of(self._made[name])
+            self._seen[name] = StreamState.of(self._made[name])
         kind: str = topics[0].kind
         if topics[0].seconds_to_live:
             kind = "aged" if kind == "log" else ""
@@ -123,21 +123,21 @@ class StreamKeeper:
                 self._seen[name] = replace(now, config=before.config)  # said until somebody has mended it
             return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
         try:
-            self._seen[name] = Sighting.of(await self._made_again(config, is_gone=now is None))
+            self._seen[name] = StreamState.of(await self._made_again(config, is_gone=now is None))
         except Refused as refused:
             problem += f", and cannot be made again ({refused.description})"
             return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
         self._forget_trims(name, before, self._seen[name])
         return Loss(name=name, topics=topics, problem=problem, is_mended=True)
 
-    def _forget_trims(self, name: str, before: Sighting | None, now: Sighting) -> None:
+    def _forget_trims(self, name: str, before: StreamState | None, now: StreamState) -> None:
         if before is None or now.created != before.created or now.last < before.last:
             self._trimmed.pop(name, None)
 
-    async def _info(self, name: str) -> Sighting | None:
+    async def _info(self, name: str) -> StreamState | None:
         """None if it is gone."""
         try:
-            return Sighting.of(await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))
+            return StreamState.of(await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))
         except Refused as refused:
             if refused.code != NO_STREAM:
                 raise
@@ -162,7 +162,7 @@ class StreamKeeper:
         stream = self._layout.stream(topic)
         before, now = self._consumers.get(stream), await self._consumer_info(stream)
         if before is None and now is not None:
-            before = Sighting(now.created, {**now.config, **self._layout.workers()})
+            before = StreamState(now.created, {**now.config, **self._layout.workers()})
         name = f"{stream} {WORKERS}"
         problem = "was deleted" if now is None or before is None else altered(before, now)
         if now is not None and not problem:
@@ -174,14 +174,14 @@ class StreamKeeper:
             self._consumers[stream] = await self._consumer_info(stream)
         return Loss(name=name, topics=(topic.name,), problem=problem, is_gone=now is None, is_mended=mends)
 
-    async def _consumer_info(self, stream: str) -> Sighting | None:
+    async def _consumer_info(self, stream: str) -> StreamState | None:
         try:
             info = await self._connection.api(f"CONSUMER.INFO.{stream}.{WORKERS}", awaits_stream=False)
         except Refused as refused:
             if refused.code not in (_NO_CONSUMER, NO_STREAM):
                 raise
             return None
-        return Sighting.of(info)
+        return StreamState.of(info)
 
     async def _make_consumer(self, stream: str, *, is_there: bool) -> None:
         """Anew: the server takes some changes back in an update, and others, such as a pause, not."""

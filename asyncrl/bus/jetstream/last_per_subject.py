@@ -26,7 +26,7 @@ async def last_of_each(wire: Wire, *, stream: str, subjects: str) -> list[Arriva
     since, pause = time.monotonic(), 0.0
     while True:
         try:
-            return await _swept(wire, stream=stream, subjects=subjects)
+            return await _collected(wire, stream=stream, subjects=subjects)
         except (TimeoutError, Unanswered):
             if time.monotonic() - since > _PATIENCE_SECONDS:
                 raise BusError(f"{stream}: no messages delivered within {_PATIENCE_SECONDS:.0f} s") from None
@@ -34,26 +34,26 @@ async def last_of_each(wire: Wire, *, stream: str, subjects: str) -> list[Arriva
         await asyncio.sleep(pause)
 
 
-async def _swept(wire: Wire, *, stream: str, subjects: str) -> list[Arrival]:
+async def _collected(wire: Wire, *, stream: str, subjects: str) -> list[Arrival]:
     """One attempt. Raises Unanswered or TimeoutError if the consumer's server is gone."""
-    sweep = _Sweep(wire)
-    subscription = await wire.subscribe(f"{sweep.inbox}.*", sweep.on_message)
-    name = f"sweep-{uuid.uuid4().hex}"
+    collection = _Collection(wire)
+    subscription = await wire.subscribe(f"{collection.inbox}.*", collection.on_message)
+    name = f"last-of-each-{uuid.uuid4().hex}"
     try:
         await make_consumer(wire, stream, everything(name, subjects=subjects), patience=0.0)
         order = json.dumps({"batch": _BATCH, "no_wait": True}).encode()
         while True:
-            before = len(sweep.found)
-            await wire.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", order, reply=f"{sweep.inbox}.more")
-            await sweep.until_told(before + _BATCH)
-            if len(sweep.found) < before + _BATCH:
-                return sweep.found
+            before = len(collection.found)
+            await wire.send(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", order, reply=f"{collection.inbox}.more")
+            await collection.until_told(before + _BATCH)
+            if len(collection.found) < before + _BATCH:
+                return collection.found
     finally:
         await wire.unsubscribe(subscription, drain=False)
-        await wire.send(f"$JS.API.CONSUMER.DELETE.{stream}.{name}", b"", reply=f"{sweep.inbox}.gone")
+        await wire.send(f"$JS.API.CONSUMER.DELETE.{stream}.{name}", b"", reply=f"{collection.inbox}.gone")
 
 
-class _Sweep:
+class _Collection:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._changed = asyncio.Event()

@@ -87,7 +87,7 @@ class Account:
     trained               trained by a step in the history of the newest weights
     dropped               arrived too old to be trained (staleness)
     failed                could not be made: engine, reward or rollout function failed for good
-    set_aside             of the failed: two lives of the learner in a row ended with them in progress
+    set_aside             of the failed: two incarnations in a row ended with them
     filtered              nothing to learn from (algorithm.filters)
     pending               not done yet and not lost: waiting or in flight as a prompt, waiting on the log, or published
                           again by the next ``--resume`` because the checkpoint says they are outstanding

@@ -1,4 +1,4 @@
-"""What a prompt group is in each state of its life (table.py), and what has to follow when it leaves one."""
+"""What a prompt group is in each of its states (table.py), and what has to follow when it leaves one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl.policies.trust.validation import Asked
 Fate = Literal["trained", "dropped", "failed", "filtered"]
 FATES: Final[tuple[Fate, ...]] = ("trained", "dropped", "failed", "filtered")
 SET_ASIDE: Final = "set aside"
-"""Why a group failed with which two lives of the learner ended (state/in_progress.py)."""
+"""Why a group failed with which two incarnations ended (state/in_progress.py)."""
 Arrived = Literal["buffered", "failed", "duplicate", "rejected"]
 
 
@@ -22,8 +22,8 @@ class PublishedPrompt:
 
     position      its row in the endless shuffled data
     oldest_start  oldest policy version that may sample it; None when only a lost history knows
-    asked         what it asks for, if this life of the learner published it; None for an earlier life's
-    published     Unix seconds when this life of the learner published it; 0: an earlier one did
+    asked         what it asks for, if this incarnation published it; None for an earlier one's
+    published     Unix seconds when this incarnation published it; 0: an earlier one did
     """
 
     position: int

@@ -41,7 +41,8 @@ class GroupTable:
     done, consumed  ids of groups, and sequences of log records, that are done for good
     cursor          sequence of the last log record read
     log, last_read  identity of the log; sequence of the last record that was ever read of it, and when it was stored
-    logs_changed    how often the log turned out to be another one, or back at an earlier state, in this life
+    logs_changed    how often the log turned out to be another one, or back at an earlier state, in this
+                    incarnation
     covered         log records below it are done by the newest checkpoint; 1 while there is none
     next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
     failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
@@ -280,7 +281,7 @@ class GroupTable:
         return 0 <= group_id < self.next_group_id
 
     def asked(self, group_id: int) -> Asked | None:
-        """What the prompt of an outstanding group asks for, if this life of the learner published it."""
+        """What the prompt of an outstanding group asks for, if this incarnation published it."""
         return prompt.asked if (prompt := self.outstanding.get(group_id)) is not None else None
 
     def awaits(self, sequence: int, group_id: int) -> bool:

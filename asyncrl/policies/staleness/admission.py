@@ -86,8 +86,8 @@ def version_to_begin(
     fork + max_staleness. At the version after that the rest is dropped as stale, so whatever is left is next.
 
     A group that begins earlier would be among the dropped; one that waited longer might wait for ever, as the learner
-    may need it to get there. It may not get there even so, where the new life loses groups of the log (a quarantine):
-    who has nothing else to do begins after a while anyway (WeightFollower).
+    may need it to get there. It may not get there even so, where the new incarnation loses groups of the log (a
+    quarantine): a worker that has nothing else to do begins after a while anyway (WeightFollower).
     """
     if engine_incarnation <= incarnation:
         return min_policy_version

@@ -98,7 +98,7 @@ class GroupValidation:
     num_experts: int = 0
     experts_shape: tuple[int, int] = (0, 0)
     asked_before: Asked | None = None
-    """Of groups whose prompt an earlier life of the learner published: what any of them may have asked for."""
+    """Of groups whose prompt an earlier incarnation published: what any of them may have asked for."""
 
     def problem(
         self,
@@ -111,7 +111,7 @@ class GroupValidation:
     ) -> str:
         """Why a learner at (incarnation, policy_version) must not train the group; "" when nothing speaks against it.
 
-        ``asked``: None when this life of the learner did not publish its prompt. A failed group has no answers to look
+        ``asked``: None when this incarnation did not publish its prompt. A failed group has no answers to look
         at.
         """
         vetted = Vetted(

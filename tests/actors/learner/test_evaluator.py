@@ -1,4 +1,4 @@
-"""The evaluator alone on a bus: what it asks, when it ends, and what it makes of an earlier life's evaluation."""
+"""The evaluator alone on a bus: what it asks, when it ends, and what it makes of an earlier evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.harness.fakes import Channel
 pytestmark = pytest.mark.timeout(60)
 
 LAST = Evaluation(number=3, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=5)
-"""What an earlier life began."""
+"""What an earlier incarnation began."""
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ class FarBus(MemoryBus):
 
 
 @dataclass
-class Life:
-    """One life of a learner, as far as evaluations go. Its results: version -> row."""
+class Incarnation:
+    """One incarnation of a learner, as far as evaluations go. Its results: version -> row."""
 
     bus: MemoryBus
     version: int = 20
@@ -133,13 +133,13 @@ async def test_an_evaluation_that_is_taken_up_asks_only_for_what_is_missing(bus:
     await bus.put(EVALUATION, LAST)
     await answer(bus, LAST, 0, version=19)  # mixed: to be asked again, had it no answer later in the log
     await answer(bus, LAST, 0, 2, 4)
-    life = Life(bus)
-    await life.evaluator.start()
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
     worker = asyncio.create_task(answer_what_is_asked(bus))
-    await life.until_idle()
+    await incarnation.until_idle()
     worker.cancel()
     assert await bus.last_sequence(EVALUATION_PROMPTS) == 2
-    row = life.results[0, 20]
+    row = incarnation.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/mixed"]) == (1.0, 1.0)
 
 
@@ -148,12 +148,12 @@ async def test_an_engine_that_never_keeps_to_the_version_ends_its_evaluation_wit
 ) -> None:
     monkeypatch.setattr(answer_collector, "FULL_SECONDS", 0.01)
     await bus.put(EVALUATION, LAST)
-    life = Life(bus)
-    await life.evaluator.start()
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
     worker = asyncio.create_task(answer_what_is_asked(bus, version=19))
-    await life.until_idle()
+    await incarnation.until_idle()
     worker.cancel()
-    row = life.results[0, 20]
+    row = incarnation.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 5.0)
     assert row["evaluation/mixed"] == 5 * MOST_REFUSED
     assert "given up after 16 answers that count in nothing, the last of e0: not all of version 20" in caplog.text
@@ -166,60 +166,62 @@ async def test_a_log_whose_end_has_vanished_is_waited_for_no_longer_than_a_promp
     await answer(bus, LAST, 0)
     await bus.trim(EVALUATION_ANSWERS, through=1)
     monkeypatch.setattr(answer_collector, "ASK_AGAIN_SECONDS", 0.01)
-    life = Life(bus)
-    await life.evaluator.start()
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
     worker = asyncio.create_task(answer_what_is_asked(bus))
-    await life.until_idle()
+    await incarnation.until_idle()
     worker.cancel()
-    assert life.results[0, 20]["evaluation/complete"] == 1.0
+    assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
 
 
 @pytest.mark.parametrize("changed", ["size", "label", "sampling"])
 async def test_an_evaluation_of_other_questions_is_given_up(
     bus: MemoryBus, changed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its answers are of questions that this life would not ask."""
+    """Its answers are of questions that this incarnation would not ask."""
     its = sums(6 if changed == "size" else 5)
     await bus.put(EVALUATION, replace(LAST, questions=digest([its])))
     if changed == "label":
         its.questions[3].metadata["level"] = 2  # type: ignore[index]
     sampling = replace(its.sampling, temperature=0.5) if changed == "sampling" else its.sampling
-    life = Life(bus, its=replace(sums(), sampling=sampling) if changed == "size" else replace(its, sampling=sampling))
-    await life.evaluator.start()
-    assert (await life.newest()).is_over
+    incarnation = Incarnation(
+        bus, its=replace(sums(), sampling=sampling) if changed == "size" else replace(its, sampling=sampling)
+    )
+    await incarnation.evaluator.start()
+    assert (await incarnation.newest()).is_over
     assert "its data sets have changed" in caplog.text
 
 
 async def test_questions_of_an_older_message_are_taken_for_the_same(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, LAST)
-    life = Life(bus)
-    await life.evaluator.start()
-    assert not (await life.newest()).is_over
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
+    assert not (await incarnation.newest()).is_over
 
 
 async def test_after_a_fall_back_the_same_steps_are_due_again(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
     await bus.put(EVALUATION, LAST)
-    life = Life(bus, version=10, forks={1: 10})
-    await life.evaluator.start()
-    assert (await life.newest()).is_over, "nobody needs the rest of what is of a lost history"
+    incarnation = Incarnation(bus, version=10, forks={1: 10})
+    await incarnation.evaluator.start()
+    assert (await incarnation.newest()).is_over, "nobody needs the rest of what is of a lost history"
     assert "lost when the learner fell back to version 10" in caplog.text
-    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=10))
-    assert (await life.newest()).weights.order == (0, 20), "version 10 is what it was"
-    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
-    newest = await life.newest()
+    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=10))
+    assert (await incarnation.newest()).weights.order == (0, 20), "version 10 is what it was"
+    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
+    newest = await incarnation.newest()
     assert (newest.weights.order, newest.number, newest.is_over) == ((1, 20), 4, False)
     worker = asyncio.create_task(answer_what_is_asked(bus))
-    await life.until_idle()
+    await incarnation.until_idle()
     worker.cancel()
-    assert list(life.results) == [(1, 20)]
+    assert list(incarnation.results) == [(1, 20)]
 
 
 async def test_a_learner_that_resumes_where_it_was_goes_on_with_the_evaluation(bus: MemoryBus) -> None:
     await bus.put(EVALUATION, LAST)
-    life = Life(bus, version=20, forks={1: 20})
-    await life.evaluator.start()
-    await life.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
-    newest = await life.newest()
+    incarnation = Incarnation(bus, version=20, forks={1: 20})
+    await incarnation.evaluator.start()
+    await incarnation.evaluator.stored(WeightVersion(incarnation=1, policy_version=20))
+    newest = await incarnation.newest()
     assert (newest.weights.order, newest.is_over) == ((0, 20), False)
 
 
@@ -237,12 +239,12 @@ async def test_a_version_that_nobody_can_load_ends_its_evaluation_at_once(
     await beats(bus, "e0", "e1")
     await answer(bus, LAST, 1)
     await say_unable(bus, LAST, "e0")
-    life = Life(bus, channel=Gone() if is_gone else Channel())
-    await life.evaluator.start()
+    incarnation = Incarnation(bus, channel=Gone() if is_gone else Channel())
+    await incarnation.evaluator.start()
     if not is_gone:
         await say_unable(bus, LAST, "e1")
-    await life.until_idle()
-    row = life.results[0, 20]
+    await incarnation.until_idle()
+    row = incarnation.results[0, 20]
     assert (row["evaluation/complete"], row["evaluation/sums/missing"]) == (0.0, 4.0)
     assert ("its weights are gone" if is_gone else "no worker can load it; e0: no such folder") in caplog.text
 
@@ -252,12 +254,12 @@ async def test_a_worker_that_cannot_load_a_version_leaves_it_to_others(bus: Memo
     await bus.put(EVALUATION, LAST)
     await beats(bus, *up)
     await say_unable(bus, LAST, "e0")
-    life = Life(bus)
-    await life.evaluator.start()
+    incarnation = Incarnation(bus)
+    await incarnation.evaluator.start()
     worker = asyncio.create_task(answer_what_is_asked(bus))
-    await life.until_idle()
+    await incarnation.until_idle()
     worker.cancel()
-    assert life.results[0, 20]["evaluation/complete"] == 1.0
+    assert incarnation.results[0, 20]["evaluation/complete"] == 1.0
 
 
 def test_a_digest_is_of_all_that_makes_results_comparable() -> None:

@@ -1,4 +1,4 @@
-"""What a learner's death leaves on ``prompts`` can be begun: with the weights that are there, and by the next life."""
+"""What a learner's death leaves on ``prompts`` can be begun: with the weights there are, by the next incarnation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_where_no_policy_samples_no_version_is_waited_for() -> None:
 @pytest.mark.parametrize(
     ("asked", "engine_incarnation", "expected"),
     [
-        (25, 0, 25),  # the life that published it
+        (25, 0, 25),  # the incarnation that published it
         (25, 1, 12),  # fell back to 10: what was sampled up to there trains through the step from 11
         (11, 1, 11),  # the log brings the new history there
         (3, 1, 3),
@@ -144,17 +144,17 @@ async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], 
 
     stuck: samples outstanding then. Some groups may have been done before version 5: the learner holds those.
     """
-    life = Loop(await bus_factory(), folder, steps=100, **settings)
+    incarnation = Loop(await bus_factory(), folder, steps=100, **settings)
     engine = Stuck()
-    learner = asyncio.create_task(life.run_learner())
+    learner = asyncio.create_task(incarnation.run_learner())
     rollout = asyncio.create_task(
         run_worker(worker(await bus_factory(), engine, load=load, max_staleness=settings["max_staleness"]))
     )
-    await until(lambda: engine.running > 0 and engine.running + 2 * len(life.table.buffered) == stuck)
+    await until(lambda: engine.running > 0 and engine.running + 2 * len(incarnation.table.buffered) == stuck)
     for task in (learner, rollout):
         task.cancel()
     await asyncio.wait((learner, rollout))
-    return life
+    return incarnation
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ async def killed_life(bus_factory: Any, folder: Path, settings: dict[str, Any], 
 async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_for_it(
     bus_factory: Any, tmp_path: Path, mode: str, max_staleness: int, batches: int
 ) -> None:
-    """A window of prompts asks for versions from 5 on, and the next life begins at 0.
+    """A window of prompts asks for versions from 5 on, and the next incarnation begins at 0.
 
     Most of the log is too old from version max_staleness + 1 on, so without those prompts it never gets to 5.
     """
@@ -188,7 +188,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
 async def test_nor_where_what_was_to_bring_it_there_is_lost(
     bus_factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, max_staleness: int, batches: int
 ) -> None:
-    """The next life trains nothing of the worker that has made the whole log."""
+    """The next incarnation trains nothing of the worker that has made the whole log."""
     monkeypatch.setattr(weight_follower, "STARVED_SECONDS", 0.1)
     settings: dict[str, Any] = {"mode": mode, "max_staleness": max_staleness}
     load = "in_flight" if mode == "async" else "on_demand"

@@ -1,4 +1,4 @@
-"""A log entry that ends the learner's process twice is set aside by the third life; the others are trained."""
+"""A log entry that ends the learner's process twice is set aside by the third incarnation; the others are trained."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncrl.policies.audit.accounting import account
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from asyncrl.state.in_progress import IN_PROGRESS_FILE
+from tests.actors.learner.test_batch_bisector import Picky, prompts_of, with_prompt
 from tests.actors.learner.test_liar import events
-from tests.actors.learner.test_sifter import Picky, prompts_of, with_prompt
 from tests.conftest import BUS_SIZES
 from tests.harness.fakes import Engine, Loop, Rows, run_worker, worker
 
@@ -36,7 +36,7 @@ class Deadly(Picky):
 
 
 async def live(loop: Loop, *, resume: bool) -> str:
-    """One life of the learner; why it ended."""
+    """One incarnation of the learner; why it ended."""
     helper = asyncio.create_task(run_worker(worker(loop.bus, Engine())))
     try:
         await loop.run_learner(resume=resume)
@@ -48,7 +48,9 @@ async def live(loop: Loop, *, resume: bool) -> str:
     return ""
 
 
-async def test_the_group_that_two_lives_ended_with_is_failed_by_the_third_and_its_worker_named(tmp_path: Path) -> None:
+async def test_the_group_that_two_incarnations_ended_with_fails_in_the_third_and_its_worker_is_named(
+    tmp_path: Path,
+) -> None:
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
     loop = Loop(bus, tmp_path, steps=4, rows=Rows(count=100), groups_per_batch=4)
     loop.backend = Deadly(4 + 2)
@@ -58,7 +60,7 @@ async def test_the_group_that_two_lives_ended_with_is_failed_by_the_third_and_it
     assert trained == set(range(4, 21)) - {4 + 2}  # nobody else of its batch
     (failed,) = await events(bus, "failed")
     assert (failed["group_id"], failed["worker"]) == (2, "w0")
-    assert "two lives of the learner" in failed["error"]
+    assert "two incarnations" in failed["error"]
     (line,) = [line for line in (tmp_path / HISTORY_FILE).read_text().splitlines() if '"failed"' in line]
     assert json.loads(line)["cause"] == "set aside"
     made = account(history.read(tmp_path / HISTORY_FILE), saved=None, bus=None)

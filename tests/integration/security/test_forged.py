@@ -152,8 +152,8 @@ async def speak_for_others(bus: JetStreamBus, workers: tuple[str, ...]) -> None:
     stuck = Wait(what="nothing", on="bus", seconds=1e6, limit=1.0)
     for beat in itertools.count(1):
         for name, role in (("learner", "learner"), *((worker, "rollout-worker") for worker in workers)):
-            heart = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
-            await bus.put(ACTORS, heart, key=name)
+            forged = Heartbeat(actor=name, role=role, beat=beat, waits=(stuck,), problem="evil", pid=1)
+            await bus.put(ACTORS, forged, key=name)
             event = Event(kind="quarantined", actor=name, time=0.0, data={"worker": workers[0]})
             await bus.publish(EVENTS, event, key=f"evil-{id(bus)}-{name}-{beat}")
         await asyncio.sleep(0.1)

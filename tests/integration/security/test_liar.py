@@ -30,7 +30,7 @@ from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
-from tests.actors.learner.test_sifter import Picky, Shards
+from tests.actors.learner.test_batch_bisector import Picky, Shards
 from tests.conftest import BUS_SIZES
 from tests.harness import lies
 from tests.harness.fakes import Engine, Loop, Rows, run_worker, until, worker

@@ -37,12 +37,12 @@ def beat(name: str, number: int, *, pid: int = 7, host: str = "here", role: str 
     return Heartbeat(actor=name, role=role, beat=number, host=host, pid=pid)
 
 
-def sightings() -> PresenceTracker:
+def tracker() -> PresenceTracker:
     return PresenceTracker(host="here", process=lambda pid: "stopped")
 
 
 def test_who_does_not_beat_any_more_gets_older_only_while_we_listen() -> None:
-    heard = sightings()
+    heard = tracker()
     for number in (1, 2):
         heard.hear({"w0": beat("w0", number)}, seconds=1)
     assert heard.present()["w0"].seconds == 0
@@ -55,7 +55,7 @@ def test_who_does_not_beat_any_more_gets_older_only_while_we_listen() -> None:
 
 @pytest.mark.parametrize("looks", [({"w0": 1}, {"w0": 2}), ({}, {"w0": 1})])
 def test_who_takes_its_entry_away_left_in_order(looks: tuple[dict[str, int], ...]) -> None:
-    heard = sightings()
+    heard = tracker()
     for look in looks:
         heard.hear({name: beat(name, number) for name, number in look.items()}, seconds=1)
     heard.hear({}, seconds=1)
@@ -64,7 +64,7 @@ def test_who_takes_its_entry_away_left_in_order(looks: tuple[dict[str, int], ...
 
 @pytest.mark.parametrize("numbers", [(1,), (1, 2, 2, 2, 2, 2, 2, 2, 2)])
 def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) -> None:
-    heard = sightings()
+    heard = tracker()
     for number in numbers:  # a single beat may have been old when it was heard
         heard.hear({"w0": beat("w0", number)}, seconds=1)
     heard.hear({}, seconds=1)
@@ -76,7 +76,7 @@ def test_whose_entry_expired_is_missed_for_a_minute(numbers: tuple[int, ...]) ->
 
 def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_are_far_apart() -> None:
     """A busy machine: the watcher looks every five seconds, of which it may count two by its own clock. w1 beats."""
-    heard = sightings()
+    heard = tracker()
     for number in (1, 2):
         beats = {"w0": beat("w0", number), "w0.weights": beat("w0.weights", number), "w1": beat("w1", number, pid=8)}
         heard.hear(beats, seconds=2, elapsed=5)
@@ -89,7 +89,7 @@ def test_who_is_silent_while_others_beat_gets_older_by_their_beats_where_looks_a
 
 
 def test_an_entry_that_expired_between_looks_that_are_far_apart_is_missed() -> None:
-    heard = sightings()
+    heard = tracker()
     for number in (1, 2):
         heard.hear({"w0": beat("w0", number)}, seconds=1)
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_an_entry_that_expired_between_looks_that_are_far_apart_is_missed() -> N
 
 
 def test_an_entry_that_expired_while_the_bus_was_away_is_as_old_as_the_bus_is_back() -> None:
-    heard = sightings()
+    heard = tracker()
     for number in (1, 2):
         heard.hear({"w0": beat("w0", number)}, seconds=1)
     heard.excuse()
@@ -109,7 +109,7 @@ def test_an_entry_that_expired_while_the_bus_was_away_is_as_old_as_the_bus_is_ba
 
 
 def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
-    heard = sightings()
+    heard = tracker()
     beats = {"w0": beat("w0", 5, pid=7), "w0.weights": beat("w0.weights", 5, pid=7)}
     one = Launched(name="w0", role=WORKER, pid=7, seconds=9)
     heard.hear(beats, seconds=1, launched=[one])
@@ -127,7 +127,7 @@ def test_a_process_started_again_is_not_blamed_for_the_one_before() -> None:
 @pytest.mark.parametrize("is_leaving", [True, False])
 def test_who_takes_its_entry_away_and_is_still_a_process_is_not_starting(is_leaving: bool) -> None:
     """Its whole life would count as its start, and it would be killed while it ends in order."""
-    heard = sightings()
+    heard = tracker()
     one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
     for number in (1, 2):
         heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
@@ -157,13 +157,13 @@ def test_who_beats_on_is_heard_though_this_machine_knows_no_such_process() -> No
 
 
 def test_who_leaves_before_it_was_heard_is_not_starting() -> None:
-    heard = sightings()
+    heard = tracker()
     heard.hear({}, seconds=1, launched=[Launched(name="w0", role=WORKER, pid=7, seconds=700, is_leaving=True)])
     assert heard.present() == {}
 
 
 def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() -> None:
-    heard = sightings()
+    heard = tracker()
     one = Launched(name="w0", role=WORKER, pid=7, seconds=700)
     for number in (1, 2, 2, 2, 2, 2, 2, 2, 2, 2):
         heard.hear({"w0": beat("w0", number)}, seconds=1, launched=[one])
@@ -178,7 +178,7 @@ def test_an_own_process_that_fell_silent_is_missed_for_as_long_as_it_is_there() 
 )
 def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str, pid: int) -> None:
     """Else that one would be killed for what this one says of itself."""
-    heard = sightings()
+    heard = tracker()
     own = [
         Launched(name="w0", role=WORKER, pid=7, seconds=9),
         Launched(name="learner", role="learner", pid=8, seconds=9),
@@ -193,7 +193,7 @@ def test_who_says_that_it_is_a_process_of_ours_is_not_heard(name: str, role: str
 
 
 def test_other_watchers_are_no_part_of_the_run() -> None:
-    heard = sightings()
+    heard = tracker()
     heard.hear({"watcher-9": beat("watcher-9", 1, role=WATCHER)}, seconds=1)
     assert heard.present() == {}
 

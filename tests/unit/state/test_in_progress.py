@@ -1,4 +1,4 @@
-"""What a life of the learner was at when it ended, as the lives behind it know it."""
+"""What an incarnation of the learner was working on when it ended, as the next ones know it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.state.in_progress import InProgress, LogEntry
 A, B, C = LogEntry(7, "5", "w0"), LogEntry(8, "6", "w1"), LogEntry(9, "7", "w0")
 
 
-def test_an_entry_that_two_lives_in_a_row_ended_with_is_set_aside_by_the_third(tmp_path: Path) -> None:
+def test_an_entry_that_two_incarnations_in_a_row_ended_with_is_set_aside_by_the_third(tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
     InProgress(path).train([A, B])
     second = InProgress(path)
@@ -30,7 +30,7 @@ def test_an_entry_that_was_being_decoded_is_one_too(tmp_path: Path) -> None:
     assert set(InProgress(path).aside) == {A.identity}
 
 
-def test_a_life_that_ended_with_nothing_in_progress_starts_the_count_again(tmp_path: Path) -> None:
+def test_an_incarnation_that_ended_with_nothing_in_progress_starts_the_count_again(tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
     InProgress(path).train([A])
     InProgress(path)
@@ -41,12 +41,12 @@ def test_a_life_that_ended_with_nothing_in_progress_starts_the_count_again(tmp_p
 def test_what_was_done_is_no_longer_in_progress(tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
     for _ in range(3):
-        life = InProgress(path)
-        assert (life.aside, life.suspects) == ({}, set())
-        life.decode(7, "5")
-        life.decoded()
-        life.train([A, B, C])
-        life.trained()
+        notes = InProgress(path)
+        assert (notes.aside, notes.suspects) == ({}, set())
+        notes.decode(7, "5")
+        notes.decoded()
+        notes.train([A, B, C])
+        notes.trained()
 
 
 def test_an_entry_of_another_log_is_another_entry(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_an_entry_of_another_log_is_another_entry(tmp_path: Path) -> None:
     InProgress(path).train([LogEntry(7, "6"), LogEntry(8, "5")])
     assert InProgress(path).aside == {}
     InProgress(path).train([A])
-    life = InProgress(path)
-    life.start_new_log()
-    life.train([A])
+    notes = InProgress(path)
+    notes.start_new_log()
+    notes.train([A])
     assert InProgress(path).aside == {}
 
 
@@ -67,17 +67,17 @@ def test_an_entry_of_another_log_is_another_entry(tmp_path: Path) -> None:
 def test_a_damaged_file_is_an_empty_one(text: str, tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
     path.write_text(text)
-    life = InProgress(path)
-    assert (life.aside, life.suspects) == ({}, set())
-    life.train([A])
+    notes = InProgress(path)
+    assert (notes.aside, notes.suspects) == ({}, set())
+    notes.train([A])
     assert InProgress(path).suspects == {A.identity}
 
 
 def test_a_shorter_note_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
-    life = InProgress(path)
-    life.train([LogEntry(number, str(number), "worker") for number in range(1000)])
-    life.train([A])
+    notes = InProgress(path)
+    notes.train([LogEntry(number, str(number), "worker") for number in range(1000)])
+    notes.train([A])
     assert InProgress(path).suspects == {A.identity}
 
 
@@ -86,21 +86,21 @@ def test_an_entry_that_was_cleared_alone_is_set_aside_by_the_fourth(tmp_path: Pa
     path = tmp_path / "in_progress.json"
     InProgress(path).train([A, B])
     for _ in range(2):
-        life = InProgress(path)
-        assert life.aside == {}
-        life.tried(A, is_cleared=True)
-        life.tried(B, is_cleared=True)
-        life.train([A, B])
+        notes = InProgress(path)
+        assert notes.aside == {}
+        notes.tried(A, is_cleared=True)
+        notes.tried(B, is_cleared=True)
+        notes.train([A, B])
     assert set(InProgress(path).aside) == {A.identity, B.identity}
 
 
 def test_an_entry_that_only_its_scores_speak_for_is_not_cleared(tmp_path: Path) -> None:
     path = tmp_path / "in_progress.json"
     InProgress(path).train([A])
-    life = InProgress(path)
-    life.tried(A, is_cleared=False)
-    assert life.suspects == set()
-    life.train([A])
+    notes = InProgress(path)
+    notes.tried(A, is_cleared=False)
+    assert notes.suspects == set()
+    notes.train([A])
     assert set(InProgress(path).aside) == {A.identity}
 
 
@@ -109,24 +109,24 @@ def test_a_file_that_somebody_removes_is_put_back(
     is_replaced: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "in_progress.json"
-    life = InProgress(path)
+    notes = InProgress(path)
     path.unlink()
     if is_replaced:
         path.write_text("another's " * 99)
-    life.train([A])
-    life.train([B])
+    notes.train([A])
+    notes.train([B])
     assert caplog.messages == [f"{path}: was removed or replaced while it is in use; put back"]
     assert InProgress(path).suspects == {B.identity}
 
 
 def test_a_folder_in_the_place_of_the_file_ends_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "in_progress.json"
-    life = InProgress(path)
+    notes = InProgress(path)
     path.unlink()
     path.mkdir()
-    life.train([A])
-    life.train([B])
+    notes.train([A])
+    notes.train([B])
     assert caplog.messages == [f"{path}: cannot be written: Is a directory"]
     path.rmdir()
-    life.train([C])
+    notes.train([C])
     assert InProgress(path).suspects == {C.identity}

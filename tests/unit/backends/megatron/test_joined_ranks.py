@@ -42,7 +42,7 @@ def test_a_rank_that_joins_gets_commands_and_its_place() -> None:
         ranks.send([Command(name="step")])
         assert codec.decode(link.recv_bytes(), Command).name == "step"
         assert (place.rank, place.local_rank, place.port) == (1, 1, 7)
-        ranks.dismiss()
+        ranks.close_channels()
         assert link.recv_bytes() == b""  # goodbye: it ends well
         link.close()
 
@@ -58,7 +58,7 @@ def test_a_rank_with_another_secret_other_code_or_other_settings_is_refused_and_
         with pytest.raises(ConfigError, match=r"differs from the learner's in learner\.recompute; start both"):
             join(seat(1, port=port), COMMON | {"learner.recompute": "other"})
         link, _ = join(seat(1, port=port))
-        learner.result().dismiss()
+        learner.result().close_channels()
         link.close()
 
 
@@ -69,7 +69,7 @@ def test_a_stranger_that_says_nothing_sensible_keeps_nobody_out() -> None:
         with _connected(port) as stranger:
             stranger.sendall(b"\xff" * 64)  # a message of 2 ** 64 bytes
             link, _ = join(seat(1, port=port))
-        learner.result().dismiss()
+        learner.result().close_channels()
         link.close()
 
 
@@ -81,7 +81,7 @@ def test_a_second_process_of_one_rank_is_refused_while_the_first_is_there() -> N
         with pytest.raises(ConfigError, match=r"learner rank 1 on .* has joined already"):
             join(seat(1, port=port, ranks=3))
         other, _ = join(seat(2, port=port, ranks=3))
-        learner.result().dismiss()
+        learner.result().close_channels()
         first.close()
         other.close()
 
@@ -117,7 +117,7 @@ def test_a_learner_whose_rank_is_gone_ends_and_names_rank_and_machine(capfd: pyt
     )
     with pytest.raises(BackendError, match=r"rank 1 on host-b \(pid 5\) is gone"):
         ranks.scores([1])
-    ranks.dismiss()
+    ranks.close_channels()
 
 
 def test_what_one_end_sends_does_not_wait_for_the_other_to_listen() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.bus.jetstream.errors import stream_of
-from asyncrl.bus.jetstream.sighting import Sighting, altered, lost
+from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
 
-BEFORE = Sighting("monday", {"num_replicas": 1}, first=11, last=20, messages=10)
+BEFORE = StreamState("monday", {"num_replicas": 1}, first=11, last=20, messages=10)
 AGED = {"config": {"max_age": 100 * 10**9}, "began": 50.0, "time": 60.0}
 
 
@@ -45,8 +45,8 @@ def test_what_somebody_else_took_is_told_from_what_left_by_itself(
 
 
 def test_times_are_read_as_servers_write_them() -> None:
-    def seen(ts: Any) -> Sighting:
-        return Sighting.of({"created": "", "config": {}, "ts": ts, "state": {"first_ts": "0001-01-01T00:00:00Z"}})
+    def seen(ts: Any) -> StreamState:
+        return StreamState.of({"created": "", "config": {}, "ts": ts, "state": {"first_ts": "0001-01-01T00:00:00Z"}})
 
     assert seen("1970-01-01T00:01:40.123456789Z").time == pytest.approx(100.123456)
     assert seen("1970-01-01T01:01:40+01:00").time == 100.0
@@ -65,7 +65,7 @@ def test_times_are_read_as_servers_write_them() -> None:
     ],
 )
 def test_settings_that_somebody_changed_are_named(now: dict[str, Any], expected: str) -> None:
-    assert altered(Sighting("", {"max_age": 0, "discard": "new"}), Sighting("", now)) == expected
+    assert altered(StreamState("", {"max_age": 0, "discard": "new"}), StreamState("", now)) == expected
 
 
 @pytest.mark.parametrize(

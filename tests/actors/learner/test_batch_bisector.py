@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.actors.learner.sifter import find
+from asyncrl.actors.learner.batch_bisector import find
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.errors import BackendError, StepFailed
 from asyncrl.policies.batching.packing import MicroBatch
@@ -213,7 +213,7 @@ async def test_a_group_whose_loss_is_not_finite_is_failed_and_its_step_is_not_sk
     assert (failed["group_id"], "not finite" in failed["error"]) == (1, True)
 
 
-async def test_a_batch_that_cannot_be_prepared_is_sifted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_that_cannot_be_prepared_is_bisected_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl.actors.learner import batcher
 
     real = batcher.pack_parts

@@ -9,7 +9,7 @@ ones. If none of them passes the cause is no data. When each group passes alone 
 together, a passing fault) nobody is to blame. Which halves are tried follows from the batch's order alone. Nothing is
 trained meanwhile.
 
-Tests: tests/actors/learner/test_sifter.py.
+Tests: tests/actors/learner/test_batch_bisector.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHERS: Final = 4
 """Groups outside the batch that are tried, at most, before a failing batch is said to be no matter of its data."""
 
 
-class Sifter:
+class BatchBisector:
     """One per learner. Remembers a group that was trained, as proof that a step is possible."""
 
     def __init__(self, *, table: GroupTable, batcher: Batcher, trainer: Trainer, in_progress: InProgress) -> None:
@@ -43,7 +43,7 @@ class Sifter:
         """A step from ``policy_version`` was done with these groups."""
         self._proof = (min(groups, key=lambda one: (one.num_tokens, one.group_id)), policy_version)
 
-    async def sift(self, batch: Sequence[BufferedGroup]) -> dict[int, str] | None:
+    async def bisect(self, batch: Sequence[BufferedGroup]) -> dict[int, str] | None:
         """Group id -> why no step can be made with it. None when no step can be made at all.
 
         Raises what ends the learner whatever the batch.
@@ -61,8 +61,8 @@ class Sifter:
         return guilty
 
     async def clear_suspects(self, batch: Sequence[BufferedGroup]) -> dict[int, str]:
-        """Rehearse alone each group that the life before ended with: if one of them ends this life too, it is known
-        which. Group id -> why, of those that only fail."""
+        """Rehearse alone each group that the incarnation before ended with: if one of them ends this one too, it is
+        known which. Group id -> why, of those that only fail."""
         found: dict[int, str] = {}
         for one in batch:
             entry = entry_of(one)

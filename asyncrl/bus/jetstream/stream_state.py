@@ -1,6 +1,6 @@
 """What a stream or a consumer is now, and what has become of it since it was seen last. Pure.
 
-Tests: tests/unit/bus/test_sighting.py.
+Tests: tests/unit/bus/test_stream_state.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", -1, [], {})
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class StreamState:
     """created: its identity;  first, last: sequences of its entries;  messages: how many there are;  0 for a consumer
 
     began, time  when the first entry came, and when this was seen: Unix seconds of the server; 0 if it does not say
@@ -32,7 +32,7 @@ class Sighting:
     time: float = 0.0
 
     @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Sighting:
+    def of(cls, info: Mapping[str, Any]) -> StreamState:
         """``info``: the server's answer to CREATE, UPDATE or INFO."""
         state = info.get("state", {})
         first, last, messages = (int(state.get(name, 0)) for name in ("first_seq", "last_seq", "messages"))
@@ -44,7 +44,7 @@ class Sighting:
         return max(0, self.last - self.first + 1) - self.messages
 
 
-def lost(before: Sighting, now: Sighting, *, kind: str, trimmed: int = 0) -> str:
+def lost(before: StreamState, now: StreamState, *, kind: str, trimmed: int = 0) -> str:
     """What of its messages somebody else took; "" if nothing, as far as it can be told.
 
     kind     "log": trimmed by us up to ``trimmed``, and by nobody else; "aged": trimmed by nobody, but entries leave at
@@ -65,13 +65,13 @@ def lost(before: Sighting, now: Sighting, *, kind: str, trimmed: int = 0) -> str
     return ""
 
 
-def _is_young(before: Sighting, now: Sighting) -> bool:
+def _is_young(before: StreamState, now: StreamState) -> bool:
     """Whether no entry of a log that there was before can have left by its age."""
     max_age = now.config.get("max_age", 0) / 10**9
     return before.messages > 0 and before.began > 0 and 0 <= now.time - before.began < max_age
 
 
-def altered(before: Sighting, now: Sighting) -> str:
+def altered(before: StreamState, now: StreamState) -> str:
     """Which settings somebody changed; "" if none."""
     names = sorted((before.config.keys() | now.config.keys()) - set(_OTHERS))
     pairs = {name: (before.config.get(name), now.config.get(name)) for name in names}
