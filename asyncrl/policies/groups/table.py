@@ -9,7 +9,7 @@ Each method under "events" is something that happened. What has to follow from i
 an ``Outcome`` for groups that left the window, to be written to the history, announced and reported as progress. The
 window (admission.py), the choice of batches (selection.py), checkpoint, audit and metrics read the table.
 
-Invariants (tests/unit/policies/groups/test_table.py):
+Invariants (tests/unit/policies/groups/test_table.py, test_table_events.py):
   G1 a group is in one state at a time and leaves the window once, whatever the log delivers twice.
   G2 published = outstanding + buffered + training + trained + dropped + failed + filtered.
   G3 the log record of a group is consumed when the group leaves the window, and not before.
