@@ -11,14 +11,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         metavar="SRC",
-        help="a Hugging Face folder; or a torch_dist checkpoint of Megatron's, or one of a run (checkpoints/step-...)",
+        help="a Hugging Face folder, a Megatron torch_dist checkpoint, or a run's checkpoint (checkpoints/step-...)",
     )
-    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to make: the other of the two")
+    parser.add_argument("destination", type=Path, metavar="DST", help="the folder to make, in the other format")
     parser.add_argument(
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="from a checkpoint: a Hugging Face folder of the same model, for config.json and tokenizer "
+        help="when converting a checkpoint: a Hugging Face folder of the same model, for config.json and tokenizer "
         "(default: SRC/huggingface, where convert put it)",
     )
 

@@ -28,11 +28,11 @@ SHOWN: Final = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_a", metavar="RUN_A", type=Path, help="a run's folder")
-    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="another one's")
+    parser.add_argument("run_b", metavar="RUN_B", type=Path, help="the other run's folder")
     parser.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="SHARE", help="relative difference that is none (default: 0)"
+        "--tolerance", type=float, default=0.0, metavar="SHARE", help="relative difference to ignore (default: 0)"
     )
-    parser.add_argument("--clocks", action="store_true", help="compare seconds and rates too")
+    parser.add_argument("--clocks", action="store_true", help="also compare seconds and rates")
     arguments.add_json(parser)
 
 

@@ -25,12 +25,18 @@ _OF_RUN: Final = ("model", "rollout", "run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", metavar="RUN_DIR|MODEL_FOLDER", type=Path, help="a run's folder, or a model's")
+    parser.add_argument("where", metavar="RUN_DIR|MODEL_FOLDER", type=Path, help="a run's folder or a model folder")
     parser.add_argument(
-        "--datasets", metavar="FILE", type=Path, required=True, help="TOML with [[evaluation.datasets]], or their YAML"
+        "--datasets",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="TOML with [[evaluation.datasets]], or slime's evaluation YAML",
     )
-    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="only this data set; repeatable")
-    parser.add_argument("--again", action="store_true", help="also models of the run that were evaluated before")
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="evaluate only this data set; repeatable"
+    )
+    parser.add_argument("--again", action="store_true", help="also evaluate models that were evaluated before")
     arguments.add_overrides(parser, "override one key of FILE, such as engine.kind=inprocess; repeatable")
     arguments.add_json(parser)
 

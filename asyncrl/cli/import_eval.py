@@ -10,7 +10,7 @@ from asyncrl.config import slime_evaluation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="their evaluation file (--eval-config)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="slime's or Miles's evaluation file (--eval-config)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ ANSWER_SECONDS: Final = 120.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_folder(parser)
     parser.add_argument("worker", metavar="WORKER", help="the rollout worker, such as w0")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long (default: 5)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long to profile (default: 5)")
 
 
 def run(options: argparse.Namespace) -> int:

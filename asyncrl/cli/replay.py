@@ -56,9 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="source", type=Path, metavar="RUN_DIR", help="train a run file on the batches of this run"
     )
     parser.add_argument(
-        "--batches", default="", metavar="A:B", help="with --from: those of steps A to B (default: all)"
+        "--batches", default="", metavar="A:B", help="with --from: batches of steps A to B (default: all)"
     )
-    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --from: N times over (default: 1)")
+    parser.add_argument(
+        "--times", type=int, default=1, metavar="N", help="with --from: repeat the batches N times (default: 1)"
+    )
     parser.add_argument("--from-step", type=int, default=1, metavar="K", help="first step to train (default: 1)")
     arguments.add_overrides(
         parser, "train with another setting from step K on, such as algorithm.correction=none; repeatable"

@@ -32,15 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name",
         default="",
-        help="what its name begins with; 16 digits of a key that it makes follow (default: host and process id)",
+        help="prefix of the worker's name; 16 digits of its key follow (default: host and process id)",
     )
     parser.add_argument(
-        "--evaluate", action="store_true", help="do nothing but answer evaluations (evaluation.place = dedicated)"
+        "--evaluate", action="store_true", help="only answer evaluations (evaluation.place = dedicated)"
     )
     parser.add_argument(
         "--join", default="", metavar="nats://HOST:PORT", help="the run's bus, to join without a run file; needs --run"
     )
-    parser.add_argument("--run", default="", metavar="NAME", help="with --join: the run's name; its settings are there")
+    parser.add_argument(
+        "--run", default="", metavar="NAME", help="with --join: the run's name; its settings come from the bus"
+    )
     parser.add_argument(
         "--allow",
         action="append",

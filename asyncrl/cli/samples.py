@@ -35,14 +35,18 @@ LIMIT: Final = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_existing_run(parser)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--group", type=int, metavar="N", help="this prompt group")
-    which.add_argument("--worst", action="store_true", help="groups with the lowest reward of an answer")
-    which.add_argument("--random", action="store_true", help="groups drawn at random, the same for the same --seed")
-    which.add_argument("--follow", action="store_true", help="groups as they are done, until Ctrl-C or the run's end")
-    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
-    parser.add_argument("--grep", metavar="REGEX", help="only groups with this in a prompt, an answer or their reason")
-    parser.add_argument("--limit", type=int, metavar="N", help=f"most groups shown (default: {LIMIT}; --follow: all)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line instead of text")
+    which.add_argument("--group", type=int, metavar="N", help="show this prompt group")
+    which.add_argument("--worst", action="store_true", help="show the groups with the lowest-rewarded answers")
+    which.add_argument("--random", action="store_true", help="show random groups, the same for the same --seed")
+    which.add_argument(
+        "--follow", action="store_true", help="show groups as they finish, until Ctrl-C or the run's end"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed for --random (default: 0)")
+    parser.add_argument("--grep", metavar="REGEX", help="only groups whose prompt, answers or reason match")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help=f"show at most N groups (default: {LIMIT}; with --follow: all)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of text")
 
 
 def run(options: argparse.Namespace) -> int:

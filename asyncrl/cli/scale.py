@@ -34,7 +34,11 @@ GRACE_SECONDS = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_existing_run(parser)
     parser.add_argument(
-        "--rollout-workers", type=int, required=True, metavar="N", help="how many workers `asyncrl run` should keep up"
+        "--rollout-workers",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of workers that `asyncrl run` should keep up",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="how long to wait for them (default: 600)"

@@ -9,7 +9,7 @@ from asyncrl.cli import arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_run_file(parser)
-    parser.add_argument("--host", default="", help="address to listen on (default: that of the run file's url)")
+    parser.add_argument("--host", default="", help="address to listen on (default: the host in the run file's url)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -39,9 +39,9 @@ TOPICS: Final = {topic.name: topic for topic in ALL}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_existing_run(parser)
     parser.add_argument("topic", metavar="TOPIC", help=f"one of {', '.join(sorted(TOPICS))}")
-    parser.add_argument("--key", help="only messages with this key")
-    parser.add_argument("--limit", type=int, metavar="N", help="end after N messages (default: Ctrl-C ends it)")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line, with every field whole")
+    parser.add_argument("--key", help="show only messages with this key")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N messages (default: at Ctrl-C)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, with no field shortened")
 
 
 def run(options: argparse.Namespace) -> int:

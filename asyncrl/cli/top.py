@@ -40,7 +40,7 @@ BAR = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_existing_run(parser)
-    parser.add_argument("--once", action="store_true", help="print the screen once and end, on a terminal too")
+    parser.add_argument("--once", action="store_true", help="print the screen once and exit, even on a terminal")
 
 
 def run(options: argparse.Namespace) -> int:
