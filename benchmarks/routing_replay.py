@@ -39,8 +39,9 @@ from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS, unrouted
 from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack
+from asyncrl.policies.batching.packing import Document, MicroBatch
 from asyncrl.protocols import Engine, Generation
+from tests.harness.packing import pack
 
 ARMS: Final = (
     ("float32", "float32", 0.0),

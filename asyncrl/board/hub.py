@@ -18,8 +18,6 @@ MOST_BROWSERS: Final = 64
 class Hub:
     def __init__(self) -> None:
         self.browsers: set[Browser] = set()
-        self.bytes_sent = 0
-        """To all browsers, since the start."""
 
     def tell(self, run: int, change: dict[str, Any]) -> None:
         """To everybody: a change of one run."""
@@ -33,7 +31,7 @@ class Hub:
         """Another browser, until ``leave``; None when there are too many."""
         if len(self.browsers) >= MOST_BROWSERS:
             return None
-        browser = Browser(self)
+        browser = Browser()
         self.browsers.add(browser)
         return browser
 
@@ -44,8 +42,7 @@ class Hub:
 class Browser:
     """What waits to be sent to one of them. ``has_news``: whether anything does."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self) -> None:
         self._lines: deque[bytes] = deque()
         self.has_news = asyncio.Event()
 
@@ -61,7 +58,6 @@ class Browser:
         data = b"".join(self._lines)
         self._lines.clear()
         self.has_news.clear()
-        self._hub.bytes_sent += len(data)
         return data
 
 

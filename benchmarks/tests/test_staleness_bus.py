@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import SamplingParams
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack
+from asyncrl.policies.batching.packing import Document, MicroBatch
 from asyncrl.protocols import Generation
 from asyncrl.run import registry
 from asyncrl.tensors.snapshot import Snapshot
@@ -21,6 +21,7 @@ from benchmarks import staleness_bus
 from benchmarks.delayed_channel import SPARE, DelayedChannel
 from benchmarks.staleness_bus import ARMS, Arm
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
+from tests.harness.packing import pack
 from tests.harness.tiny import engine as tiny_engine
 from tests.harness.tiny import files as tiny_files
 from tests.harness.tiny import task as staleness_task

@@ -29,7 +29,7 @@ async def test_a_killed_learner_trains_nothing_twice_in_the_history_it_keeps(bus
     second = Loop(await bus_factory(), tmp_path, steps=8, checkpoint_every=2)
     await second.run_learner(resume=True)
     await task
-    assert second.learner.incarnation == 1
+    assert second.learner.table.incarnation == 1
     assert second.backend.steps == 8
     assert second.trained_groups == 2 * (8 - 4)
     dropped = int(second.recorder.rows[-1]["staleness/dropped_groups"])  # too old for the second incarnation's versions

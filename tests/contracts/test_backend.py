@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.errors import BackendError, CheckpointError
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.policies.batching.packing import empty, pack, pack_for_ranks, recording
+from asyncrl.policies.batching.packing import empty, pack_for_ranks, recording
 from asyncrl.protocols import Offloads, Rehearsing
 from tests.harness.backends import (
     KINDS,
@@ -33,6 +33,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 # The fork server of the second rank imports for ten seconds.
 PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in KINDS]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.backends import weight_cuts
 from asyncrl.backends.kernels import fused
-from asyncrl.policies.batching.packing import Document, empty, pack
+from asyncrl.policies.batching.packing import Document, empty
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.protocols import Backend
 from asyncrl.tensors.expert_tensors import by_names_in_files
@@ -35,6 +35,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 MIXTURES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "glm4", "gemma3", *MIXTURES)

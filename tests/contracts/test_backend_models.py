@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncrl.backends.models import AuxiliaryModel
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import BackendError, CheckpointError, ConfigError
-from asyncrl.policies.batching.packing import MicroBatch, empty, pack
+from asyncrl.policies.batching.packing import MicroBatch, empty
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.protocols import Backend
 from tests.harness.backends import (
@@ -38,6 +38,7 @@ from tests.harness.backends import (
     weights,
     with_returns,
 )
+from tests.harness.packing import pack
 
 # Processes start for ten seconds.
 PARAMETERS = [pytest.param(kind, marks=RANKS if num_ranks(kind) > 1 else ()) for kind in (*KINDS, "megatron-4")]

@@ -153,10 +153,6 @@ class Learner(Actor):
         self._batcher.drain()
 
     @property
-    def incarnation(self) -> int:
-        return self.table.incarnation
-
-    @property
     def step(self) -> int:
         return self.table.step
 

@@ -190,12 +190,6 @@ class OrderedConsumer:
             except TimeoutError:
                 self._lose("no heartbeat")
 
-    def newest(self) -> Arrival | None:
-        """The last arrived message; earlier ones are dropped."""
-        newest = self._arrived.pop() if self._arrived else None
-        self._arrived.clear()
-        return newest
-
     async def stop(self) -> None:
         self._unlisten()
         if self._subscription is not None:

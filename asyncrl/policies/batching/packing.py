@@ -87,21 +87,12 @@ class MicroBatch:
         return np.repeat(oldest == 0, np.diff(self.boundaries))
 
 
-def pack(documents: Sequence[Document], *, max_tokens: int) -> list[MicroBatch]:
-    """Documents into few micro-batches of at most ``max_tokens``, all of about the same cost.
-
-    A document longer than ``max_tokens`` gets a micro-batch of its own. The result depends on the documents and their
-    order alone.
-    """
-    (micro_batches,) = pack_for_ranks(documents, ranks=1, max_tokens=max_tokens)
-    return micro_batches
-
-
 def pack_for_ranks(documents: Sequence[Document], *, ranks: int, max_tokens: int) -> list[list[MicroBatch]]:
-    """One list of micro-batches per data-parallel rank, as ``pack`` makes them, the ranks' costs balanced.
+    """Per data-parallel rank few micro-batches of at most ``max_tokens``, all of about the same cost.
 
-    Every rank gets equally many, so that they reach what they do together at the same time: a rank with fewer
-    documents than that gets empty ones.
+    A document longer than ``max_tokens`` gets a micro-batch of its own. The result depends only on the documents and
+    their order. Every rank gets equally many, so that they reach what they do together at the same time: a rank with
+    fewer documents than that gets empty ones.
     """
     lengths = [len(document) for document in documents]
     shares = _dealt(range(len(documents)), ranks, lengths)

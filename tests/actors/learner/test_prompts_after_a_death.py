@@ -179,7 +179,7 @@ async def test_a_learner_that_fell_far_back_does_not_wait_for_prompts_that_wait_
                 pass
         group.create_task(run_worker(worker(await bus_factory(), Engine(), load=load, max_staleness=max_staleness)))
         await learner
-    assert second.learner.incarnation == 1
+    assert second.learner.table.incarnation == 1
     assert second.backend.steps == 8
     assert max(row["staleness/max"] for row in second.recorder.rows) <= max_staleness
 

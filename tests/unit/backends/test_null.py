@@ -11,9 +11,9 @@ import safetensors.torch
 from asyncrl import config
 from asyncrl.backends.null import NullBackend
 from asyncrl.errors import ConfigError
-from asyncrl.policies.batching.packing import pack
 from asyncrl.run import registry
 from tests.harness.backends import documents, tiny_model
+from tests.harness.packing import pack
 
 
 def test_weights_are_those_of_the_model_before_and_after_a_step(tmp_path: Path) -> None:

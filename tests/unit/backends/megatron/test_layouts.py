@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from asyncrl.engines.validation import check_weights
 from asyncrl.messages import WeightVersion
-from asyncrl.policies.batching.packing import MicroBatch, pack
+from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.batching.packing import documents as document_slices
 from asyncrl.tensors import weight_files
 from asyncrl.tensors.model_tensors import read_shapes
@@ -41,6 +41,7 @@ from tests.harness.backends import (
     weights,
     with_returns,
 )
+from tests.harness.packing import pack
 
 LEARNING_RATE = 0.05
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)

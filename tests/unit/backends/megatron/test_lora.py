@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from asyncrl.backends.optimizer_settings import Lora
-from asyncrl.policies.batching.packing import pack
 from asyncrl.tensors.expert_tensors import by_names_in_files
 from asyncrl.weights.files import FilesChannel
 from tests.harness.backends import (
@@ -37,6 +36,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 Tensors = dict[str, torch.Tensor]
 

@@ -22,7 +22,6 @@ from asyncrl.backends.megatron import model as megatron_model
 from asyncrl.backends.megatron.refusals import require_tensors_of_engines
 from asyncrl.backends.weight_map import weight_map
 from asyncrl.errors import ConfigError
-from asyncrl.policies.batching.packing import pack
 from tests.harness.backends import (
     LEARNING_RATE,
     distance,
@@ -35,6 +34,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from asyncrl.policies.batching.packing import documents as document_slices
-from asyncrl.policies.batching.packing import pack
 from tests.harness.backends import (
     LEARNING_RATE,
     distance,
@@ -22,6 +21,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.inprocess.engine import InProcessEngine, Options
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.routing import NO_EXPERTS
-from asyncrl.policies.batching.packing import Document, MicroBatch, pack
+from asyncrl.policies.batching.packing import Document, MicroBatch
 from asyncrl.protocols import Generation
 from tests.harness.backends import (
     LAYOUT_RANKS,
@@ -32,6 +32,7 @@ from tests.harness.backends import (
     weights,
 )
 from tests.harness.backends import documents as random_documents
+from tests.harness.packing import pack
 
 PROMPTS = [np.arange(4 + n, 4 + n + 6 + 3 * n, dtype=np.int32) % 40 + 4 for n in range(8)]
 KINDS = ("cp2", "pp2", "vpp2", "pp2-cp2", "cp2-ep2", "tp2-ep2")

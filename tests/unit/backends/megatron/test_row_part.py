@@ -10,8 +10,9 @@ from asyncrl.backends.megatron.packed_attention import Pieces, attention
 from asyncrl.backends.megatron.row_part import RowPart, kept_by, order, spans
 from asyncrl.backends.micro_batches import response_rows
 from asyncrl.config.layout import Layout
-from asyncrl.policies.batching.packing import MicroBatch, pack
+from asyncrl.policies.batching.packing import MicroBatch
 from tests.harness.backends import documents
+from tests.harness.packing import pack
 
 CPU = torch.device("cpu")
 

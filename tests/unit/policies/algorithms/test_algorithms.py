@@ -24,7 +24,6 @@ from asyncrl.policies.algorithms.spec import AlgorithmSpec, resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import batch
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import pack
 from asyncrl.policies.corrections.masks import GeoMask
 from asyncrl.policies.corrections.table import CORRECTIONS
 from asyncrl.policies.corrections.weights import TISToken
@@ -48,6 +47,7 @@ from tests.harness.backends import (
     tiny_model,
     weights,
 )
+from tests.harness.packing import pack
 
 PAGE = ROOT / "docs" / "guides" / "algorithms.md"
 VERSION, MAX_STALENESS = 7, 4

@@ -19,8 +19,8 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import batch as batches
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import pack
 from tests.harness.fakes import Backend
+from tests.harness.packing import pack
 
 
 def answer(reward: float, mask: str = "xxx", *, finish_reason: str = "stop") -> Trajectory:

@@ -20,11 +20,12 @@ from asyncrl.policies.algorithms.spec import resolve
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.policies.batching import apply_scores, batch
 from asyncrl.policies.batching.batch import Batch
-from asyncrl.policies.batching.packing import MicroBatch, pack
+from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.run import registry
 from asyncrl.run.check import check
 from tests import ROOT
+from tests.harness.packing import pack
 
 DEMO = ROOT / "examples" / "demo.toml"
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.policies.batching.packing import Document, MicroBatch, cost, pack, pack_for_ranks
+from asyncrl.policies.batching.packing import Document, MicroBatch, cost, pack_for_ranks
+from tests.harness.packing import pack
 
 
 def document(length: int, fill: int = 1) -> Document:
