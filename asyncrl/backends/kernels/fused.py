@@ -57,7 +57,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_triton(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """On CUDA the function of the same name in ``module``, where that ``takes`` the arguments; otherwise ``fused``."""
+    """On CUDA the function of the same name in ``module``; ``fused`` elsewhere, and for what that gives None for."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         otherwise = fused(function)
@@ -66,9 +66,9 @@ def in_triton(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*arguments: P.args, **options: P.kwargs) -> R:
             first: Any = arguments[0]
             if first.is_cuda:
-                kernels = importlib.import_module(f"asyncrl.backends.kernels.{module}")
-                if kernels.takes(*arguments, **options):
-                    return getattr(kernels, function.__name__)(*arguments, **options)  # type: ignore[no-any-return]
+                kernel = getattr(importlib.import_module(f"asyncrl.backends.kernels.{module}"), function.__name__)
+                if (made := kernel(*arguments, **options)) is not None:
+                    return made  # type: ignore[no-any-return]
             return otherwise(*arguments, **options)
 
         return run

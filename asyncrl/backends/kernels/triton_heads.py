@@ -20,31 +20,6 @@ _STEPS = 8
 """Tokens of one program of the gradient: many enough that the programs' parts of the weights' gradient are small."""
 
 
-def takes(
-    mixed: torch.Tensor,
-    cosines: torch.Tensor,
-    _sines: torch.Tensor,
-    query_weight: torch.Tensor | None,
-    key_weight: torch.Tensor | None,
-    groups: int,
-    size: int,
-    _eps: float,
-    is_interleaved: bool = False,
-    is_zero_centered: bool = False,
-    query_scale: float = 1.0,
-) -> bool:
-    """Whole heads, turned in pairs (i, i + size / 2), of which a token's fit into a program's registers; plain weights,
-    and queries that are not scaled."""
-    is_plain = not is_interleaved and not is_zero_centered and query_scale == 1.0
-    is_whole = size == 2 * cosines.shape[1]
-    return (
-        is_plain
-        and is_whole
-        and (query_weight is None) == (key_weight is None)
-        and 0 < mixed.numel() <= 16_384 * mixed.shape[0]
-    )
-
-
 def heads(
     mixed: torch.Tensor,
     cosines: torch.Tensor,
@@ -54,11 +29,16 @@ def heads(
     groups: int,
     size: int,
     eps: float,
-    _is_interleaved: bool = False,
-    _is_zero_centered: bool = False,
-    _query_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See kernels.fused."""
+    is_interleaved: bool = False,
+    is_zero_centered: bool = False,
+    query_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """See kernels.fused. None unless a token's heads fit into a program's registers, are turned whole and in pairs
+    (i, i + size / 2), and have plain weights or none; queries must not be scaled."""
+    is_plain = not is_interleaved and not is_zero_centered and query_scale == 1.0
+    is_whole = size == 2 * cosines.shape[1] and (query_weight is None) == (key_weight is None)
+    if not is_plain or not is_whole or not 0 < mixed.numel() <= 16_384 * mixed.shape[0]:
+        return None
     return _Heads.apply(mixed, cosines, sines, query_weight, key_weight, groups, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

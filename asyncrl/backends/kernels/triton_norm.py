@@ -20,13 +20,10 @@ _STEPS = 8
 """Rows of one program of the gradient."""
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, _eps: float, is_zero_centered: bool = False) -> bool:
-    """Rows that fit into a program's registers, and a plain weight of the same type."""
-    return x.shape[-1] <= 16_384 and x.dtype == weight.dtype and x.numel() > 0 and not is_zero_centered
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, _is_zero_centered: bool = False) -> torch.Tensor:
-    """See kernels.fused."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_zero_centered: bool = False) -> torch.Tensor | None:
+    """See kernels.fused. None unless rows fit into a program's registers and the weight is plain and of their type."""
+    if x.shape[-1] > 16_384 or x.dtype != weight.dtype or x.numel() == 0 or is_zero_centered:
+        return None
     return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 

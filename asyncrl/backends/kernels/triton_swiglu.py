@@ -19,19 +19,14 @@ import triton.language as tl
 _COLUMNS = 1024
 
 
-def takes(x: torch.Tensor, *_scores: torch.Tensor) -> bool:
-    """No kernel starts on no rows."""
-    return x.numel() > 0
+def swiglu(x: torch.Tensor) -> torch.Tensor | None:
+    """See kernels.fused. None without rows, on which no kernel starts."""
+    return None if x.numel() == 0 else _Swiglu.apply(x, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """See kernels.fused."""
-    return _Swiglu.apply(x, None)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """See kernels.fused."""
-    return _Swiglu.apply(x, scores)  # type: ignore[no-any-return, no-untyped-call]
+def scored_swiglu(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
+    """See kernels.fused. None without rows."""
+    return None if x.numel() == 0 else _Swiglu.apply(x, scores)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Swiglu(torch.autograd.Function):

@@ -44,8 +44,11 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         angles = [x.detach() for x in fused.rotary(torch.arange(tokens), torch.rand(size // 2))]
         mixed = random(tokens, groups * (queries + 2) * size)
         given = (mixed, *angles, *weights, groups, size, 1e-6)
-        assert triton_heads.takes(*given)
         compare(fused.heads.__wrapped__, triton_heads.heads, given, tolerance)
+        assert triton_heads.heads(*given, True) is None, "interleaved pairs"
+        assert triton_heads.heads(*given, False, True) is None and triton_heads.heads(*given, False, False, 2.0) is None
+    assert triton_norm.rms_norm(random(3, 24), random(24), 1e-6, True) is None, "a zero-centred weight"
+    assert triton_swiglu.swiglu(random(0, 48)) is None and triton_norm.rms_norm(random(0, 24), random(24), 1e-6) is None
 """
 
 
