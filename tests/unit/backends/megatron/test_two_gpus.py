@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.policies.batching.packing import pack
 from asyncrl.tensors.snapshot import Bucket, TensorEntry
 from asyncrl.weights.nccl_channel import ModelSender
 from tests.harness.backends import (
@@ -34,6 +33,7 @@ from tests.harness.backends import (
     weights,
 )
 from tests.harness.nccl import PATIENCE, Peer
+from tests.harness.packing import pack
 from tests.harness.transfers import collective_of
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
