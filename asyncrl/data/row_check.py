@@ -151,7 +151,12 @@ class RowCheck:
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
-"""What a row may say of its own sampling. The trainer divides by one temperature."""
+"""What a row may say of its own sampling."""
+_NOT_OF_A_ROW: Final = {
+    "temperature": " (the trainer divides the logits of all rows by rollout.temperature)",
+    **dict.fromkeys(("top_p", "top_k"), " (the trainer cannot recompute truncated logprobs)"),
+}
+"""Why what others let a row say is refused here."""
 
 
 def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, limits: RowLimits) -> dict[str, Any]:
@@ -164,7 +169,8 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
         raise ConfigError(f"{at} must be an object of {', '.join(SAMPLING)}, got {short(made)}")
     made = {name: value for name, value in made.items() if value is not None}  # Parquet has all columns in all rows
     if unknown := sorted(made.keys() - set(SAMPLING)):
-        raise ConfigError(f"{at}: a row cannot set {unknown[0]}, only {', '.join(SAMPLING)}")
+        why = _NOT_OF_A_ROW.get(unknown[0], "")
+        raise ConfigError(f"{at}: a row cannot set {unknown[0]}{why}, only {', '.join(SAMPLING)}")
     section = tables.build(config.RolloutSection, {**limits.sampling, **made}, at)  # checked with what it overrides
     if section.max_new_tokens > (most := limits.sampling["max_new_tokens"]):
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")

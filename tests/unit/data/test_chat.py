@@ -140,7 +140,7 @@ REWARDS = RowLimits(
 @pytest.mark.parametrize(
     ("row", "data", "problem"),
     [
-        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, "a row cannot set temperature, only max_new_tokens"),
+        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, r"cannot set temperature \(the trainer divides the"),
         ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
         ({"how": {"stop": "x"}}, {"sampling_key": "how"}, "stop must be a list, got 'x'"),
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
