@@ -1,9 +1,9 @@
 """Serves the numbers of a process's actors to Prometheus: GET /metrics, in its text format.
 
-The learner's endpoint has every metric of its newest step and evaluation; every process has what its actors say in their heartbeats,
-and how long each waits for what. The learner has the port of metrics.prometheus; the other processes of its machine
-take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which Prometheus reads as
-file_sd_configs, and removes that when it ends.
+The learner's endpoint has every metric of its newest step and evaluation; every process has what its actors say in
+their heartbeats, and how long each waits for what. The learner has the port of metrics.prometheus; the other processes
+of its machine take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which
+Prometheus reads as file_sd_configs, and removes that when it ends.
 
 Tests: tests/actors/test_prometheus.py.
 """

@@ -103,7 +103,11 @@ def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
 
 
 def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:
-    numbers = {"evaluation/aime/mean@8": 0.5, "evaluation/aime[number theory]/pass^2/low": 0.25, "evaluation/seconds": 3.0}
+    numbers = {
+        "evaluation/aime/mean@8": 0.5,
+        "evaluation/aime[number theory]/pass^2/low": 0.25,
+        "evaluation/seconds": 3.0,
+    }
     lines = exposition("r", (), numbers).splitlines()
     assert lines == [
         "# TYPE asyncrl_evaluation gauge",
