@@ -39,6 +39,10 @@ class RowLimits:
     keys: str = "data."
 
 
+_OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key")
+"""Columns that a row may go without, but not every row of a file that the run file names them for."""
+
+
 class RowCheck:
     """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
 
@@ -46,6 +50,8 @@ class RowCheck:
         self._data = data
         self._limits = limits
         self._seen_first = False
+        self._unseen = {name for name in _OF_SOME_ROWS if getattr(data, name)}
+        self._columns: tuple[str, ...] = ()
 
     def __call__(self, row: dict[str, Any], where: str) -> None:
         data = self._data
@@ -65,7 +71,8 @@ class RowCheck:
                 key = getattr(data, name)
                 if key != getattr(default, name) and key not in row:  # written in the run file, so meant
                     raise self._missing(row, key, name, where)
-            self._seen_first = True
+            self._seen_first, self._columns = True, tuple(row)
+        self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
         self._check_prompt(row[prompt_key], where, key=prompt_key)
         if data.response_key:
             self._check_response(row, where)
@@ -89,6 +96,13 @@ class RowCheck:
                 f"{where}: {names} take {size:,} bytes, and a message of the bus has room for "
                 f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
             )
+
+    def require_seen(self) -> None:
+        """After the last row. Raises ConfigError where the run file names a column that none has."""
+        for name in sorted(self._unseen):
+            there = ", ".join(map(repr, self._columns))
+            key = getattr(self._data, name)
+            raise ConfigError(f"{self._limits.keys}{name} = {key!r}: no row has this column; the first has {there}")
 
     def _check_reward(self, row: dict[str, Any], where: str) -> str:
         """The reward of the row that compares with a label; "" if it compares with none."""
