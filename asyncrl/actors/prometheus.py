@@ -1,9 +1,9 @@
 """Serves the numbers of a process's actors to Prometheus: GET /metrics, in its text format.
 
-The learner's endpoint has every metric of its newest step; every process has what its actors say in their heartbeats,
-and how long each waits for what. The learner has the port of metrics.prometheus; the other processes of its machine
-take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which Prometheus reads as
-file_sd_configs, and removes that when it ends.
+The learner's endpoint has every metric of its newest step and evaluation; every process has what its actors say in
+their heartbeats, and how long each waits for what. The learner has the port of metrics.prometheus; the other processes
+of its machine take the first free ones behind it. Each writes where it is to RUN_DIR/prometheus/NAME.json, which
+Prometheus reads as file_sd_configs, and removes that when it ends.
 
 Tests: tests/actors/test_prometheus.py.
 """
@@ -32,6 +32,8 @@ MOST_PROCESSES: Final = 1000
 """Ports behind the learner's that are tried."""
 FOLDER: Final = "prometheus"
 
+_EVALUATION: Final = re.compile(r"evaluation/([^/[]+)(?:\[(.*)\])?/(.+)")
+"""Data set, tag, metric. They are labels: a dashboard draws data sets that it has never heard of."""
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -106,7 +108,7 @@ class PrometheusEndpoint(Actor):
 
 
 def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float]) -> str:
-    """The text format, each metric's samples together. ``numbers``: of the newest step, by names of the schema."""
+    """The text format, each metric's samples together. ``numbers``: by names of the schema."""
     found: dict[str, list[str]] = {}
     helps: dict[str, str] = {}
 
@@ -115,7 +117,10 @@ def exposition(run: str, beats: Sequence[Heartbeat], numbers: Mapping[str, float
         helps[_name(name)] = schema.SCHEMA.get(name, "")
 
     for name, value in numbers.items():
-        if name.count("/") < 2:  # what one worker says is at its own endpoint
+        if judged := _EVALUATION.fullmatch(name):
+            dataset, tag, metric = judged.groups(default="")
+            add("evaluation", float(value), actor="learner", dataset=dataset, tag=tag, metric=metric)
+        elif name.count("/") < 2:  # what one worker says is at its own endpoint
             add(name, float(value), actor="learner")
     for beat in beats:
         add("policy_version", float(beat.policy_version), actor=beat.actor)

@@ -79,6 +79,10 @@ async def _tap(run_config: RunConfig, topic: Topic[Any], options: argparse.Names
 
 
 async def _show(bus: Bus, topic: Topic[Any], options: argparse.Namespace) -> None:
+    if topic.kind == "log":
+        so_far = await bus.last_sequence(topic)
+        said = f"asyncrl tap: {topic.name} had {so_far:,} messages so far; what is published from now on is shown"
+        print(said, file=sys.stderr, flush=True)
     left = options.limit
     async with contextlib.aclosing(flow(bus, topic)) as messages:
         async for key, message, problem in messages:

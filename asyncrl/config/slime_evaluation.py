@@ -1,13 +1,14 @@
 """The evaluation YAML of slime and Miles as [evaluation] of a run file.
 
-A data set's own keys go before those under ``defaults``. What has no counterpart here is said, and left out:
-nothing is dropped in silence.
+A data set's own keys go before those under ``defaults``. What of theirs has no counterpart here is said, and left out;
+a key that neither of them has is refused: a misspelt one would evaluate something else in silence.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "name": "name",
     "path": "path",
     "input_key": "prompt_key",
+    "prompt_key": "prompt_key",  # slime's first name for it
     "label_key": "label_key",
     "metadata_key": "metadata_key",
     "tool_key": "tools_key",
@@ -47,7 +49,8 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "custom_rm_path": 'it takes other arguments than a reward here; wrap it: reward = {kind = "package.module:f"}',
     "custom_generate_function_path": "evaluations use the run's rollout.function",
 }
-"""Why a key of theirs has no counterpart, or what to do instead."""
+"""A data set's keys without a counterpart -> why, or what to do instead."""
+_OF_EVAL: Final = ("datasets", "defaults", "eval_interval", "delegate")
 _VARIABLE: Final = re.compile(r"\$\{[^}]*\}")
 """OmegaConf and envsubst put a value there before the file is read."""
 
@@ -67,8 +70,9 @@ def toml(document: Any, *, say: Callable[[str], None]) -> str:
     if not isinstance(found, Mapping) or not found.get("datasets"):
         raise ConfigError("no evaluation file: it has no eval: datasets:")
     defaults = _table(found.get("defaults") or {}, "defaults")
-    for key in sorted(map(str, found.keys() - {"datasets", "defaults", "eval_interval"})):
-        say(f"{key} has no counterpart and is left out")
+    _require_known(found, "eval" if "eval" in document else "", _OF_EVAL)
+    if "delegate" in found:
+        say("delegate has no counterpart and is left out")
     lines = ["[evaluation]"]
     if every := found.get("eval_interval"):
         lines.append(f"every_steps = {toml_text(every)}")
@@ -93,17 +97,27 @@ def _table(found: Any, where: str) -> Mapping[str, Any]:
     return found
 
 
+def _require_known(table: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
+    """Raises ConfigError for a key that is not theirs."""
+    known = tuple(known)
+    for key in map(str, table):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"slime and Miles have {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}" if where else f"unknown key {key!r}; {hint}")
+
+
 def _dataset(name: str, table: Mapping[str, Any], *, say: Callable[[str], None]) -> list[str]:
     for key in ("name", "path"):
         if not isinstance(table.get(key), str):
             raise ConfigError(f"datasets: {name or 'one'} has no {key}")
+    _require_known(table, f"datasets: {name}", (*_KEYS, "rm_type", *_REMEDIES))
     made: dict[str, Any] = {}
     for theirs, value in table.items():
         if value is None or theirs == "rm_type":
             continue
-        if theirs not in _KEYS:
-            why = f": {_REMEDIES[theirs]}" if theirs in _REMEDIES else ""
-            say(f"{theirs} has no counterpart and is left out{why}")
+        if theirs in _REMEDIES:
+            say(f"{theirs} has no counterpart and is left out: {_REMEDIES[theirs]}")
             continue
         made[_KEYS[theirs]] = value
     made["name"] = re.sub("[^A-Za-z0-9_-]", "-", name)

@@ -101,7 +101,10 @@ class PromptDataset:
                 "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "
                 "in its tokenizer_config.json"
             )
-        rows = open_positions(data, seed=seed, check=RowCheck(data, limits))
+        check = RowCheck(data, limits)
+        rows = open_positions(data, seed=seed, check=check)
+        if rows.num_rows:  # a source of the user's own is asked row by row
+            check.require_seen()
         return cls(rows, data, tokenizer=tokenizer, limits=limits, system_prompt=system_prompt)
 
     @property

@@ -39,6 +39,10 @@ class RowLimits:
     keys: str = "data."
 
 
+_OF_SOME_ROWS: Final = ("reward_key", "sampling_key", "tools_key")
+"""Columns that a row may go without, but not every row of a file that the run file names them for."""
+
+
 class RowCheck:
     """Looks at each row while the file is indexed: is there a prompt, of a kind that can be tokenised?"""
 
@@ -46,6 +50,8 @@ class RowCheck:
         self._data = data
         self._limits = limits
         self._seen_first = False
+        self._unseen = {name for name in _OF_SOME_ROWS if getattr(data, name)}
+        self._columns: tuple[str, ...] = ()
 
     def __call__(self, row: dict[str, Any], where: str) -> None:
         data = self._data
@@ -65,7 +71,8 @@ class RowCheck:
                 key = getattr(data, name)
                 if key != getattr(default, name) and key not in row:  # written in the run file, so meant
                     raise self._missing(row, key, name, where)
-            self._seen_first = True
+            self._seen_first, self._columns = True, tuple(row)
+        self._unseen -= {name for name in self._unseen if getattr(data, name) in row}
         self._check_prompt(row[prompt_key], where, key=prompt_key)
         if data.response_key:
             self._check_response(row, where)
@@ -89,6 +96,13 @@ class RowCheck:
                 f"{where}: {names} take {size:,} bytes, and a message of the bus has room for "
                 f"{self._limits.row_bytes:,} of them; shorten them or raise bus.max_message_bytes"
             )
+
+    def require_seen(self) -> None:
+        """After the last row. Raises ConfigError where the run file names a column that none has."""
+        for name in sorted(self._unseen):
+            there = ", ".join(map(repr, self._columns))
+            key = getattr(self._data, name)
+            raise ConfigError(f"{self._limits.keys}{name} = {key!r}: no row has this column; the first has {there}")
 
     def _check_reward(self, row: dict[str, Any], where: str) -> str:
         """The reward of the row that compares with a label; "" if it compares with none."""
@@ -151,7 +165,12 @@ class RowCheck:
 
 
 SAMPLING: Final = ("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids")
-"""What a row may say of its own sampling. The trainer divides by one temperature."""
+"""What a row may say of its own sampling."""
+_NOT_OF_A_ROW: Final = {
+    "temperature": " (the trainer divides the logits of all rows by rollout.temperature)",
+    **dict.fromkeys(("top_p", "top_k"), " (the trainer cannot recompute truncated logprobs)"),
+}
+"""Why what others let a row say is refused here."""
 
 
 def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, limits: RowLimits) -> dict[str, Any]:
@@ -164,7 +183,8 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
         raise ConfigError(f"{at} must be an object of {', '.join(SAMPLING)}, got {short(made)}")
     made = {name: value for name, value in made.items() if value is not None}  # Parquet has all columns in all rows
     if unknown := sorted(made.keys() - set(SAMPLING)):
-        raise ConfigError(f"{at}: a row cannot set {unknown[0]}, only {', '.join(SAMPLING)}")
+        why = _NOT_OF_A_ROW.get(unknown[0], "")
+        raise ConfigError(f"{at}: a row cannot set {unknown[0]}{why}, only {', '.join(SAMPLING)}")
     section = tables.build(config.RolloutSection, {**limits.sampling, **made}, at)  # checked with what it overrides
     if section.max_new_tokens > (most := limits.sampling["max_new_tokens"]):
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")

@@ -127,7 +127,7 @@ class SavedRows:
         return len(self._rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        return dict(self._rows[index])
+        return _as_written(self._rows[index])
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
@@ -189,13 +189,25 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        return _as_written({name: self._table.column(name)[index].as_py() for name in self._table.column_names})
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index + 1}"
 
     def each(self, chosen: range) -> Iterator[tuple[dict[str, Any], str]]:
         return ((self.row(index), self.where(index)) for index in chosen)
+
+
+def _as_written(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow whose lists hold what was written. Messages and tools are lists of structs, and Arrow gives each
+    struct the keys of all others, null where it had none: the chat template would show them to the model."""
+    return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

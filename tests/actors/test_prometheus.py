@@ -18,6 +18,7 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config.metrics import MetricsSection
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Heartbeat, Wait
+from asyncrl.metrics import schema
 from tests.conftest import BUS_SIZES
 
 
@@ -99,6 +100,23 @@ def test_samples_of_a_metric_stand_together_and_labels_are_escaped() -> None:
     at = lines.index("# TYPE asyncrl_rollout_running gauge")
     assert [line.split("{")[0] for line in lines[at + 1 : at + 3]] == ["asyncrl_rollout_running"] * 2
     assert 'asyncrl_waiting_seconds{run="r",actor="w1",what="a \\"b\\"\\nc"} 0.0' in lines
+
+
+def test_data_sets_tags_and_metrics_of_an_evaluation_are_labels() -> None:
+    numbers = {
+        "evaluation/aime/mean@8": 0.5,
+        "evaluation/aime[number theory]/pass^2/low": 0.25,
+        "evaluation/seconds": 3.0,
+    }
+    lines = exposition("r", (), numbers).splitlines()
+    assert lines == [
+        "# TYPE asyncrl_evaluation gauge",
+        'asyncrl_evaluation{run="r",actor="learner",dataset="aime",tag="",metric="mean@8"} 0.5',
+        'asyncrl_evaluation{run="r",actor="learner",dataset="aime",tag="number theory",metric="pass^2/low"} 0.25',
+        f"# HELP asyncrl_evaluation_seconds {schema.SCHEMA['evaluation/seconds']}",
+        "# TYPE asyncrl_evaluation_seconds gauge",
+        'asyncrl_evaluation_seconds{run="r",actor="learner"} 3.0',
+    ]
 
 
 @pytest.mark.parametrize("address", ["9400", ":9400", "host", "host:0", "host:70000", "http://host:1"])

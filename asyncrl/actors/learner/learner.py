@@ -184,8 +184,8 @@ class Learner(Actor):
 
     @property
     def newest_metrics(self) -> Mapping[str, float]:
-        """Of the last step that was reported, by names of the schema."""
-        return self._metrics.newest.numbers
+        """Of the last step and the last evaluation that were reported, by names of the schema."""
+        return {**self._metrics.newest_evaluation.numbers, **self._metrics.newest.numbers}
 
     @property
     def counts(self) -> str:

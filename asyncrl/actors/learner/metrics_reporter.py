@@ -55,6 +55,7 @@ class MetricsReporter:
         self._timeline = timeline
         self.newest = StepMetrics(step=0)
         """Of the last step that was reported."""
+        self.newest_evaluation = StepMetrics(step=0)
         self._left_out = () if has_behavior else _OF_BEHAVIOR
         self._workers: list[Heartbeat] = []
         self._looked = -math.inf
@@ -103,7 +104,8 @@ class MetricsReporter:
         """The result of an evaluation of the version that ``step`` made, which may be some steps ago."""
         for sink in self._sinks:
             await disk.written(functools.partial(_write, sink, step, metrics), what="metrics")
-        await self._bus.put(METRICS, step_metrics(step, metrics), key=EVALUATION_METRICS)
+        self.newest_evaluation = step_metrics(step, metrics)
+        await self._bus.put(METRICS, self.newest_evaluation, key=EVALUATION_METRICS)
 
     def alarms(self) -> dict[str, float]:
         """alarm/NAME: 1 for those that are on, for a heartbeat."""

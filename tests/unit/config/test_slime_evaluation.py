@@ -97,6 +97,11 @@ def test_templates_tools_and_slices_of_theirs_are_ours() -> None:
     ]
 
 
+def test_slimes_first_name_of_the_prompts_column_is_known() -> None:
+    document = yaml.safe_load("eval: {datasets: [{name: a, path: a.jsonl, prompt_key: question}]}")
+    assert 'prompt_key = "question"' in slime_evaluation.toml(document, say=pytest.fail)
+
+
 def test_instructions_are_ifevals_and_those_of_ifbench_are_refused_by_name() -> None:
     said: list[str] = []
     both = {"a": {"path": "a.jsonl", "rm_type": "ifeval"}, "b": {"path": "b.jsonl", "rm_type": "ifbench"}}
@@ -115,6 +120,10 @@ def test_instructions_are_ifevals_and_those_of_ifbench_are_refused_by_name() -> 
         ("eval: {delegate: [{name: a}]}", "no evaluation file"),
         ("eval: {datasets: [{name: a}]}", "a has no path"),
         ("eval: {datasets: [3]}", "must be a table"),
+        ("eval: {default: {top_p: 0.7}, datasets: {a: {path: b}}}", "eval: unknown key 'default'; did you mean 'defau"),
+        ("{every: 3, datasets: {a: {path: b}}}", "unknown key 'every'; slime and Miles have datasets, defaults"),
+        ("eval: {datasets: {a: {path: b, top_pp: 0.7}}}", "datasets: a: unknown key 'top_pp'; did you mean 'top_p'"),
+        ("eval: {defaults: {temprature: 0}, datasets: {a: {path: b}}}", "unknown key 'temprature'; did you mean 'tem"),
     ],
 )
 def test_what_is_none_is_refused_in_one_line(text: str, problem: str) -> None:

@@ -137,10 +137,18 @@ REWARDS = RowLimits(
 )
 
 
+@pytest.mark.parametrize("key", ["reward_key", "sampling_key", "tools_key"])
+def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_path: Path, key: str) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a", "label": "b"}, {"prompt": "a"}]
+    with pytest.raises(ConfigError, match=f"^data.{key} = 'own': no row has this column; the first has 'prompt', 'lab"):
+        rows_of(tmp_path, rows, chat_template=True, **{key: "own"})
+    rows_of(tmp_path, [rows[0], rows[1] | {"own": None}], chat_template=True, **{key: "own"})
+
+
 @pytest.mark.parametrize(
     ("row", "data", "problem"),
     [
-        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, "a row cannot set temperature, only max_new_tokens"),
+        ({"how": {"temperature": 0.5}}, {"sampling_key": "how"}, r"cannot set temperature \(the trainer divides the"),
         ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
         ({"how": {"stop": "x"}}, {"sampling_key": "how"}, "stop must be a list, got 'x'"),
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),

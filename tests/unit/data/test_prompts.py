@@ -16,6 +16,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.model_folder import check_model
 from asyncrl.data.prompts import PromptDataset, PromptRow
 from asyncrl.data.row_check import RowLimits
+from asyncrl.data.row_files import open_rows as open_rows_of
 from asyncrl.data.sources import shuffled
 from asyncrl.data.tiny_model import CHARACTERS, make_tokenizer
 from asyncrl.data.tokenizer import load_tokenizer
@@ -191,6 +192,18 @@ def test_parquet_rows_are_like_jsonl_rows(open_rows: Open) -> None:
     rows = [{"prompt": messages, "label": "x", "metadata": {"k": [1, 2]}}]
     row = at(open_rows(rows, name="data.parquet", chat_template=True), 0)
     assert (row.prompt, row.label, row.metadata) == ("<user>5<assistant>", "x", {"k": [1, 2]})
+
+
+def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None:
+    """Arrow has {"a": .., "b": null} where one row's tool has a and another's has b; a template would show both."""
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    written = [{"tools": [{"name": name, "properties": {name: {"type": "int"}}}]} for name in "ab"]
+    table = pyarrow.Table.from_pylist([row | {"metadata": {"k": None}} for row in written])
+    assert table.column("tools")[0].as_py()[0]["properties"] == {"a": {"type": "int"}, "b": None}
+    parquet.write_table(table, tmp_path / "data.parquet")
+    rows = open_rows_of(tmp_path / "data.parquet", check=lambda row, where: None)
+    assert [rows.row(index)["tools"] for index in range(2)] == [row["tools"] for row in written]
+    assert rows.row(0)["metadata"] == {"k": None}
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
