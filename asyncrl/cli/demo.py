@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 RUN_FILE: Final = Path("examples/demo.toml")
 MODELS: Final[dict[str, Architecture]] = {"dense": "qwen3", "moe": "qwen3_moe"}
-ADAPTERS: Final = ("learner.lora={rank = 16, alpha = 32.0}", "learner.learning_rate=1e-2", "run.steps=60")
+ADAPTERS: Final = (
+    "learner.lora={rank = 16, alpha = 32.0}",
+    "learner.learning_rate=5e-3",
+    "learner.decay_steps=60",
+    "run.steps=60",
+)
 INITIALIZER_RANGE: Final = 0.05
 OF_FROZEN: Final = 0.15
 """Adapters leave the output layer as it was drawn: with smaller weights it could never be sure of a token."""
