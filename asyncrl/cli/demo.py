@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 RUN_FILE: Final = Path("examples/demo.toml")
 MODELS: Final[dict[str, Architecture]] = {"dense": "qwen3", "moe": "qwen3_moe"}
+ADAPTERS: Final = (
+    "learner.lora={rank = 16, alpha = 32.0}",
+    "learner.learning_rate=5e-3",
+    "learner.decay_steps=60",
+    "run.steps=60",
+)
+INITIALIZER_RANGE: Final = 0.05
+OF_FROZEN: Final = 0.15
+"""Adapters leave the output layer as it was drawn: with smaller weights it could never be sure of a token."""
 LOW, HIGH = 0.2, 0.8
 """The reward of the first step must be below LOW, the mean of the last five above HIGH."""
 
@@ -46,6 +55,7 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=MODELS, default="dense", help="dense: a Qwen3; moe: a mixture of experts (default: dense)"
     )
+    parser.add_argument("--lora", action="store_true", help="train low-rank adapters instead of the model")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     name = f"demo-{secrets.token_hex(2)}"
@@ -58,9 +68,11 @@ def main() -> int:
         "evaluation.every_steps=15",
         f'evaluation.datasets=[{{name = "held_out", path = "{folder / "held_out.jsonl"}", samples = 4}}]',
         *ENGINES[options.engine](),
+        *(ADAPTERS if options.lora else ()),
         *options.overrides,
     ]
-    demo_task.write(folder, architecture=MODELS[options.model])
+    initializer_range = OF_FROZEN if options.lora else INITIALIZER_RANGE
+    demo_task.write(folder, architecture=MODELS[options.model], initializer_range=initializer_range)
     run_config = config.load(RUN_FILE, overrides)
     check(run_config)
     started = time.monotonic()

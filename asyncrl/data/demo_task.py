@@ -64,8 +64,13 @@ def _counts(lengths: Iterable[int]) -> list[dict[str, str]]:
     return rows
 
 
-def write(folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3") -> None:
-    """``folder``/model, a tiny model with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl."""
+def write(
+    folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3", initializer_range: float = 0.05
+) -> None:
+    """``folder``/model, a tiny model with random weights, ``folder``/prompts.jsonl and ``folder``/held_out.jsonl.
+
+    initializer_range  standard deviation of the weights
+    """
     from asyncrl.data.tiny_model import make_tiny_model  # torch: workers import this file for ``reward`` alone
 
     make_tiny_model(
@@ -74,7 +79,7 @@ def write(folder: Path, *, seed: int = 0, architecture: Architecture = "qwen3") 
         seed=seed,
         characters=DIGITS,
         max_positions=64,
-        initializer_range=0.05,
+        initializer_range=initializer_range,
     )
     for name, rows in (("prompts", prompts()), ("held_out", held_out_prompts())):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,11 @@ with quiet(), cpu_shim.without_compilation():
 
 
 def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[DistributedDataParallel]:
-    """Megatron's wrappers: a float32 main_grad per parameter, accumulated by every backward pass.
+    """Megatron's wrappers: a float32 main_grad per parameter, which every backward pass adds to but a step's first.
 
-    The last backward pass of a schedule adds up what the ranks that hold the same parameters have.
+    That one overwrites what is there: to zero the buffers and to add to zeros moves 8 bytes more for each parameter,
+    which a mixture feels. The last backward pass of a schedule adds up what the ranks that hold the same parameters
+    have.
     """
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -42,12 +44,40 @@ def with_gradient_buffers(stages: Sequence[PackedGPT], job: Job) -> list[Distrib
     ]
     waits = [buffers.no_sync for buffers in made]
     stages[0].config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    for parameter in _parameters(made):
+        parameter.register_post_accumulate_grad_hook(_overwrite_first)
     return made
+
+
+def begin_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
+    """Before a step's first backward pass. Megatron's zero_grad_buffer, but for the zeros."""
+    for parameter in _parameters(buffers):
+        parameter.awaits_first_gradient = True
+    for wrapper in buffers:
+        for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
+            group.reset()
 
 
 def reduce_gradients(buffers: Sequence[DistributedDataParallel]) -> None:
     """Sum main_grad over the ranks that hold the same parameter, or a copy of it."""
+    for parameter in _parameters(buffers):
+        if (
+            parameter.awaits_first_gradient
+        ):  # no backward pass came by; where ranks share gradients, Megatron refuses it
+            parameter.main_grad.zero_()
     finalize_model_grads(list(buffers))
+
+
+def _parameters(buffers: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+    return (parameter for wrapper in buffers for parameter in wrapper.params_with_grad)
+
+
+def _overwrite_first(parameter: Any) -> None:
+    """Called before Megatron's own hook, which adds the gradient unless it is told that it was added."""
+    parameter.grad_added_to_main_grad = parameter.awaits_first_gradient
+    if parameter.awaits_first_gradient:
+        parameter.main_grad.copy_(parameter.grad)
+        parameter.awaits_first_gradient = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

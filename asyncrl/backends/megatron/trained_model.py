@@ -82,8 +82,7 @@ class TrainedModel(LoadedModel):
         is_rehearsal: all but the update. Raises StepFailed on every rank if one copy of the model could not compute its
         share. What leaves ranks in different collectives is raised as it is, on the rank that it happened to.
         """
-        for buffers in self._buffers:
-            buffers.zero_grad_buffer()
+        optimizer.begin_gradients(self._buffers)
         for part in self._optimizers:
             part.megatron.zero_grad()
         self._recorded = RecordedTokens()

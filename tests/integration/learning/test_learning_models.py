@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from asyncrl.cli.demo import ADAPTERS, OF_FROZEN
 from asyncrl.data import demo_task
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 from tests.harness.metric_names import is_known
@@ -127,3 +128,16 @@ async def test_kl_in_the_reward_trains_with_and_without_a_critic(folder: Path) -
         assert [row["step"] for row in rows] == [1, 2, 3, 4]
         assert rows[-1]["kl"] > 0
         assert min(row["grad_norm"] for row in rows) > 0
+
+
+async def test_adapters_alone_learn_the_task(tmp_path: Path) -> None:
+    """As `bin/demo --lora`: what they are beside stays as it was, and engines get the sum."""
+    demo_task.write(tmp_path, initializer_range=OF_FROZEN)
+    sizes = ("learner.groups_per_batch=16", "rollout.group_size=8")
+    run = demo_run(tmp_path, "learner.backend=megatron", *sizes, *ADAPTERS, "run.steps=40")
+    rows = await train(run, memory_bus(), workers=2)
+    assert rows[0]["reward/mean"] < 0.2
+    assert mean(rows[-5:], "reward/mean") > 0.8
+    before, after = initial(tmp_path), weights(run, len(rows))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in before if name.endswith("_proj.weight")}

@@ -76,7 +76,7 @@ def gradients(folder: Path, number: int) -> Tensors:
         return dict(by_names_in_files({name: weight.grad for name, weight in model._weights.items()}))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3"])
 def test_adapters_train_as_the_factors_of_what_they_add_would(architecture: str, tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "base", architecture=architecture)
     base = load_file(folder / "model.safetensors")
@@ -136,7 +136,12 @@ def test_a_merged_export_is_the_folder_plus_the_adapters_and_nothing_else_moves(
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS)]
+    ("kind", "architecture"),
+    [
+        pytest.param("megatron-tp2-ep2", "qwen3_moe", id="tp2-ep2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-cp2-dp2", "qwen3", id="cp2-dp2", marks=LAYOUT_RANKS),
+        pytest.param("megatron-pp2-dp2", "gemma3", id="pp2-dp2", marks=LAYOUT_RANKS),
+    ],
 )
 def test_ranks_that_share_a_model_train_the_adapters_of_one_process(
     kind: str, architecture: str, tmp_path: Path

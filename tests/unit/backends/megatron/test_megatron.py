@@ -360,3 +360,19 @@ def test_flops_of_a_step_are_counted_by_hand(folder: Path) -> None:
 def test_the_peak_of_a_device_is_known_by_its_name() -> None:
     assert flops.peak_flops("NVIDIA H200") == 989e12
     assert flops.peak_flops("NVIDIA GeForce GT 710") is None
+
+
+def test_what_gradient_buffers_held_before_a_step_is_overwritten(folder: Path) -> None:
+    """They are not zeroed: of several micro-batches the first overwrites, and the others add."""
+    batch = shares("megatron-1", documents(), max_tokens=30)
+    assert len(batch[0]) > 2
+    after = []
+    for garbage in (0.0, float("nan")):
+        with started("megatron-1", folder) as backend:
+            for wrapper in backend._own._loaded["policy"]._buffers:  # type: ignore[attr-defined]
+                for buffer in wrapper.buffers:
+                    buffer.grad_data.fill_(garbage)
+            backend.step(batch, learning_rate=LEARNING_RATE)
+            after.append(weights(backend))
+    assert distance(*after) == 0.0
+    assert all(tensor.isfinite().all() for tensor in after[1].values())
