@@ -179,7 +179,8 @@ def _check_engine_and_channel(run: RunConfig) -> None:
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
-    if not run.reward.judges and rollout_functions.traits(run.rollout.function).gives_one and algorithm.reads_rewards:
+    gives_none = rollout_functions.traits(run.rollout.function).gives_one
+    if run.reward.takes_given and gives_none and algorithm.reads_rewards:
         raise ConfigError(
             f'reward.kind: "none" takes the reward that the rollout function sets, and "{run.rollout.function}" sets '
             f"none, so {algorithm.name} would learn nothing; choose another reward.kind, or a rollout.function of your "
