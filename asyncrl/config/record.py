@@ -19,7 +19,7 @@ from asyncrl.config.secret_values import hidden
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
-    *("staleness", "checkpoint", "evaluation", "bus"),
+    *("curriculum", "staleness", "checkpoint", "evaluation", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")

@@ -103,7 +103,7 @@ def _of_parts(section: config.RewardSection) -> WeightedParts:
         raise ConfigError('reward.kind: "parts" needs parts, such as [reward.parts.right] with kind = "math"')
     if section.kind != PARTS:
         raise ConfigError(
-            f'reward.parts: reward.kind is "{section.kind}", and they would not count; set kind = "parts" or remove them'
+            f'reward.parts: reward.kind is "{section.kind}", and they would not count; set it to "parts" or remove them'
         )
     if section.options:
         raise ConfigError("reward.options: a reward of parts has none; say options of each part")

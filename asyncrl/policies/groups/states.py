@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.groups.pass_rates import RowKey
 from asyncrl.policies.trust.validation import Asked
 
 Fate = Literal["trained", "dropped", "failed", "filtered"]
@@ -23,6 +24,7 @@ class PublishedPrompt:
     position      its row in the endless shuffled data
     oldest_start  oldest policy version that may sample it; None when only a lost history knows
     asked         what it asks for, if this life of the learner published it; None for an earlier life's
+    row           what the data calls it; None of an earlier life's
     published     Unix seconds when this life of the learner published it; 0: an earlier one did
     """
 
@@ -30,6 +32,7 @@ class PublishedPrompt:
     oldest_start: int | None = None
     asked: Asked | None = None
     published: float = 0.0
+    row: RowKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
