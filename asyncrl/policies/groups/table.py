@@ -163,11 +163,13 @@ class GroupTable:
             outcome = replace(outcome, groups=(group,))
             return Arrival(became="failed", outcome=outcome)
         prompt = self.outstanding.pop(group_id)
+        versions = [oldest_version(one.version_spans, self.forks) for one in group.trajectories]
         self.buffered[group_id] = BufferedGroup(
             sequence=sequence,
             group=group,
             prompt=prompt,
-            oldest=min(oldest_version(t.version_spans, self.forks) for t in group.trajectories),
+            oldest=min(versions),
+            youngest=max(versions),
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )
@@ -231,7 +233,7 @@ class GroupTable:
         self.training = {}
         self.batches_taken -= 1
 
-    def trained(self, *, max_staleness: int) -> Outcome:
+    def trained(self, *, max_staleness: int, old_parts: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
@@ -248,6 +250,7 @@ class GroupTable:
             sequences=sequences,
             step=self.step,
             max_staleness=max_staleness,
+            old_parts=old_parts,
             groups=groups,
         )
 
