@@ -42,7 +42,7 @@ _TABLES: Final = ("reward.rows",)
 """Keys of ``_CODE`` with a table of names."""
 _ASKED: Final = ("engine.options.url", "reward.options.url")
 _DATASETS: Final = "evaluation.datasets"
-"""Each has a reward like [reward], whose keys are looked at too."""
+"""Each has a reward like [reward], whose keys are looked at too, as are those of a reward's parts."""
 _OF_DATASETS: Final = (*_DATASETS.split("."), "reward")
 _OWN: Final = "asyncrl"
 _PLAIN_URL: Final = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[\x21-\x5b\x5d-\x7e]*)?")
@@ -132,15 +132,20 @@ def check_options(table: Mapping[str, Any], run: RunConfig) -> None:
             if key in options:
                 raise ConfigError(
                     f"{where}.options.{key}: the run's settings say {_short(str(options[key]))}, and what programs may "
-                    f"do on this machine its own command says: --set reward.options.{key}=VALUE"
+                    f"do on this machine its own command says: --set {_own(where)}.options.{key}=VALUE"
                 )
 
 
 def _rewards(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The run's, and those of data sets that have their own."""
+    """The run's, those of data sets that have their own, and the parts of each."""
     for where, value in (("reward", table.get("reward")), *((_DATASETS, one) for one in _under(table, _OF_DATASETS))):
         if isinstance(value, dict):
-            yield (where if where == "reward" else f"{where}.reward"), value
+            where = where if where == "reward" else f"{where}.reward"
+            parts = value.get("parts")
+            yield where, value
+            for name, part in parts.items() if isinstance(parts, dict) else ():
+                if isinstance(part, dict):
+                    yield f"{where}.parts.{name}", part
 
 
 def is_shared_folder(run: RunConfig) -> bool:
@@ -148,14 +153,21 @@ def is_shared_folder(run: RunConfig) -> bool:
     return "weights.directory" in registry.channel_class(run).required_paths(run)
 
 
+def _own(where: str) -> str:
+    """Where this machine's command says what a data set's reward, or the run's, may do."""
+    return where.removeprefix(f"{_DATASETS}.")
+
+
 def _values(table: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str]]:
     """What is not a string the run file's own types refuse."""
-    of_datasets = [(key, f"{_DATASETS}.{key}") for key in keys if key.startswith("reward.")]
-    for key, dotted in [*((key, key) for key in keys), *of_datasets]:
-        for value in _under(table, dotted.split(".")):
-            for one in value.values() if key in _TABLES and isinstance(value, dict) else (value,):
-                if isinstance(one, str):
-                    yield dotted, one
+    for key in keys:
+        section, _, rest = key.partition(".")
+        places = _rewards(table) if section == "reward" else [(section, table.get(section))]
+        for where, place in places:
+            for value in _under(place, rest.split(".")):
+                for one in value.values() if key in _TABLES and isinstance(value, dict) else (value,):
+                    if isinstance(one, str):
+                        yield f"{where}.{rest}", one
 
 
 def _under(value: Any, parts: Sequence[str]) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from asyncrl.config.data import DataFile, DataSection
 from asyncrl.config.evaluation import EvaluationDataset, EvaluationSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.metrics import MetricsSection
-from asyncrl.config.reward import RewardSection
+from asyncrl.config.reward import RewardPart, RewardSection
 from asyncrl.config.run import (
     AlgorithmSection,
     CheckpointSection,
@@ -32,6 +32,7 @@ __all__ = [
     "MetricsSection",
     "Mode",
     "ModelSection",
+    "RewardPart",
     "RewardSection",
     "RolloutSection",
     "RunSection",

@@ -19,7 +19,7 @@ from asyncrl.config.secret_values import hidden
 
 _SECTIONS: Final = (
     *("run", "model", "data", "rollout", "learner", "algorithm", "critic", "reference", "teacher"),
-    *("staleness", "checkpoint", "evaluation", "bus"),
+    *("curriculum", "staleness", "checkpoint", "evaluation", "bus"),
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
@@ -59,7 +59,8 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What a worker needs that has no run file, and the keys left out because their values may be secrets.
 
     Left out are options with a key such as "headers" or "api-key" or an address with a password, and every option of a
-    reward, engine or rollout function that is not asyncrl's own. Where a worker keeps its files is its own business.
+    reward, engine or rollout function that is not asyncrl's own; all parts of a reward where one has such options.
+    Where a worker keeps its files is its own business.
     """
     table = as_table(run) | {
         name: json.loads(json.dumps(dataclasses.asdict(getattr(run, name)))) for name in ("engine", "reward", "weights")
@@ -77,6 +78,9 @@ def worker_table(run: RunConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         if made and (":" in table[name][key] or hidden(made) != made):
             table[name].pop("options")
             withheld.append(f"{name}.options")
+    if not _may_be_shared(table["reward"]["parts"]):
+        table["reward"].pop("parts")
+        withheld.append("reward.parts")
     return table, tuple(withheld)
 
 
@@ -93,8 +97,15 @@ def _shared_evaluation(run: RunConfig) -> dict[str, Any]:
             made = table["reward"]["options"]
             if made and (":" in one.reward.kind or hidden(made) != made):
                 return {}
+            if not _may_be_shared(table["reward"]["parts"]):
+                return {}
         datasets.append(table)
     return {"place": "shared", "datasets": datasets} if datasets else {}
+
+
+def _may_be_shared(parts: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the options of all parts of a reward may be on the bus."""
+    return all(not one["options"] or (":" not in one["kind"] and hidden(one) == one) for one in parts.values())
 
 
 def from_table(table: Mapping[str, Any], *, where: str) -> RunConfig:

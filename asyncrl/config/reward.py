@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.config.checks import positive, require
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    kind: str = ""
+    """Judges answers: a name, or "package.module:function" of your own; "none" is what the rollout function set."""
+    weight: float = 1.0
+    """How much the part counts: the reward is the sum of weight times part. 0: it is a metric only."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may hold secrets
+    """Options of its reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +33,26 @@ class RewardSection:
     rows: Mapping[str, str] = field(default_factory=dict)
     """Rewards of single rows by the name that data.reward_key gives: {code = "package.module:function"}. They have no
     options; built-in ones that need none need no entry either."""
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    """With kind = "parts": what it is the weighted sum of, by name; each is the metric reward/NAME."""
 
     @property
     def judges(self) -> bool:
         """False: the reward that the rollout function sets stands."""
         return self.kind != "none"
+
+    @property
+    def takes_given(self) -> bool:
+        """Whether the reward that the rollout function sets counts."""
+        return "none" in (self.kind, *(part.kind for part in self.parts.values()))
+
+    @property
+    def part_sections(self) -> dict[str, RewardSection]:
+        """What each part would be as the run's only reward."""
+        return {
+            name: replace(self, kind=part.kind, options=part.options, rows={}, parts={})
+            for name, part in self.parts.items()
+        }
 
     def __post_init__(self) -> None:
         positive(self, "timeout_seconds", "largest")

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
 from asyncrl.config.checks import positive, require
+from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
 from asyncrl.config.launcher import LauncherSection
@@ -262,6 +263,7 @@ class RunConfig:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     engine: EngineSection = field(default_factory=EngineSection)
     reward: RewardSection = field(default_factory=RewardSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     learner: LearnerSection = field(default_factory=LearnerSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     critic: CriticSection | None = None

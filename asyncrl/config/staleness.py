@@ -20,6 +20,9 @@ class StalenessSection:
     stragglers: Literal["wait_whole", "partial"] = "wait_whole"
     """partial, async only: if a group would be too old for the next batch, its finished answers (``min_group`` or more)
     are trained, and the longer ones are cancelled and counted. wait_whole: groups are trained whole."""
+    parts: Literal["whole", "alone"] = "whole"
+    """What of a group counts as too old: all of it with its oldest token, or each trajectory alone: one that is too old
+    trains nothing, the others are trained, and all rewards stay in the baseline. For rollouts of several parts."""
     min_group: int = 2
     """Fewest answers of a partial group."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
@@ -47,6 +50,10 @@ class StalenessSection:
         require(
             self.order != "freshest_first" or self.eviction == "drop",
             'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
+        )
+        require(
+            self.parts == "whole" or self.eviction == "drop",
+            'parts = "alone" drops trajectories that eviction = "wait" waits for; use "drop"',
         )
         require(
             self.min_group >= 2,

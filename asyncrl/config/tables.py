@@ -60,6 +60,8 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         return _value(value, next(a for a in arguments if a is not type(None)), where, key)
     if origin is not None and issubclass(origin, Mapping):
         _typed(isinstance(value, dict), where, key, "a table", value)
+        if dataclasses.is_dataclass(arguments[-1]):
+            return {name: _value(one, arguments[-1], where, f"{key}: {name}") for name, one in value.items()}
         return value
     if hint is float:
         _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)

@@ -39,6 +39,7 @@ class PromptRow:
     sampling       what the row overrides of [rollout]
     reward         name of the row's reward; empty: reward.kind
     dataset        name of the file of [[data.files]]; empty with one file
+    key            the same for the same row in every pass
     messages       what the chat template made the prompt of, where RowLimits.keeps_messages; else empty
     """
 
@@ -53,6 +54,7 @@ class PromptRow:
     reward: str = ""
     dataset: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    key: tuple[int, int] = (0, 0)
 
 
 class PromptDataset:
@@ -160,7 +162,7 @@ class PromptDataset:
     def _made(self, found: Found) -> PromptRow:
         row, where, data = found.row, found.where, self._data
         if found.key in self._too_long:
-            return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS)
+            return PromptRow(epoch=found.epoch, prompt="", tokens=_NO_TOKENS, key=found.key)
         text, response = self._texts(row, where)
         tokens: list[int] = []
         if len(text) <= _LONGEST_TOKEN * self._most_tokens:
@@ -169,7 +171,7 @@ class PromptDataset:
                 raise ConfigError(f"{where}: the prompt {short(text)} has no tokens")
         if not 0 < len(tokens) <= self._most_tokens:
             self._too_long.add(found.key)
-            return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS)
+            return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS, key=found.key)
         answer, mask = self._response(response)
         return PromptRow(
             epoch=found.epoch,
@@ -182,6 +184,7 @@ class PromptDataset:
             sampling=sampling_of(row, data, where, limits=self._limits),
             reward=(row.get(data.reward_key) or "") if data.reward_key else "",
             dataset=found.dataset,
+            key=found.key,
             messages=tuple(plain(self._messages(row), where, data.prompt_key)) if self._keeps_messages else (),
         )
 

@@ -87,7 +87,16 @@ class GuardedReward:
         return [*votes, *[""] * (len(completions) - len(votes))], problems[0] if problems else ""
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
-        """One reward a sample, in order. Raises RewardError."""
+        """One reward a sample, in order, with what its rollout function told of itself beside what the reward tells,
+        which wins where both have a name. Raises RewardError."""
+        rewards = await self.judge(samples)
+        return [
+            self._checked(Reward(value=reward.value, parts={**sample.trajectory.reward_parts, **reward.parts}))
+            for sample, reward in zip(samples, rewards, strict=True)
+        ]
+
+    async def judge(self, samples: Sequence[Sample]) -> list[Reward]:
+        """One reward a sample, in order, as the function gives it. Raises RewardError."""
         try:
             async with asyncio.timeout(self._timeout_seconds) as timeout:
                 values = await (self._group(samples) if self._takes_group else self._each(samples))
@@ -143,6 +152,9 @@ class GuardedReward:
             raise RewardError(
                 f"reward {self._name}: must be a number, a Reward or a dict of parts, got {_short(value)}"
             ) from None
+        return self._checked(reward)
+
+    def _checked(self, reward: Reward) -> Reward:
         for part, number in {"the reward": reward.value, **reward.parts}.items():
             if not math.isfinite(number):
                 raise RewardError(f"reward {self._name}: {part} is {number}")

@@ -24,8 +24,10 @@ from asyncrl import config
 from asyncrl.config import plugins, tables
 from asyncrl.errors import ConfigError
 from asyncrl.protocols import RewardFn
+from asyncrl.protocols.functions import part_problem
 from asyncrl.rewards.by_row import RowRewards
 from asyncrl.rewards.guard import GuardedReward
+from asyncrl.rewards.parts import WeightedPart, WeightedParts
 
 KINDS: Final = {
     "math": "asyncrl.rewards.math:MathReward",
@@ -44,7 +46,10 @@ KINDS: Final = {
     "reasoning_gym": "asyncrl.data.reasoning_gym:Score",
     "random": "asyncrl.rewards.random:RandomReward",
     "none": "asyncrl.rewards.none:no_reward",
+    "parts": "asyncrl.rewards.parts:WeightedParts",
 }
+
+PARTS: Final = "parts"
 
 GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
 """How a function that takes all samples of a group annotates them; a str or dict would be an Iterable, too."""
@@ -52,8 +57,10 @@ GROUPS: Final = (list, tuple, Collection, Iterable, MutableSequence, Sequence)
 
 def load_reward(section: config.RewardSection, *, where: str = "reward.kind") -> GuardedReward:
     """The reward of the run file, ready to be called; starts nothing. Raises ConfigError naming ``where``."""
-    found = plugins.load(section.kind, where=where, table=KINDS)
-    function = _made(found, section)
+    if section.parts or section.kind == PARTS:
+        function: Callable[..., Any] = _of_parts(section)
+    else:
+        function = _made(plugins.load(section.kind, where=where, table=KINDS), section)
     return GuardedReward(
         function,
         name=section.kind,
@@ -90,6 +97,30 @@ def load_rewards(section: config.RewardSection, *, are_by_row: bool) -> RewardFn
     return RowRewards(default, rows)
 
 
+def _of_parts(section: config.RewardSection) -> WeightedParts:
+    """Raises ConfigError."""
+    if not section.parts:
+        raise ConfigError('reward.kind: "parts" needs parts, such as [reward.parts.right] with kind = "math"')
+    if section.kind != PARTS:
+        raise ConfigError(
+            f'reward.parts: reward.kind is "{section.kind}", and they would not count; set it to "parts" or remove them'
+        )
+    if section.options:
+        raise ConfigError("reward.options: a reward of parts has none; say options of each part")
+    made = {}
+    for name, one in section.part_sections.items():
+        if problem := part_problem(name):
+            raise ConfigError(f"reward.parts: {problem}")
+        if one.kind in ("", PARTS):
+            problem = "missing kind" if not one.kind else "a part has no parts of its own"
+            raise ConfigError(f"reward.parts: {name}: {problem}")
+        try:
+            made[name] = WeightedPart(section.parts[name].weight, load_reward(one))
+        except ConfigError as error:
+            raise ConfigError(f"reward.parts: {name}: {error}") from None
+    return WeightedParts(made)
+
+
 def row_labels(section: config.RewardSection) -> dict[str, bool]:
     """The rewards that a row may name, and whether each compares with a label. Raises ConfigError."""
     return {name: needs_label(one) for name, one in _of_rows(section).items()}
@@ -107,7 +138,9 @@ def _of_rows(section: config.RewardSection) -> dict[str, config.RewardSection]:
             raise ConfigError(f"reward.rows: {name!r} must name a reward, such as 'package.module:function'")
         kinds[name] = kind
     return {
-        name: section if kind == section.kind else dataclasses.replace(section, kind=kind, options={}, rows={})
+        name: section
+        if kind == section.kind
+        else dataclasses.replace(section, kind=kind, options={}, rows={}, parts={})
         for name, kind in kinds.items()
     }
 

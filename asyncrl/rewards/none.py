@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 
 from asyncrl.errors import RewardError
-from asyncrl.protocols import Reward, Sample
+from asyncrl.protocols import Sample
 
 
-def no_reward(sample: Sample) -> Reward:
-    """The trajectory's own reward and parts. Raises RewardError where its rollout function set none (NaN)."""
+def no_reward(sample: Sample) -> float:
+    """The trajectory's own reward; its parts stay, as with every reward (guard.py).
+
+    Raises RewardError where its rollout function set none (NaN).
+    """
     trajectory = sample.trajectory
     if math.isnan(trajectory.reward):
         raise RewardError(
             "reward none: the rollout function set no reward; give one to trajectory(reward=...), 0 if the algorithm "
             "looks at none, or choose another reward.kind"
         )
-    return Reward(value=trajectory.reward, parts=trajectory.reward_parts)
+    return trajectory.reward

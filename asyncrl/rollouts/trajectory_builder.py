@@ -93,8 +93,9 @@ class TrajectoryBuilder:
     ) -> Trajectory:
         """All turns so far.
 
-        reward         used with reward.kind = "none", where a group without one fails; any other kind replaces it and
-                       its parts
+        reward         used with reward.kind = "none", where a group without one fails, and as a part of that kind; any
+                       other kind replaces it
+        reward_parts   each is the metric reward/NAME, whatever reward.kind is; a part of that reward with the name wins
         finish_reason  empty takes the last answer's; "length" is for a conversation that was cut off
 
         Raises ValueError if no turn is the model's.

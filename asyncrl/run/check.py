@@ -89,11 +89,19 @@ def _check_settings(run: RunConfig) -> None:
             'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
             "remove it or use rollout.group_size = 2 or more"
         )
+    _check_curriculum(run)
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
     launcher.check(run)
     _check_filters(run)
     _check_sinks(run)
+
+
+def _check_curriculum(run: RunConfig) -> None:
+    if run.curriculum.is_on and run.data.source:
+        raise ConfigError("curriculum: data.source has no passes over the data in which a row could rest; remove it")
+    if run.curriculum.is_on and not rollout_functions.traits(run.rollout.function).samples:
+        raise ConfigError(f'curriculum: rollout.function = "{run.rollout.function}" samples nothing; remove it')
 
 
 def _check_sinks(run: RunConfig) -> None:
@@ -179,11 +187,12 @@ def _check_engine_and_channel(run: RunConfig) -> None:
 
 
 def _check_reward(run: RunConfig, algorithm: Algorithm) -> None:
-    if not run.reward.judges and rollout_functions.traits(run.rollout.function).gives_one and algorithm.reads_rewards:
+    gives_none = rollout_functions.traits(run.rollout.function).gives_one
+    if run.reward.takes_given and gives_none and algorithm.reads_rewards:
         raise ConfigError(
-            f'reward.kind: "none" takes the reward that the rollout function sets, and "{run.rollout.function}" sets '
-            f"none, so {algorithm.name} would learn nothing; choose another reward.kind, or a rollout.function of your "
-            "own"
+            f'reward.{"parts" if run.reward.parts else "kind"}: "none" takes what the rollout function sets, and '
+            f'"{run.rollout.function}" sets none, so {algorithm.name} would learn nothing; choose another '
+            "reward.kind, or a rollout.function of your own"
         )
 
 

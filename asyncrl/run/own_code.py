@@ -19,7 +19,8 @@ def checksums(run: RunConfig, *, package: Path | None = None) -> dict[str, float
     Options are none of it: a machine may have its own keys, addresses and paths.  package: asyncrl's, if None. Blocks
     for some ten milliseconds.
     """
-    names = [run.reward.kind, dict(sorted(run.reward.rows.items())), run.data.reward_key, run.rollout.function]
+    parts = {name: [part.kind, part.weight] for name, part in sorted(run.reward.parts.items())}
+    names = [run.reward.kind, dict(sorted(run.reward.rows.items())), parts, run.data.reward_key, run.rollout.function]
     found = {FUNCTIONS: float(zlib.crc32(json.dumps(names).encode()))}
     folder = package or Path(__file__).parents[1]
     code = 0

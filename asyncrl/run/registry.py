@@ -218,7 +218,8 @@ def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
             labelled_for=reward.kind if needs_label(reward) else "",
             keeps_messages=_keeps_messages(run),
         )
-        judge = repr((reward.kind, sorted(hidden(reward.options).items())))
+        parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
+        judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
         sets.append(dataclasses.replace(opened, judge=judge))
     require_space(sets, log_bytes=run.bus.max_log_bytes)
     return sets

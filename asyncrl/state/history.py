@@ -78,11 +78,17 @@ class History:
         self._write(BEGUN, step=step, kept=kept, max_staleness=max_staleness, settings=settings)
 
     def trained(
-        self, groups: Collection[int], *, sequences: Collection[int] = (), step: int, max_staleness: int
+        self,
+        groups: Collection[int],
+        *,
+        sequences: Collection[int] = (),
+        step: int,
+        max_staleness: int,
+        old_parts: int = 0,
     ) -> None:
-        """``sequences``: the log record of each group."""
+        """``sequences``: the log record of each group;  ``old_parts``: as in Outcome"""
         fields = {"step": step, "groups": list(groups), "sequences": list(sequences), "max_staleness": max_staleness}
-        self._write("trained", **fields)
+        self._write("trained", **fields, **({"old_parts": old_parts} if old_parts else {}))
 
     def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
         """``groups`` left the window untrained: "dropped", "failed" or "filtered"; ``cause`` as in Outcome."""
@@ -254,7 +260,15 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
     if "settings" in fields:
         fields["settings"] = translated(fields["settings"])
     entry = HistoryEntry(position=position, **fields)
-    numbers = (entry.incarnation, entry.step, entry.max_staleness, entry.kept, *entry.groups, *entry.sequences)
+    numbers = (
+        entry.incarnation,
+        entry.step,
+        entry.max_staleness,
+        entry.old_parts,
+        entry.kept,
+        *entry.groups,
+        *entry.sequences,
+    )
     if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it is no line of a history")
     return entry

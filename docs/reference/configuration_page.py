@@ -40,6 +40,8 @@ def page() -> str:
         for key, inner in typing.get_type_hints(kind).items():
             if dataclasses.is_dataclass(inner):
                 parts.append(f"\n### [{name}.{key}]\n\n" + _table(inner, f"{name}.{key}", {}))
+            elif dataclasses.is_dataclass(one := next(reversed(typing.get_args(inner)), None)) and key == "parts":
+                parts.append(f"\n### [{name}.{key}.NAME]\n\n" + _table(one, f"{name}.{key}", {}))
         if name == "evaluation":
             parts.append(
                 "\n### [[evaluation.datasets]]\n\n" + _table(config.EvaluationDataset, "evaluation.datasets", {})

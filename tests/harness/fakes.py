@@ -25,6 +25,7 @@ from asyncrl.actors.rollout.weight_follower import WeightFollower
 from asyncrl.actors.rollout.worker import RolloutWorker
 from asyncrl.actors.supervisor import supervise
 from asyncrl.config import EvaluationSection, RunConfig
+from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import (
     CheckpointSection,
@@ -200,6 +201,7 @@ class Row:
     sampling: dict[str, Any] = field(default_factory=dict)
     reward: str = ""
     dataset: str = ""
+    key: tuple[int, int] = (0, 0)
 
 
 class Rows:
@@ -214,7 +216,9 @@ class Rows:
             return None
         tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
         response = np.array([4 + index, 5, 3], np.int32)
-        return Row(tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response)
+        return Row(
+            tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response, key=(0, index)
+        )
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,7 @@ class Loop:
     tickets: Tickets = field(default_factory=Tickets)
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     evaluation_sets: Sequence[EvaluationSet] = ()
     best: str = ""
@@ -316,6 +321,7 @@ class Loop:
                 stragglers="partial" if self.are_stragglers_cut else "wait_whole",
                 **self.staleness,
             ),
+            curriculum=self.curriculum,
             weights=WeightsSection(every_steps=self.publish_every),
             checkpoint=CheckpointSection(every_steps=self.checkpoint_every, best=self.best),
             evaluation=self.evaluation,

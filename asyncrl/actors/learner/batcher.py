@@ -81,7 +81,11 @@ class Batcher:
         self._progress = progress
         self._changed = changed
         self._algorithm = algorithm
-        self._selection = Selection(max_staleness=run.max_staleness, order=run.staleness.order)
+        self._selection = Selection(
+            max_staleness=run.max_staleness,
+            order=run.staleness.order,
+            are_parts_alone=run.staleness.parts == "alone",
+        )
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
@@ -227,6 +231,7 @@ class Batcher:
             max_staleness=self._selection.max_staleness,
             forks=self._table.forks,
             age_weight=self._age_weight,
+            are_parts_alone=self._selection.are_parts_alone,
         )
         parts = pack_parts(
             batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens

@@ -284,7 +284,7 @@ class Learner(Actor):
         group: asyncio.TaskGroup,
     ) -> None:
         """All that follows from a step on ``taken``."""
-        outcome = self.table.trained(max_staleness=prepared.batch.max_staleness)
+        outcome = self.table.trained(max_staleness=prepared.batch.max_staleness, old_parts=prepared.batch.old_parts)
         self._progress.record(outcome, batch=prepared.batch, tokens=result.tokens)
         await self._progress.recorded()
         metrics: dict[str, Metric] = {

@@ -189,7 +189,7 @@ def table_metrics(table: GroupTable, *, now: float) -> dict[str, Metric]:
     }
     if dropped:
         metrics["length/dropped_mean"] = sum(dropped) / len(dropped)
-    return metrics
+    return metrics | table.pass_rates.metrics()
 
 
 def table_numbers(table: GroupTable) -> dict[str, float]:

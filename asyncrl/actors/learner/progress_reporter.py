@@ -65,6 +65,7 @@ class ProgressReporter:
                 sequences=outcome.sequences,
                 step=outcome.step,
                 max_staleness=outcome.max_staleness,
+                old_parts=outcome.old_parts,
             )
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)

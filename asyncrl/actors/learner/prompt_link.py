@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from asyncrl.policies.groups.pass_rates import RowKey
 from asyncrl.policies.trust.validation import Asked
 
 
@@ -18,7 +19,7 @@ class Published:
 
     can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
     asked: what its prompt asks for; None for one that an earlier incarnation may have published with other settings.
-    time: Unix seconds.
+    time: Unix seconds.  row: what the data calls it.
     """
 
     group_id: int
@@ -28,6 +29,7 @@ class Published:
     can_be_answered: bool = True
     asked: Asked | None = None
     time: float = 0.0
+    row: RowKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, Published,
 from asyncrl.errors import BusFull, HopelessError
 from asyncrl.messages import Progress, PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.topics import PROGRESS, PROMPTS, SENT, TRAJECTORIES, WEIGHTS, group_id_of
+from asyncrl.policies.groups.pass_rates import PassRates, RowKey
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.health.faults import LEARNER, ROOM_IN_WINDOW, WORKER
 from asyncrl.policies.staleness.admission import Admission
@@ -59,6 +60,8 @@ class Row(Protocol):
     def dataset(self) -> str: ...
     @property
     def messages(self) -> tuple[dict[str, Any], ...]: ...
+    @property
+    def key(self) -> RowKey: ...
 
 
 class Rows(Protocol):
@@ -100,9 +103,15 @@ class PromptSource(Actor):
         tickets: Tickets | None = None,
         max_tokens: int | None = None,
         are_sampled: bool = True,
+        pass_rates: PassRates | None = None,
     ) -> None:
-        """state: what the learner starts from; tickets: None for prompts without; max_tokens: of an answer with all its
-        turns, sampling.max_new_tokens if None; are_sampled: engines need weights"""
+        """
+        state        what the learner starts from
+        tickets      None for prompts without
+        max_tokens   of an answer with all its turns; sampling.max_new_tokens if None
+        are_sampled  engines need weights
+        pass_rates   the learner's: which rows rest
+        """
         super().__init__(name, bus)
         self._rows = rows
         self._admission = admission
@@ -112,6 +121,7 @@ class PromptSource(Actor):
         self._link = link
         self._tickets = tickets or Tickets()
         self._are_sampled = are_sampled
+        self._pass_rates = pass_rates or PassRates()
         self._incarnation, self._policy_version = state.incarnation, state.policy_version
         self._forks = state.forks
         self._outstanding = state.prompts.outstanding
@@ -260,26 +270,32 @@ class PromptSource(Actor):
             can_be_answered=can_be_answered,
             asked=asked,
             time=time.time(),
+            row=numbered.row.key,
         )
         self._link.reports.put_nowait(report)
 
     async def _read(self, count: int) -> list[_Numbered]:
-        """The next ``count`` rows that are short enough, numbered; fewer when the data ends."""
+        """The next ``count`` rows that are short enough and do not rest, numbered; fewer when the data ends."""
         first, position, overlong = self._next, self._position, self._overlong
+        rates = self._pass_rates
 
-        def read() -> tuple[list[_Numbered], int, int]:
+        def read() -> tuple[list[_Numbered], int, int, int]:
             rows: list[_Numbered] = []
-            place, skipped = position, overlong
+            place, skipped, rested, in_a_row = position, overlong, 0, 0
             while len(rows) < count and (row := self._rows.at(place)) is not None:
                 if len(row.tokens) == 0:
                     skipped += 1
+                elif in_a_row < len(rates.newest) and rates.rests(row.key, epoch=row.epoch):
+                    rested, in_a_row = rested + 1, in_a_row + 1  # where all rest, each is asked
                 else:
+                    in_a_row = 0
                     group_id = first + len(rows)
                     rows.append(_Numbered(group_id=group_id, position=place, overlong=skipped, row=row))
                 place += 1
-            return rows, place, skipped
+            return rows, place, skipped, rested
 
-        rows, self._position, self._overlong = await asyncio.to_thread(read)
+        rows, self._position, self._overlong, rested = await asyncio.to_thread(read)
+        rates.num_rested += rested
         self._next += len(rows)
         return rows
 

@@ -186,6 +186,7 @@ class TrajectoryReader:
                     overlong=report.overlong,
                     asked=report.asked,
                     time=report.time,
+                    row=report.row,
                 )
                 if not report.can_be_answered:
                     error = "its place in the trajectory log was taken before it was published"

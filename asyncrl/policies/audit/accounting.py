@@ -39,9 +39,9 @@ class Logged:
     group_id: int
     spans: tuple[tuple[VersionSpan, ...], ...] = ()
 
-    def staleness(self, *, step: int, forks: Forks) -> int:
-        """Of the oldest token, when ``step`` trains it."""
-        return max([0, *(step - 1 - oldest_version(spans, forks) for spans in self.spans)])
+    def ages(self, *, step: int, forks: Forks) -> list[int]:
+        """Staleness of the oldest token of each trajectory, when ``step`` trains it; below 0 counts as 0."""
+        return [max(0, step - 1 - oldest_version(spans, forks)) for spans in self.spans]
 
 
 def sampled_spans(trajectory: Trajectory) -> tuple[VersionSpan, ...]:
@@ -357,10 +357,14 @@ def _ages(
         records.setdefault(record.group_id, []).append(record)
     for entry, begun, forks in steps(history):
         trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
-        ages = {i: one.staleness(step=entry.step, forks=forks) for i, one in trained.items() if one is not None}
+        bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
+        of_parts = {i: one.ages(step=entry.step, forks=forks) for i, one in trained.items() if one is not None}
+        old = [age for ages in of_parts.values() for age in ages if age > bound] if begun.are_parts_alone else []
+        ages = {i: max([0, *(age for age in its if not old or age <= bound)]) for i, its in of_parts.items()}
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
-        bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
+        if len(old) != entry.old_parts and len(ages) == len(entry.groups):
+            found.problems.append(f"{name}: {entry.old_parts} trajectories were left out, by the log {len(old)}")
         found.problems += [
             f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
         ]

@@ -35,6 +35,7 @@ class HistoryEntry:
     groups         ids that met this fate, in the order of the batch
     sequences      of "trained" the log record of each group; empty in lines of older versions
     max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
+    old_parts      of "trained" the trajectories that were too old alone, and trained nothing
     kept           of "begun": what lies at this position and beyond is not in the history of the weights
     settings       of "begun": the run file (config/record.py); empty when that line is damaged
     problem        of "damaged": which line, and what is wrong with it
@@ -48,10 +49,17 @@ class HistoryEntry:
     groups: tuple[int, ...] = ()
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
+    old_parts: int = 0
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     cause: str = ""
+
+    @property
+    def are_parts_alone(self) -> bool:
+        """Of "begun": a trajectory that is too old trains nothing, and the rest of its group is trained."""
+        staleness = self.settings.get("staleness", {})
+        return isinstance(staleness, Mapping) and staleness.get("parts") == "alone"
 
     def is_record_of(self, group_id: int, sequence: int) -> bool:
         """Whether this step trained its group from that log record. A worker that was away answers once more, late."""

@@ -48,7 +48,9 @@ class Batch:
     parts: tuple[int, ...]
     """Documents of each optimizer step on the batch: those of whole groups, the batch's first ones in the first."""
     max_staleness: int
-    """Of its oldest sampled token, in versions."""
+    """Of its oldest sampled token, in versions; trajectories that are too old apart."""
+    old_parts: int = 0
+    """Trajectories that train nothing because they are too old."""
 
 
 def build(
@@ -59,11 +61,13 @@ def build(
     max_staleness: int,
     forks: Forks,
     age_weight: AgeWeight | None = None,
+    are_parts_alone: bool = False,
 ) -> Batch:
     """The batch that the step from ``policy_version`` trains.  Raises AssertionError if any token is over the bound.
 
     Advantages that need another model's scores are 0 here. ``age_weight`` multiplies the loss weights, whose
-    denominators stay those of whole tokens: an old batch counts less.
+    denominators stay those of whole tokens: an old batch counts less. With ``are_parts_alone`` a trajectory that is
+    over the bound trains nothing, and its rollout's reward stays in the baseline.
     """
     trajectories = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     rollouts = [parts for group in groups for parts in group.rollouts]
@@ -72,6 +76,14 @@ def build(
     trained = masks
     if algorithm.masks_truncated:
         trained = overlong_masks(masks, [parts[-1].finish_reason for parts in rollouts for _ in parts])
+    ages = [
+        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
+        for _, t in trajectories
+    ]
+    is_old = np.zeros(len(trajectories), np.bool_)
+    if are_parts_alone:
+        is_old[:] = [age[mask].max(initial=0) > max_staleness for age, mask in zip(ages, masks, strict=True)]
+        trained = [np.zeros_like(mask) if old else mask for mask, old in zip(trained, is_old, strict=True)]
     members = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     advantage_inputs = AdvantageInputs(
         rewards=_shaped_rewards(rollouts, algorithm)[rollout],
@@ -98,10 +110,6 @@ def build(
         )
     ]
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
-    ages = [
-        per_token(t.version_spans, length=len(t.tokens), policy_version=policy_version, forks=forks)
-        for _, t in trajectories
-    ]
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
     documents = [
@@ -110,11 +118,14 @@ def build(
             trajectories, trained, per_token_advantages, weights, ages, strict=True
         )
     ]
-    ages_sampled, ages_trained = _sampled(ages, masks), _sampled(ages, trained)
+    kept = [np.zeros_like(mask) if old else mask for mask, old in zip(masks, is_old, strict=True)]
+    ages_sampled, ages_trained = _sampled(ages, kept), _sampled(ages, trained)
     assert ages_sampled.size == 0 or ages_sampled.max() <= max_staleness, "buffer let a stale token through"
     metrics = _staleness_metrics(ages, trained, members, rollout, max_staleness) | _sample_metrics(groups)
     if ages_sampled.size:  # what the bound is about, and `asyncrl audit` finds on the log again
         metrics["staleness/max"] = float(ages_sampled.max())
+    if are_parts_alone:
+        metrics["staleness/old_parts"] = float(is_old.sum())
     metrics["length/trained_tokens"] = float(ages_trained.size)
     if age_weight is not None and ages_trained.size:
         metrics["staleness/weight"] = float(age_weight(ages_trained).mean())
@@ -129,6 +140,7 @@ def build(
         num_tokens=int(ages_trained.size),
         parts=parts,
         max_staleness=int(ages_sampled.max()) if ages_sampled.size else 0,
+        old_parts=int(is_old.sum()),
     )
 
 

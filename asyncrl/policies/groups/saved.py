@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asyncrl.policies.groups.pass_rates import state_problem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptState:
@@ -28,6 +30,7 @@ class LearnerState:
     """The group table, saved. ``groups`` (ids that are done) and ``consumed`` (log sequences that are done) are as
     ``Ledger.as_json``, ``bound`` is as ``AdaptiveBound.state``; ``history`` is the length of history.jsonl in bytes.
 
+    pass_rates  as ``PassRates.state``
     log  of the trajectory log: its identity, and sequence and time of the last record that was read; {} of old ones
     """
 
@@ -46,6 +49,7 @@ class LearnerState:
     bound: dict[str, int] = field(default_factory=dict)
     history: int = 0
     log: dict[str, Any] = field(default_factory=dict)
+    pass_rates: dict[str, Any] = field(default_factory=dict)
 
     def problem(self) -> str:
         """What no table could have saved, in words; empty when the numbers go together (G2 of table.py)."""
@@ -66,7 +70,9 @@ class LearnerState:
         log = {"identity": "", "sequence": 0, "stored": 0, **self.log}
         if len(log) > 3 or not isinstance(log["identity"], str) or not all(map(_is_count, list(log.values())[1:])):
             return f"log is {self.log}"
-        return _problem_of_ledger("consumed", self.consumed) or self._problem_of_groups()
+        return (
+            state_problem(self.pass_rates) or _problem_of_ledger("consumed", self.consumed) or self._problem_of_groups()
+        )
 
     def _problem_of_groups(self) -> str:
         if problem := _problem_of_ledger("groups", self.groups):

@@ -18,10 +18,11 @@ from asyncrl.policies.staleness.staleness import is_stale
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The rule of one run. order: a name of samplers.ORDERS; with "in_order" a batch waits for every group before its
-    last."""
+    last. are_parts_alone: a group is too old once each of its trajectories is."""
 
     max_staleness: int
     order: str = "oldest_first"
+    are_parts_alone: bool = False
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
         """Buffered groups that are too old for the next step."""
@@ -56,7 +57,8 @@ class Selection:
         )
 
     def _is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
-        return is_stale(one.oldest, policy_version=policy_version, max_staleness=self.max_staleness)
+        oldest = one.youngest if self.are_parts_alone else one.oldest
+        return is_stale(oldest, policy_version=policy_version, max_staleness=self.max_staleness)
 
     def _first(
         self,

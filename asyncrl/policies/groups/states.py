@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from asyncrl.messages import TrajectoryGroup
+from asyncrl.policies.groups.pass_rates import RowKey
 from asyncrl.policies.trust.validation import Asked
 
 Fate = Literal["trained", "dropped", "failed", "filtered"]
@@ -23,6 +24,7 @@ class PublishedPrompt:
     position      its row in the endless shuffled data
     oldest_start  oldest policy version that may sample it; None when only a lost history knows
     asked         what it asks for, if this incarnation published it; None for an earlier one's
+    row           what the data calls it; None of an earlier incarnation's
     published     Unix seconds when this incarnation published it; 0: an earlier one did
     """
 
@@ -30,16 +32,19 @@ class PublishedPrompt:
     oldest_start: int | None = None
     asked: Asked | None = None
     published: float = 0.0
+    row: RowKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedGroup:
-    """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token."""
+    """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token;
+    youngest: the same of the trajectory whose oldest token is the newest."""
 
     sequence: int
     group: TrajectoryGroup
     prompt: PublishedPrompt
     oldest: int
+    youngest: int
     num_tokens: int
     arrived: float
 
@@ -60,6 +65,7 @@ class Outcome:
     step           of "trained" the step's number, else how many steps were done
     sequences      of "trained": the log record of each group
     max_staleness  of "trained": versions between the oldest token of the batch and the step
+    old_parts      of "trained": trajectories that trained nothing because they were too old
     events         of the others: what to announce of each group
     groups         as they are known, in the order of ``group_ids``; of one that could not be made perhaps nothing
     cause          of "failed": SET_ASIDE, or "" for any other
@@ -70,6 +76,7 @@ class Outcome:
     step: int
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
+    old_parts: int = 0
     events: tuple[Mapping[str, object], ...] = ()
     cause: str = ""
     groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
+from asyncrl.policies.groups.pass_rates import PassRates, RowKey
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -45,6 +46,7 @@ class GroupTable:
                     incarnation
     covered         log records below it are done by the newest checkpoint; 1 while there is none
     next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
+    pass_rates      of the rows; the prompt source of this process asks it which rest
     failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
     """
 
@@ -69,6 +71,7 @@ class GroupTable:
     training: dict[int, BufferedGroup] = field(default_factory=dict)
     counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
+    pass_rates: PassRates = field(default_factory=PassRates)
     failed_in_a_row: int = 0
     problem: str = ""
     generated_lengths: list[int] = field(default_factory=list)
@@ -85,9 +88,10 @@ class GroupTable:
         overlong: int = 0,
         asked: Asked | None = None,
         time: float = 0.0,
+        row: RowKey | None = None,
     ) -> None:
         """A prompt is about to be on the bus; once more, when the bus lost it. Raises ValueError for an id too high."""
-        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time)
+        prompt = PublishedPrompt(position=position, oldest_start=oldest_start, asked=asked, published=time, row=row)
         if group_id in self.outstanding:
             self.outstanding[group_id] = prompt
         elif group_id == self.next_group_id:
@@ -159,14 +163,18 @@ class GroupTable:
             outcome = self.fail(group_id, error=group.error, worker=group.worker, is_counted=is_counted, cause=cause)
             outcome = replace(outcome, groups=(group,))
             return Arrival(became="failed", outcome=outcome)
+        prompt = self.outstanding.pop(group_id)
+        versions = [oldest_version(one.version_spans, self.forks) for one in group.trajectories]
         self.buffered[group_id] = BufferedGroup(
             sequence=sequence,
             group=group,
-            prompt=self.outstanding.pop(group_id),
-            oldest=min(oldest_version(t.version_spans, self.forks) for t in group.trajectories),
+            prompt=prompt,
+            oldest=min(versions),
+            youngest=max(versions),
             num_tokens=sum(len(t.tokens) for t in group.trajectories),
             arrived=now,
         )
+        self.pass_rates.see(prompt.row, epoch=group.epoch, rewards=group.rewards)
         self.generated_lengths += _lengths(group)
         self.failed_in_a_row, self.problem = 0, ""
         return Arrival(became="buffered")
@@ -226,7 +234,7 @@ class GroupTable:
         self.training = {}
         self.batches_taken -= 1
 
-    def trained(self, *, max_staleness: int) -> Outcome:
+    def trained(self, *, max_staleness: int, old_parts: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
@@ -243,6 +251,7 @@ class GroupTable:
             sequences=sequences,
             step=self.step,
             max_staleness=max_staleness,
+            old_parts=old_parts,
             groups=groups,
         )
 
@@ -332,12 +341,15 @@ class GroupTable:
             forks=dict(self.forks),
             bound=self.bound.state(),
             history=history,
+            pass_rates=self.pass_rates.state(),
             log={"identity": self.log, "sequence": self.last_read[0], "stored": self.last_read[1]},
         )
 
     @classmethod
-    def restore(cls, state: LearnerState, *, bound: AdaptiveBound) -> GroupTable:
-        """The table as a checkpoint has it. ``bound``: as the run file says, before any step."""
+    def restore(cls, state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None) -> GroupTable:
+        """The table as a checkpoint has it. ``bound``, ``pass_rates``: as the run file says, before any step."""
+        pass_rates = pass_rates or PassRates()
+        pass_rates.resume(state.pass_rates)
         starts = state.prompts.oldest_start
         counts: dict[Fate, int] = {
             "trained": state.groups_trained,
@@ -348,6 +360,7 @@ class GroupTable:
         consumed = Ledger.from_json(state.consumed)
         return cls(
             bound=bound.resumed(state.bound),
+            pass_rates=pass_rates,
             incarnation=state.incarnation,
             step=state.step,
             batches_taken=state.step,

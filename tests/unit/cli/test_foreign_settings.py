@@ -230,6 +230,33 @@ def test_what_programs_may_do_on_a_machine_its_own_command_says(joins: Joins, op
     assert made.reward.options == {"sandbox": "bwrap"}
 
 
+def test_the_parts_of_a_reward_are_looked_at_as_the_reward_is(joins: Joins, trap: Path) -> None:
+    """And those of a data set's."""
+
+    def parts(**part: Any) -> dict[str, Any]:
+        return {"kind": "parts", "parts": {"right": {"kind": "exact"}, "other": part}}
+
+    for part, said in (
+        ({"kind": "trap:reward"}, "kind: .*'trap:reward'.* --allow trap$"),
+        (
+            {"kind": "remote", "options": {"url": "http://10.0.0.1:8000/"}},
+            "options.url: .* --allow http://10.0.0.1:8000$",
+        ),
+        (
+            {"kind": "code", "options": {"sandbox": "none"}},
+            "options.sandbox: .* --set reward.parts.other.options.sandbox=",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"^reward.parts.other.{said}"):
+            joins(forged(reward=parts(**part)))
+        datasets = [{"name": "sums", "path": "", "reward": parts(**part)}]
+        with pytest.raises(ConfigError, match=rf"^evaluation.datasets.reward.parts.other.{said}"):
+            joins(forged(evaluation={"place": "shared", "datasets": datasets}))
+    assert "trap" not in sys.modules
+    made = joins(forged(reward=parts(kind="trap:reward")), allow=["trap"])
+    assert made.reward.parts["other"].kind == "trap:reward"
+
+
 def test_a_server_of_an_evaluations_reward_is_not_asked_unless_the_command_allows_it(joins: Joins) -> None:
     reward = {"kind": "remote", "options": {"url": "http://10.0.0.1:8000/score"}}
     table = forged(evaluation={"place": "shared", "datasets": [{"name": "sums", "path": "", "reward": reward}]})

@@ -60,6 +60,24 @@ def test_what_may_be_a_secret_is_not_on_the_bus(monkeypatch: pytest.MonkeyPatch,
     assert getattr(joined(monkeypatch, run, f"{key}={{}}"), key.split(".")[0]).options == {}
 
 
+@pytest.mark.parametrize(
+    "part", ['{kind = "remote", options = {headers = {X = "hidden"}}}', '{kind = "my:own", options = {any = "hidden"}}']
+)
+def test_parts_of_a_reward_that_may_hold_a_secret_are_not_on_the_bus(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    table = f'{{right = {{kind = "exact"}}, other = {part}}}'
+    run = config.load(DEMO, ["reward.kind=parts", f"reward.parts={table}"])
+    assert "hidden" not in str(worker_table(run))
+    with pytest.raises(ConfigError, match="its reward.parts may hold secrets, .* --set reward.parts.KEY=VALUE"):
+        joined(monkeypatch, run)
+    own = joined(monkeypatch, run, 'reward.parts={right = {kind = "exact"}}')
+    assert list(own.reward.parts) == ["right"]
+    dataset = f'{{name = "sums", path = "sums.jsonl", reward = {{kind = "parts", parts = {table}}}}}'
+    run = config.load(DEMO, [f"evaluation.datasets=[{dataset}]"])
+    assert "hidden" not in str(worker_table(run)) and not joined(monkeypatch, run).evaluation.is_on
+
+
 def test_options_of_our_own_parts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     run = config.load(DEMO, ["engine.kind=sglang", "engine.options={tensor_parallel=4}"])
     assert joined(monkeypatch, run).engine.options == {"tensor_parallel": 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,38 @@ async def test_what_was_graded_is_not_asked_again(server: Server) -> None:
     assert [r.value for r in await reward([sample("a"), sample("a"), sample("b")])] == [1.0] * 3
     assert await values(reward, sample("b"), sample("a")) == [1.0, 1.0]
     assert len(server.seen) == 2
+
+
+async def test_grades_in_a_file_are_those_of_other_workers_and_later_runs_too(server: Server, tmp_path: Path) -> None:
+    file = str(tmp_path / "grades.sqlite")
+    first, beside = judge(server, cache_file=file), judge(server, cache_file=file, cache=0)
+    assert await values(first, sample("a"), sample("b")) == [1.0, 1.0]
+    server.says = ["Score: 0"]
+    assert await values(beside, sample("a"), sample("b"), sample("c")) == [1.0, 1.0, 0.0]
+    assert await values(first, sample("c")) == [0.0]
+    assert len(server.seen) == 3
+    assert await values(judge(server, cache_file=file, temperature=0.5), sample("a")) == [0.0]  # another judge
+    for one in (first, beside):
+        await one.close()
+
+
+async def test_a_file_of_grades_that_fails_costs_questions_and_no_group(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "grades.sqlite"
+    reward = judge(server, cache_file=str(file))
+    reward.check_machine()
+    file.write_text("no database at all, and long enough to be seen as none" * 40)
+    assert await values(reward, sample("a")) == [1.0]
+    assert await values(reward, sample("a"), sample("b")) == [1.0, 1.0]
+    assert len(server.seen) == 2
+    (said,) = [record.getMessage() for record in caplog.records if "cache_file" in record.getMessage()]
+    assert "file is not a database; grades are kept in memory only from here on" in said
+    with pytest.raises(ConfigError, match="^reward llm_judge: cache_file: .*: file is not a database; name a file"):
+        judge(server, cache_file=str(file)).check_machine()
+    with pytest.raises(ConfigError, match="unable to open database file"):
+        judge(server, cache_file=str(tmp_path / "not" / "there")).check_machine()
+    await reward.close()
 
 
 async def test_a_busy_server_and_a_judge_without_a_grade_are_asked_again(server: Server) -> None:

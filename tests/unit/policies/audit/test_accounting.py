@@ -107,6 +107,29 @@ def test_a_late_second_answer_is_not_taken_for_the_record_that_was_trained() -> 
     assert made.is_clean
 
 
+@pytest.mark.parametrize(
+    ("parts", "left_out", "problems"),
+    [
+        ("alone", 1, []),
+        ("alone", 0, ["0 trajectories were left out, by the log 1"]),
+        ("whole", 0, ["group 0 was 4 versions old, over 2", "recorded staleness 1, by the log 4"]),
+    ],
+)
+def test_trajectories_that_were_too_old_alone_are_counted_on_the_log_again(
+    parts: str, left_out: int, problems: list[str]
+) -> None:
+    """Step 5 trains version 4: a trajectory of version 0 is too old, one of version 3 is not."""
+    written = Written()
+    written.begin(0)
+    written.entries[0] = dataclasses.replace(written.entries[0], settings={"staleness": {"parts": parts}})
+    written.add("trained", 0, step=5, oldest=1)
+    written.entries[1] = dataclasses.replace(written.entries[1], old_parts=left_out)
+    bus = BusFacts(prompts=1, queued=(), log=[logged(1, 0, 0, 3)], first=1, last=1)
+    made = account(written.entries, saved=saved(written, done=1, next_group_id=1), bus=bus)
+    assert list(made.problems) == [f"step 5 of incarnation 0: {problem}" for problem in problems]
+    assert made.staleness_violations == len(problems)
+
+
 def test_what_is_trained_again_after_a_kill_is_no_duplicate() -> None:
     """Life 0 trains 0..3 and is killed; its checkpoint was made behind step 1. Life 1 trains 2 and 3 again."""
     written = Written()
@@ -243,7 +266,7 @@ def test_only_tokens_that_the_policy_sampled_have_an_age() -> None:
 
 def test_versions_of_a_lost_history_count_as_old_as_the_fork() -> None:
     """Sampled by version 9 of epoch 0, of which epoch 1 kept 6; trained by step 8 (from version 7): 1 old."""
-    assert logged(1, 0, 9).staleness(step=8, forks={1: 6}) == 1
+    assert logged(1, 0, 9).ages(step=8, forks={1: 6}) == [1]
 
 
 class Life:
@@ -278,7 +301,7 @@ class Life:
             self.log.append(logged(len(self.log) + self.trimmed + 1, group_id, self.step, epoch=self.epoch))
         elif what in ("train", "fail"):
             ready = [r for r in self.log if r.sequence not in self.consumed and r.group_id not in self.groups]
-            young = [r for r in ready if r.staleness(step=self.step + 1, forks=self.forks) <= BOUND]
+            young = [r for r in ready if max(r.ages(step=self.step + 1, forks=self.forks)) <= BOUND]
             for record in [r for r in ready if r not in young]:
                 self.dispose(record)
                 self.written.add("dropped", record.group_id, step=self.step, epoch=self.epoch)
@@ -291,7 +314,7 @@ class Life:
                 self.written.add("failed", taken[0].group_id, step=self.step, epoch=self.epoch)
             elif taken:
                 self.step += 1
-                oldest = max(record.staleness(step=self.step, forks=self.forks) for record in taken)
+                oldest = max(age for record in taken for age in record.ages(step=self.step, forks=self.forks))
                 ids = [record.group_id for record in taken]
                 self.written.add("trained", *ids, step=self.step, epoch=self.epoch, oldest=oldest)
         elif what == "save":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncrl.policies.batching import batch
 from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.policies.losses.aggregation import AGGREGATIONS
-from tests.harness.groups import trajectory
+from tests.harness.groups import span, trajectory
 
 OF_ROLLOUTS = {name: kind() for name, kind in ADVANTAGES.items() if issubclass(kind, GroupAdvantage)}
 
@@ -54,6 +55,31 @@ def test_the_winner_in_three_parts_counts_once_in_its_group() -> None:
     assert made.metrics["reward/mean"] == 0.25
     assert made.metrics["length/trained_mean"] == (9 + 3 + 3 + 3) / 4
     assert made.metrics["length/parts_mean"] == 1.5
+
+
+def test_a_part_that_is_too_old_trains_nothing_and_its_rollout_counts_all_the_same() -> None:
+    """The winner's first part is of version 1, all else of version 3; version 4 trains, with a bound of 2."""
+    winner, *others = group_of([(1.0, [3, 4]), (0.0, [3]), (0.0, [3]), (0.0, [3])]).rollouts
+    old = dataclasses.replace(winner[0], version_spans=(span(1),))
+    young = [dataclasses.replace(one, version_spans=(span(3),)) for one in (winner[1], *(one for (one,) in others))]
+    group = dataclasses.replace(group_of([(0.0, [1])]), trajectories=(old, *young))
+    build = functools.partial(
+        batch.build,
+        [group],
+        algorithm=resolve(ALGORITHMS["grpo"]),
+        policy_version=4,
+        max_staleness=2,
+        forks={},
+    )
+    with pytest.raises(AssertionError, match="let a stale token through"):
+        build()
+    made = build(are_parts_alone=True)
+    assert advantages(made) == pytest.approx([0.0, 1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    trained = [int(document.response_mask.sum()) for document in made.documents]
+    assert trained == [0, 4, 3, 3, 3] and made.num_tokens == 13
+    assert [float(document.loss_weights.sum()) > 0 for document in made.documents] == [False, True, True, True, True]
+    assert (made.old_parts, made.max_staleness, made.metrics["staleness/max"]) == (1, 1, 1.0)
+    assert made.metrics["staleness/old_parts"] == 1.0 and made.metrics["reward/mean"] == 0.25
 
 
 def test_samples_that_failed_are_counted_apart_from_those_that_were_cut_off() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from asyncrl.policies.groups.states import BufferedGroup
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness import samplers
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
-from tests.harness.groups import group
+from tests.harness.groups import group, trajectory
 
 
 def table(versions: dict[int, int], *, step: int = 0) -> GroupTable:
@@ -43,6 +45,20 @@ def test_a_batch_is_whole() -> None:
 def test_nothing_too_stale_is_trained() -> None:
     made = table({0: 1, 1: 2}, step=4)
     assert ids(rule(max_staleness=2).stale(made)) == [0]
+
+
+def test_where_trajectories_are_too_old_alone_a_group_is_dropped_with_its_last_one() -> None:
+    """Its first trajectory is of version 1, its second of version 3; with a bound of 2, those train until 3 and 5."""
+    made = table({0: 1}, step=4)
+    old, young = trajectory(version=1), trajectory(version=3)
+    both = dataclasses.replace(group(1), trajectories=(old, young))
+    made.publish(1, position=1)
+    made.arrive(2, both, now=0.0)
+    alone = dataclasses.replace(rule(max_staleness=2), are_parts_alone=True)
+    assert ids(rule(max_staleness=2).stale(made)) == [0, 1]
+    assert ids(alone.stale(made)) == [0]
+    made.step = 6
+    assert ids(alone.stale(made)) == [0, 1]
 
 
 def test_a_bound_that_falls_makes_nothing_stale() -> None:

@@ -1,0 +1,69 @@
+"""reward.kind = "parts": the weighted sum of other rewards, each named in [reward.parts].
+
+    [reward.parts.right]
+    kind = "math"
+    [reward.parts.format]
+    kind = "regex"
+    weight = 0.1
+    options = { pattern = "^<think>.*</think>", compare = "match" }
+
+Each part judges the whole group, all at the same time, and is the metric reward/NAME before its weight. What a reward
+tells besides, such as a judge's grade, is NAME.grade. One that fails fails the group. kind = "none" is what the rollout
+function or the harness set; what it told of itself stays under its own names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import RewardError
+from asyncrl.protocols import Reward, Sample
+from asyncrl.rewards.guard import GuardedReward
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedPart:
+    weight: float
+    reward: GuardedReward
+
+
+class WeightedParts:
+    """Takes a group. A part that only tells (weight 0) still costs its time, and its failure still counts."""
+
+    def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
+        self._parts = dict(parts)
+        self.needs_label = any(getattr(one.reward.function, "needs_label", False) for one in parts.values())
+        voters = [one.reward.function for one in parts.values() if hasattr(one.reward.function, "vote")]
+        if voters:
+            self.vote = voters[0].vote  # of a majority: what the first part that can say it makes of an answer
+
+    async def __call__(self, samples: Sequence[Sample]) -> list[Reward]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    name: group.create_task(one.reward.judge(samples), name=f"reward.{name}")
+                    for name, one in self._parts.items()
+                }
+        except ExceptionGroup as error:
+            raise error.exceptions[0] from error.exceptions[0].__cause__
+        return [self._sum({name: task.result()[at] for name, task in tasks.items()}) for at in range(len(samples))]
+
+    def check_machine(self) -> None:
+        """Raises ConfigError."""
+        for one in self._parts.values():
+            one.reward.check_machine()
+
+    async def close(self) -> None:
+        for one in self._parts.values():
+            await one.reward.close()
+
+    def _sum(self, found: Mapping[str, Reward]) -> Reward:
+        told = {name: reward.value for name, reward in found.items()}
+        for name, reward in found.items():
+            for inner, value in reward.parts.items():
+                if f"{name}.{inner}" in told:
+                    raise RewardError(f"reward parts: two parts are {name}.{inner}; rename one of [reward.parts]")
+                told[f"{name}.{inner}"] = value
+        return Reward(value=sum(self._parts[name].weight * one.value for name, one in found.items()), parts=told)

@@ -1,0 +1,69 @@
+"""Rows that are too easy rest: they are passed over before anything is sampled, and a resumed run knows which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.bus.memory.bus import MemoryBus
+from asyncrl.config.curriculum import CurriculumSection
+from asyncrl.protocols import Reward, Sample
+from tests.harness.fakes import Engine, Judge, Loop, run_all, worker
+
+
+class Asked:
+    """Labels of the rows that were asked, by the step they were asked in. Of even rows every sample is solved, of odd
+    ones half."""
+
+    def __init__(self) -> None:
+        self.labels: list[int] = []
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Reward]:
+        label = int(samples[0].label)
+        self.labels.append(label)
+        return [Reward(value=float(label % 2 == 0 or place == 0)) for place in range(len(samples))]
+
+    @property
+    def by_step(self) -> list[list[int]]:
+        return [sorted(self.labels[first : first + 5]) for first in range(0, len(self.labels), 5)]
+
+
+def synchronous(bus: Any, directory: Path, **changes: Any) -> Loop:
+    """A step asks five rows, once all five of the step before are trained."""
+    settings: dict[str, Any] = {"mode": "sync", "max_staleness": 0, "groups_per_batch": 5, "steps": 3}
+    return Loop(bus, directory, curriculum=CurriculumSection(high=0.9), **(settings | changes))
+
+
+async def test_a_row_that_is_always_solved_rests_for_a_pass_and_is_asked_again(
+    bus_factory: Any, tmp_path: Path
+) -> None:
+    loop, asked = synchronous(await bus_factory(), tmp_path), Asked()
+    await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand", reward=Judge(asked)))
+    # Step 2: the second pass without 0, 2 and 4, the third from its begin. Step 3: its rest, and the fourth without 0
+    # and 2, which were solved in the third; of 4 only the first is known when it is asked.
+    assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]
+    row = loop.recorder.rows[-1]
+    assert row["curriculum/rested"] == 5.0 and row["curriculum/rows"] == 5.0
+    assert (row["curriculum/too_easy"], row["curriculum/too_hard"]) == (0.6, 0.0)
+
+
+async def test_where_every_row_would_rest_each_is_asked(bus_factory: Any, tmp_path: Path) -> None:
+    """Nobody can say which is best: the run goes on."""
+    loop = synchronous(await bus_factory(), tmp_path)
+    solved = Judge(lambda samples: [Reward(value=1.0)] * len(samples))
+    await run_all(loop, worker(await bus_factory(), Engine(), load="on_demand", reward=solved))
+    assert loop.trained_groups == 15
+
+
+async def test_a_resumed_run_knows_which_rows_rest(bus_factory: Any, tmp_path: Path) -> None:
+    asked = Asked()
+    first = synchronous(await bus_factory(), tmp_path, steps=1, checkpoint_every=1)
+    await run_all(first, worker(await bus_factory(), Engine(), load="on_demand", reward=Judge(asked)))
+    bus = MemoryBus(
+        max_prompts=64, max_log_bytes=2**24, ack_seconds=30, max_message_bytes=2**20
+    )  # not a finished run's
+    second = synchronous(bus, tmp_path, steps=3, checkpoint_every=1)
+    await run_all(second, worker(bus, Engine(), load="on_demand", reward=Judge(asked)), resume=True)
+    assert asked.by_step == [[0, 1, 2, 3, 4], [0, 1, 1, 2, 3], [1, 3, 3, 4, 4]]
+    assert second.recorder.rows[-1]["curriculum/rested"] == 5.0
