@@ -132,8 +132,14 @@ class Streams:
 
     async def _runs(self) -> str:
         """The existing runs. Raises Forbidden if the role may not list them."""
-        found = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>"})
-        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in found.get("streams") or ()}
+        names: list[str] = []
+        while True:  # the server names at most 1,024 at a time
+            page = await self._connection.api("STREAM.NAMES", {"subject": "asyncrl.>", "offset": len(names)})
+            some = page.get("streams") or ()
+            names += some
+            if not some or len(names) >= page.get("total", 0):
+                break
+        runs = {stream.split("-", 1)[1].rpartition("-")[0] for stream in names}
         return ", ".join(sorted(runs)) or "(there is none)"
 
     async def _until_made(self, name: str) -> None:

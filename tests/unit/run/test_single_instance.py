@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -82,14 +83,13 @@ async def test_of_many_that_start_at_once_one_begins(bus_factory: Any) -> None:
 
 
 HOLDER = """
-import asyncio, sys
+import asyncio, json, sys
 from asyncrl.run import single_instance
 from asyncrl.bus.jetstream.bus import JetStreamBus
-from tests.conftest import BUS_SIZES
 
 async def main():
-    url, token = sys.argv[1:]
-    bus = await JetStreamBus.connect(url, run="killed", token=token, storage="file", **BUS_SIZES)
+    url, token, sizes = sys.argv[1:]
+    bus = await JetStreamBus.connect(url, run="killed", token=token, storage="file", **json.loads(sizes))
     async with single_instance.worker(bus, "w0", run="killed"):
         print("up", flush=True)
         await asyncio.Event().wait()
@@ -101,7 +101,7 @@ asyncio.run(main())
 async def test_who_was_killed_has_its_name_no_more(nats_server: EmbeddedServer, connect: Any) -> None:
     """Whoever is started in its place waits neither for its heartbeat to die nor for a lease."""
     bus = await connect(nats_server, run="killed")
-    command = [sys.executable, "-c", HOLDER, nats_server.url, nats_server.token]
+    command = [sys.executable, "-c", HOLDER, nats_server.url, nats_server.token, json.dumps(BUS_SIZES)]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None

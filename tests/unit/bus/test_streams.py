@@ -1,0 +1,34 @@
+"""The streams of a run, as far as no server is needed to see what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.errors import NO_STREAM, Refused
+from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.bus.jetstream.streams import Streams
+from asyncrl.errors import NoSuchRun
+from asyncrl.messages.topics import PROMPTS
+
+PAGE = 1024
+
+
+class ManyRuns(Connection):
+    """A server with two streams of each of 1,000 other runs. It names as many at a time as nats-server does."""
+
+    async def api(self, verb: str, body: Any = None, **_: Any) -> dict[str, Any]:
+        if verb != "STREAM.NAMES":
+            raise Refused(verb, {"err_code": NO_STREAM, "description": "stream not found"})
+        names = [f"asyncrl-r{number:03}-{topic}" for number in range(1000) for topic in ("events", "prompts")]
+        return {"total": len(names), "streams": names[body["offset"] :][:PAGE]}
+
+
+async def test_whoever_asks_for_a_run_that_is_not_there_is_told_of_all_that_are() -> None:
+    layout = Layout(run="nowhere", max_prompts=8, max_log_bytes=2**20, ack_seconds=1.0, storage="memory")
+    with pytest.raises(NoSuchRun) as refused:
+        await Streams(ManyRuns("nats://127.0.0.1:1"), layout, role="observer").open((PROMPTS,))
+    runs = str(refused.value).rpartition(": ")[2].split(", ")
+    assert runs == [f"r{number:03}" for number in range(1000)]
