@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import blake3
 import nacl.bindings
 
 from asyncrl.messages import TrajectoryGroup
@@ -53,7 +54,7 @@ def measured(num_bytes: int) -> dict[str, float]:
         "sign": milliseconds(lambda: signatures.seal(TRAJECTORIES, "1", data)),
         "check": milliseconds(lambda: signatures.impostor(TRAJECTORIES, "1", sealed, name="w")),
         "sha256": milliseconds(lambda: hashlib.sha256(data).digest()),
-        "blake2b": milliseconds(lambda: hashlib.blake2b(data).digest()),
+        "blake3": milliseconds(lambda: blake3.blake3(data).digest()),
         "ed25519 sign": milliseconds(lambda: key.signature(digest)),
         "ed25519 check": milliseconds(lambda: nacl.bindings.crypto_sign_open(signed, public)),
     }

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from asyncrl.cli import arguments
-from asyncrl.config import RunConfig
 from asyncrl.run.summary import summarize
 
 
@@ -15,13 +14,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    run_config = arguments.load(options)
-    if sys.stderr.isatty():
-        print(f"reading {run_config.model.path} and {run_config.data.where} ...", file=sys.stderr, flush=True)
-    print(describe(run_config))
+    print(summarize(arguments.load(options), tells=_told))
     return 0
 
 
-def describe(run_config: RunConfig) -> str:
-    """The resolved run file and what follows from it, for a person. Raises ConfigError for what cannot work."""
-    return str(summarize(run_config))
+def _told(what: str) -> None:
+    """For a person who waits; in a log a mistake stays one line."""
+    if sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)

@@ -18,15 +18,7 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
 
     Raises ConfigError naming ``where`` (the key of the run file) when there is no such thing.
     """
-    address = (table or {}).get(name, name)
-    module_name, colon, attribute = address.partition(":")
-    if not colon or not module_name or not attribute:
-        near = difflib.get_close_matches(name, table or {}, 1)
-        if "." in name and all(part.isidentifier() for part in name.split(".")):  # an address, and not a name
-            near = [":".join(name.rsplit(".", 1))]
-        known = f"known: {', '.join(table)}; or " if table else ""
-        hint = f"did you mean {near[0]!r}? Or " if near else known
-        raise ConfigError(f"{where}: {name!r} is unknown; {hint}write package.module:object")
+    module_name, attribute = address(name, where=where, table=table)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -45,6 +37,19 @@ def load(name: str, *, where: str, table: Mapping[str, str] | None = None, kind:
         wanted = with_article(kind) if kind else "a function or class"
         raise ConfigError(f"{where}: {name!r} is {with_article(type(found))}, not {wanted}")
     return found
+
+
+def address(name: str, *, where: str, table: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Module and attribute that ``name`` means; imports nothing. Raises ConfigError where it can mean none."""
+    module_name, colon, attribute = (table or {}).get(name, name).partition(":")
+    if colon and module_name and attribute:
+        return module_name, attribute
+    near = difflib.get_close_matches(name, table or {}, 1)
+    if "." in name and all(part.isidentifier() for part in name.split(".")):  # an address, and not a name
+        near = [":".join(name.rsplit(".", 1))]
+    known = f"known: {', '.join(table)}; or " if table else ""
+    hint = f"did you mean {near[0]!r}? Or " if near else known
+    raise ConfigError(f"{where}: {name!r} is unknown; {hint}write package.module:object")
 
 
 def make(kind: Callable[..., Any], *arguments: Any, where: str, name: str) -> Any:

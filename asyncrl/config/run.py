@@ -23,6 +23,7 @@ from asyncrl.config.models import CriticSection, ReferenceSection, TeacherSectio
 from asyncrl.config.reward import RewardSection
 from asyncrl.config.staleness import StalenessSection
 
+_LONGEST_NAME: Final = 128
 _MOST_STOPS: Final = 32
 """SGLang's limit."""
 
@@ -54,6 +55,9 @@ class RunSection:
     def __post_init__(self) -> None:
         plain = self.name.replace("-", "").replace("_", "")
         require(plain.isascii() and plain.isalnum(), f"name must be letters, digits, - and _, got {self.name!r}")
+        require(
+            len(self.name) <= _LONGEST_NAME, f"name must have at most {_LONGEST_NAME} characters, got {len(self.name)}"
+        )
         positive(self, "steps", "stall_seconds")
         require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
         require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")

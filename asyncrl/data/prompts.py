@@ -57,6 +57,15 @@ class PromptRow:
     key: tuple[int, int] = (0, 0)
 
 
+def indexed(data: config.DataSection, *, seed: int, limits: RowLimits) -> Positions:
+    """The rows of the run file's [data], each looked at but none tokenised. Raises ConfigError."""
+    check = RowCheck(data, limits)
+    rows = open_positions(data, seed=seed, check=check)
+    if rows.num_rows:  # a source of the user's own is asked row by row
+        check.require_seen()
+    return rows
+
+
 class PromptDataset:
     """Prompts by position. One caller at a time: one actor owns it."""
 
@@ -88,10 +97,12 @@ class PromptDataset:
         seed: int,
         limits: RowLimits | None = None,
         system_prompt: str = "",
+        rows: Positions | None = None,
     ) -> PromptDataset:
         """The dataset of the run file's [data]. Raises ConfigError for the first row that cannot be a prompt.
 
         system_prompt: a message in front of every prompt, for a chat template
+        rows: of ``indexed``; None opens them
         """
         limits = limits or RowLimits()
         if data.chat_template and not getattr(tokenizer, "chat_template", None):
@@ -103,10 +114,7 @@ class PromptDataset:
                 "data.response_key: the model's tokenizer has no eos token, so no answer could end; name one "
                 "in its tokenizer_config.json"
             )
-        check = RowCheck(data, limits)
-        rows = open_positions(data, seed=seed, check=check)
-        if rows.num_rows:  # a source of the user's own is asked row by row
-            check.require_seen()
+        rows = indexed(data, seed=seed, limits=limits) if rows is None else rows
         return cls(rows, data, tokenizer=tokenizer, limits=limits, system_prompt=system_prompt)
 
     @property

@@ -119,8 +119,9 @@ class RowCheck:
 
     def _check_label(self, label: Any, where: str, *, reward: str) -> None:
         key = self._data.label_key
-        if isinstance(label, float) and math.isnan(label):
-            raise ConfigError(f"{where}: {key!r} is NaN; write the label, or leave the row out")
+        if _holds_nan(label):
+            is_it = "is" if isinstance(label, float) else "holds"
+            raise ConfigError(f"{where}: {key!r} {is_it} NaN; write the label, or leave the row out")
         if label is None and reward:
             raise ConfigError(
                 f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
@@ -191,6 +192,13 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
         raise ConfigError(f"{at}: {unknown_ids[0]} is no token of the model's {limits.vocabulary:,}")
     return {name: getattr(section, name) for name in made}
+
+
+def _holds_nan(value: Any, *, depth: int = 0) -> bool:
+    """Of a value that is too deep ``_size`` says it."""
+    if isinstance(value, dict | list) and depth <= _DEEPEST:
+        return any(_holds_nan(item, depth=depth + 1) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 _DEEPEST = 128

@@ -53,7 +53,7 @@ from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.policies.trust.validation import Asked, GroupValidation
 from asyncrl.protocols import Backend, Bus, WeightChannel
 from asyncrl.rollouts import load as rollout_functions
-from asyncrl.run import colocated, learner_models, registry, resume_checks, signing_keys
+from asyncrl.run import colocated, data, learner_models, registry, resume_checks, signing_keys
 from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE
 from asyncrl.state import checkpoint
 from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
@@ -96,9 +96,9 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
     state, restore_from = await _starting_point(
         run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
     )
-    rows = await asyncio.to_thread(registry.open_rows, run)
+    rows = await asyncio.to_thread(data.open_rows, run)
     samples = _samples(run, algorithm=registry.algorithm(run))
-    sets = await asyncio.to_thread(registry.open_evaluation_sets, run) if run.evaluation.is_on else []
+    sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
     algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
     ports = LearnerPorts(
         algorithm=algorithm,

@@ -53,18 +53,19 @@ def check_learner(run: RunConfig) -> None:
 
 def check_worker(run: RunConfig) -> None:
     """What ``check`` refuses, on a machine that has a rollout worker only: no data, no learner."""
-    _check_before_torch(run)
+    _check_of_worker_before_torch(run)
     _check_engine_and_channel(run)
     registry.engine_class(run).check_machine(run)
     registry.check_reward_machine(run)
     rollout_functions.check_machine(run.rollout)
 
 
-def _check_settings(run: RunConfig) -> None:
+def check_before_torch(run: RunConfig) -> None:
+    """What ``check`` can refuse of a whole run without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
     _check_evaluation_paths(run)
     _check_directory(run.run_directory)
-    _check_before_torch(run)
+    _check_of_worker_before_torch(run)
     launcher = registry.launcher_class(run)
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
         if gpus and launcher.places:
@@ -72,11 +73,17 @@ def _check_settings(run: RunConfig) -> None:
                 f'{section}.gpus: numbers are of one machine, and launcher.kind = "{run.launcher.kind}" finds machines '
                 "and GPUs itself; remove the key (launcher.options says how)"
             )
-    _check_engine_and_channel(run)
-    colocated.check(run)
-    if (replay := registry.routing_replay(run)).is_on:
-        _check_log(run, run.largest_message_bytes + replay.num_bytes)
-    algorithm = registry.algorithm(run)
+    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
+        raise ConfigError(
+            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
+            "remove it or use rollout.group_size = 2 or more"
+        )
+    _check_curriculum(run)
+
+
+def _check_settings(run: RunConfig) -> None:
+    check_before_torch(run)
+    algorithm = registry.algorithm(run)  # imports torch, and no more
     _check_given(run, algorithm)
     _check_reward(run, algorithm)
     if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
@@ -84,15 +91,13 @@ def _check_settings(run: RunConfig) -> None:
             f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
             'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
-    if "dynamic_sampling" in run.algorithm.filters and run.rollout.group_size < 2:
-        raise ConfigError(
-            'algorithm.filters: "dynamic_sampling" passes over groups of equal rewards, which one of one always is; '
-            "remove it or use rollout.group_size = 2 or more"
-        )
-    _check_curriculum(run)
+    _check_engine_and_channel(run)  # may import transformers
+    colocated.check(run)
+    if (replay := registry.routing_replay(run)).is_on:
+        _check_log(run, run.largest_message_bytes + replay.num_bytes)
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
-    launcher.check(run)
+    registry.launcher_class(run).check(run)
     _check_filters(run)
     _check_sinks(run)
 
@@ -138,8 +143,9 @@ def _check_directory(directory: Path) -> None:
         raise ConfigError(f"run.directory: cannot write to {there}, where {directory} is to be; name another")
 
 
-def _check_before_torch(run: RunConfig) -> None:
-    """What needs no torch, whose import takes many seconds on a busy machine. Code of the user's may import it."""
+def _check_of_worker_before_torch(run: RunConfig) -> None:
+    """Code of the user's may import torch."""
+    registry.check_names(run)
     registry.bus_class(run).check(run)
     _check_bus(run)
     model = check_model_at("model.path", Path(run.model.path))

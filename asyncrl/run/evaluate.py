@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
 from asyncrl.protocols import Bus
-from asyncrl.run import registry
+from asyncrl.run import data, registry
 from asyncrl.run.build_worker import build_worker
 from asyncrl.run.check import check_evaluation
 from asyncrl.run.run_folder import newest_model
@@ -72,7 +72,7 @@ def evaluate(run: RunConfig, model: SavedModel) -> dict[str, float] | None:
 
 def questions(run: RunConfig, model: SavedModel) -> str:
     """Digest of what is asked of the models of a run, which have one tokenizer. Raises ConfigError."""
-    return digest(registry.open_evaluation_sets(_with_model(run, model)))
+    return digest(data.open_evaluation_sets(_with_model(run, model)))
 
 
 def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
@@ -80,7 +80,7 @@ def _with_model(run: RunConfig, model: SavedModel) -> RunConfig:
 
 
 async def _evaluate(run: RunConfig) -> dict[str, float] | None:
-    sets = await asyncio.to_thread(registry.open_evaluation_sets, run)
+    sets = await asyncio.to_thread(data.open_evaluation_sets, run)
     bus = await registry.own_bus(run)
     results: list[Mapping[str, float]] = []
 

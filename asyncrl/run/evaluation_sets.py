@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from asyncrl import config
 from asyncrl.config import EvaluationDataset
-from asyncrl.data.prompts import PromptDataset, PromptRow
+from asyncrl.data.prompts import PromptDataset, PromptRow, indexed
 from asyncrl.data.row_check import RowLimits, plain
 from asyncrl.data.row_files import open_rows
 from asyncrl.errors import ConfigError
@@ -22,6 +22,22 @@ ANSWER_BYTES: Final = 512
 """Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
 
 
+def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False) -> RowLimits:
+    """As in RowLimits. A prompt that is too long is refused by ``open_set``."""
+    return RowLimits(
+        prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="", keeps_messages=keeps_messages
+    )
+
+
+def look_at_rows(dataset: EvaluationDataset, *, limits: RowLimits) -> None:
+    """Every row, and its tags, without a tokenizer. Raises ConfigError for the first that cannot be a prompt."""
+    try:
+        num_rows = indexed(_section(dataset), seed=0, limits=limits).num_rows
+        _tags(dataset, min(num_rows, dataset.limit or num_rows))
+    except ConfigError as error:
+        raise ConfigError(f"evaluation.datasets: {dataset.name}: {error}") from None
+
+
 def open_set(
     dataset: EvaluationDataset,
     *,
@@ -29,16 +45,14 @@ def open_set(
     max_new_tokens: int,
     context_tokens: int,
     vocabulary: int,
-    row_bytes: int,
-    labelled_for: str,
-    keeps_messages: bool = False,
+    limits: RowLimits,
 ) -> EvaluationSet:
     """Read and tokenise it. Raises ConfigError for the first row that cannot be a prompt.
 
     max_new_tokens  of an answer, where the data set says none
     context_tokens  of the model, the answer included
     vocabulary      of the model
-    row_bytes, labelled_for, keeps_messages  see RowLimits
+    limits          of its rows, as ``row_limits`` makes them
     """
     max_new_tokens = dataset.max_new_tokens or max_new_tokens
     most = context_tokens - max_new_tokens
@@ -56,24 +70,9 @@ def open_set(
     if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
         raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is no token of the model's {vocabulary:,}")
     metadata = plain(dataset.metadata, where, "metadata")
-    data = config.DataSection(
-        path=dataset.path,
-        prompt_key=dataset.prompt_key,
-        label_key=dataset.label_key,
-        metadata_key=dataset.metadata_key,
-        tools_key=dataset.tools_key,
-        chat_template=dataset.chat_template,
-        chat_template_options=dataset.chat_template_options,
-        shuffle=False,
-        epochs=1,
-        max_prompt_tokens=_ANY,  # a longer one is refused here, by its own limit
-    )
-    limits = RowLimits(
-        prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="", keeps_messages=keeps_messages
-    )
     try:
         prompts = PromptDataset.open(
-            data, tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
+            _section(dataset), tokenizer=tokenizer, seed=0, limits=limits, system_prompt=dataset.system_prompt
         )
         count = min(prompts.num_rows, dataset.limit or prompts.num_rows)
         rows = [_whole(prompts.at(index), index, dataset, most) for index in range(count)]
@@ -102,6 +101,21 @@ def open_set(
             has_labels=all(row.label is not None for row in rows),
             tags=Counter(tag for one in tags for tag in one),
         ),
+    )
+
+
+def _section(dataset: EvaluationDataset) -> config.DataSection:
+    return config.DataSection(
+        path=dataset.path,
+        prompt_key=dataset.prompt_key,
+        label_key=dataset.label_key,
+        metadata_key=dataset.metadata_key,
+        tools_key=dataset.tools_key,
+        chat_template=dataset.chat_template,
+        chat_template_options=dataset.chat_template_options,
+        shuffle=False,
+        epochs=1,
+        max_prompt_tokens=_ANY,  # a longer one is refused by ``open_set``
     )
 
 

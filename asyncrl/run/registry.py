@@ -24,12 +24,10 @@ from asyncrl.run import learner_models, signing_keys
 
 if TYPE_CHECKING:
     from asyncrl.backends.adapter import BackendAdapter
-    from asyncrl.data.prompts import PromptDataset
     from asyncrl.engines.adapter import EngineAdapter
     from asyncrl.launchers.adapter import LauncherAdapter
     from asyncrl.policies.algorithms.algorithm import Algorithm
     from asyncrl.policies.batching.filters import GroupFilter
-    from asyncrl.policies.evaluation.questions import EvaluationSet
     from asyncrl.protocols import StepResult
     from asyncrl.protocols.launcher import Launcher
     from asyncrl.run.routing_replay import RoutingReplay
@@ -88,6 +86,17 @@ def launcher_class(run: RunConfig) -> type[LauncherAdapter]:
 
 def bus_class(run: RunConfig) -> type[BusAdapter]:
     return _adapter(run.bus.kind, where="bus.kind", table=BUSES, port=BusAdapter)
+
+
+def check_names(run: RunConfig) -> None:
+    """Refuse the name of an adapter that there is none of; imports nothing. Raises ConfigError."""
+    for name, where, table in (
+        (run.engine.kind, "engine.kind", ENGINES),
+        (run.learner.backend, "learner.backend", BACKENDS),
+        (run.weights.channel, "weights.channel", CHANNELS),
+        *((name, "algorithm.filters", FILTERS) for name in run.algorithm.filters),
+    ):
+        plugins.address(name, where=where, table=table)
 
 
 def _adapter(name: str, *, where: str, table: Mapping[str, str], port: type[A]) -> type[A]:
@@ -193,69 +202,6 @@ def check_reward_machine(run: RunConfig) -> None:
 def rollout_runs_programs(run: RunConfig) -> bool:
     """Whether the options of the run's rollout function say which, on every machine of the run."""
     return rollout_functions.traits(run.rollout.function).runs_programs
-
-
-def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
-    """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
-    from asyncrl.config.secret_values import hidden
-    from asyncrl.data.model_folder import check_model_at
-    from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.rewards.load import needs_label
-    from asyncrl.run.evaluation_sets import open_set, require_space
-
-    model = check_model_at("model.path", Path(run.model.path))
-    tokenizer = load_tokenizer(Path(run.model.path))
-    sets = []
-    for dataset in run.evaluation.datasets:
-        reward = dataset.reward or run.reward
-        opened = open_set(
-            dataset,
-            tokenizer=tokenizer,
-            max_new_tokens=run.rollout.max_new_tokens,
-            context_tokens=model.context_tokens,
-            vocabulary=model.vocab_size,
-            row_bytes=run.bus.max_message_bytes // 2,
-            labelled_for=reward.kind if needs_label(reward) else "",
-            keeps_messages=_keeps_messages(run),
-        )
-        parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
-        judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
-        sets.append(dataclasses.replace(opened, judge=judge))
-    require_space(sets, log_bytes=run.bus.max_log_bytes)
-    return sets
-
-
-def open_rows(run: RunConfig) -> PromptDataset:
-    """The prompts. Raises ConfigError for the first row that cannot be one."""
-    from asyncrl.data.model_folder import check_model_at
-    from asyncrl.data.prompts import PromptDataset
-    from asyncrl.data.row_check import SAMPLING, RowLimits
-    from asyncrl.data.tokenizer import load_tokenizer
-    from asyncrl.rewards.load import needs_label, row_labels
-
-    model = check_model_at("model.path", Path(run.model.path))
-    context = model.context_tokens
-    samples = rollout_functions.traits(run.rollout.function).samples
-    limits = RowLimits(
-        prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
-        row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
-        labelled_for=run.reward.kind if needs_label(run.reward) else "",
-        rewards=row_labels(run.reward) if run.data.reward_key else {},
-        sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
-        vocabulary=model.vocab_size,
-        keeps_messages=_keeps_messages(run),
-    )
-    tokenizer = load_tokenizer(Path(run.model.path))
-    return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits)
-
-
-def _keeps_messages(run: RunConfig) -> bool:
-    """Whether the rollout function may want them: those that give one trajectory go by tokens."""
-    return not rollout_functions.traits(run.rollout.function).gives_one
-
-
-def _as_toml(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def channel(run: RunConfig, *, bus: Bus) -> WeightChannel:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
-from asyncrl.run import gpus, learner_models, registry
-from asyncrl.run.check import check
+from asyncrl.run import data, gpus, learner_models, registry
+from asyncrl.run.check import check, check_before_torch
 
 if TYPE_CHECKING:
     from asyncrl.policies import parts
@@ -86,14 +86,26 @@ class Summary:
         return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
 
 
-def summarize(run: RunConfig) -> Summary:
-    """Check the run file, and every row of its data; raises ConfigError for the first thing that cannot work."""
+def _silent(what: str) -> None:
+    """Told by ``summarize`` where nobody listens."""
+
+
+def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summary:
+    """Check the run file, and every row of its data; raises ConfigError for the first thing that cannot work.
+
+    tells  hears, before each wait of seconds, what is being read
+    """
+    check_before_torch(run)
+    tells(f"reading {run.data.where} ...")
+    found = data.index_rows(run)
+    data.look_at_evaluation_rows(run)
+    tells(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)
     placed = "found by the launcher" if registry.launcher_class(run).places else str(gpus.placement(run))
     algorithm = registry.algorithm(run)
-    rows = registry.open_rows(run)
+    rows = data.open_rows(run, found)
     num_looked_at = rows.look()
-    sets = registry.open_evaluation_sets(run) if run.evaluation.datasets else []
+    sets = data.open_evaluation_sets(run) if run.evaluation.datasets else []
     return Summary(
         settings=run,
         algorithm=algorithm.name,

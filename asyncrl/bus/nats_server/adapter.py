@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from asyncrl.bus.adapter import BusAdapter
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.nats_server.server import EmbeddedServer, find_binary
 from asyncrl.config import RunConfig
+from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures
 
@@ -71,3 +73,8 @@ class NatsAdapter(BusAdapter):
 def _check_url(url: str) -> None:
     if url and not url.startswith(_SCHEMES):
         raise ConfigError(f"bus: url must start with {' or '.join(_SCHEMES)}, got {url.partition(':')[0]}:...")
+    for address in servers(url):
+        try:
+            _ = urlsplit(address).port
+        except ValueError:
+            raise ConfigError(f"bus: url {without_secrets(address)}: the port must be in 1..65535") from None

@@ -88,25 +88,41 @@ BEFORE_TORCH = {
     "reward.options": ("reward.kind=remote", "reward"),
     "rollout.function": ("rollout.function=my_rollouts:play", "rollout.function: cannot import 'my_rollouts'"),
     "launcher.kind": ("launcher.kind=rays", "launcher.kind: 'rays' is unknown"),
+    "engine.kind": ("engine.kind=vllm", "engine.kind: 'vllm' is unknown"),
+    "learner.backend": ("learner.backend=fsdp", "learner.backend: 'fsdp' is unknown"),
+    "weights.channel": ("weights.channel=ftp", "weights.channel: 'ftp' is unknown"),
+    "algorithm.filters": ("algorithm.filters=['easy']", "algorithm.filters: 'easy' is unknown"),
 }
+
+ROWS_BEFORE_TORCH = {
+    "column": ("data.prompt_key=question", "prompts.jsonl:1: no column 'question' (data.prompt_key)"),
+    "label": ("data.label_key=answer", "prompts.jsonl:1: no column 'answer' (data.label_key)"),
+    "no json": ("data.path={folder}/text.jsonl", "text.jsonl:1: "),
+    "evaluation": (
+        "evaluation.datasets=[{{name='held', path='{folder}/prompts.jsonl', prompt_key='ask'}}]",
+        "evaluation.datasets: held: ",
+    ),
+}
+"""Rows are looked at by `check` alone; the learner of `asyncrl run` reads its own."""
 
 
 def test_what_needs_no_torch_is_refused_without_it(run_file: Path, folder: Path) -> None:
     """Its import takes many seconds on a busy machine. One process for all, as the first import would be seen."""
+    (folder / "text.jsonl").write_text("what is 1 + 1?\n")
+    mistakes = [("check", *one) for one in (BEFORE_TORCH | ROWS_BEFORE_TORCH).values()]
+    mistakes += [("run", *one) for one in BEFORE_TORCH.values()]
     code = (
         "import json, sys\n"
         "from asyncrl.cli import main as cli\n"
-        "for verb in ('check', 'run'):\n"
-        "    for override in sys.argv[2:]:\n"
-        "        assert cli.main([verb, sys.argv[1], '--set', override]) == 2, override\n"
-        "        assert not {'torch', 'transformers'} & sys.modules.keys(), override\n"
+        "for verb, override in json.loads(sys.argv[2]):\n"
+        "    assert cli.main([verb, sys.argv[1], '--set', override]) == 2, override\n"
+        "    assert not {'torch', 'transformers'} & sys.modules.keys(), override\n"
     )
-    overrides = [override.format(folder=folder) for override, _ in BEFORE_TORCH.values()]
-    command = [sys.executable, "-c", code, str(run_file), *overrides]
+    made = [(verb, override.format(folder=folder)) for verb, override, _ in mistakes]
+    command = [sys.executable, "-c", code, str(run_file), json.dumps(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    messages = [message for _, message in BEFORE_TORCH.values()]
-    for line, message in zip(done.stderr.splitlines(), 2 * messages, strict=True):
+    for line, (_, _, message) in zip(done.stderr.splitlines(), mistakes, strict=True):
         assert message in line
 
 
@@ -285,6 +301,9 @@ MISTAKES = {
     "truncated sampling": ("rollout.top_p=0.9", "truncated distribution"),
     "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
     "bad url": ("bus.url=localhost", "url must start with nats://"),
+    "bad port": ("bus.url=nats://me:secret@host:99999", "url nats://host:99999: the port must be in 1..65535"),
+    "long name": (f"run.name={'x' * 129}", "name must have at most 128 characters, got 129"),
+    "over 64 bits": ("run.steps=99999999999999999999", "steps must be a whole number of 64 bits"),
     "odd ranks": ("learner.tensor_parallel=2", "ranks must be a multiple of tensor_parallel (2), got 1"),
     "ranks of one process": ("learner.ranks=2", 'backend = "reference" runs in one process'),
     "gpu that is not there": ("learner.gpus=[0]", "there is no GPU 0; this machine has none that torch sees"),

@@ -254,6 +254,7 @@ def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None
         (b'{"prompt": "a", "label": "1", "label": "2"}\n', {}, "data.jsonl:1: the key 'label' is there twice"),
         (b'{"prompt": "a", "metadata": {"k": 1, "k": 2}}\n', {}, "data.jsonl:1: the key 'k' is there twice"),
         (b'{"prompt": "a", "label": NaN}\n', {}, "data.jsonl:1: 'label' is NaN"),
+        (b'{"prompt": "a", "label": {"of": [1, NaN]}}\n', {}, "data.jsonl:1: 'label' holds NaN"),
         (b'{"prompt": "a", "label": 1000000000000000000000}\n', {}, "data.jsonl:1: the whole number 1000000000"),
         (b'{"prompt": "a", "metadata": {"k": "\\ud800"}}\n', {}, r"data.jsonl:1: half of a surrogate pair, '.ud800'"),
         (b'{"prompt": "\\ud800"}\n', {}, "data.jsonl:1: half of a surrogate pair"),

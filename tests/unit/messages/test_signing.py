@@ -12,6 +12,12 @@ from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, QUARANTIN
 
 LEARNER = SigningKey(b"l" * 32)
 OTHER = SigningKey(b"o" * 32)
+SIGNED_BY_AN_OLDER_VERSION = bytes.fromhex(
+    "c1016d44f939f829d43598bcdedda90de01db69faa50caa33e8c6c328a4b900d4dac00000000000000050000000000000001"
+    "a306002b7143b849c1992891ba1738bbc6d6a898a06462b1150aa65cb6abd1958d133fc5df3e1f3937e4ad47c3f29bd7e2d7"
+    "038ef3ed626c0a7f5e1d9487950e73616964"
+)
+"""What ``learner().seal(PROGRESS, "", b"said")`` was while a digest was one of SHA-256."""
 WRONG_HERE = "has a signature that is wrong here"
 
 
@@ -26,6 +32,15 @@ def reader(*, run: str = "r", **more: Any) -> Signatures:
 def test_what_the_learner_signed_is_read_as_it_was() -> None:
     opened = reader().open(PROGRESS, "", learner().seal(PROGRESS, "", b"said"))
     assert (bytes(opened.data), opened.problem, opened.signer) == (b"said", "", LEARNER.public)
+
+
+def test_what_an_older_version_signed_is_read_too_and_no_byte_of_it_can_be_changed() -> None:
+    opened = reader().open(PROGRESS, "", SIGNED_BY_AN_OLDER_VERSION)
+    assert (bytes(opened.data), opened.problem, opened.signer) == (b"said", "", LEARNER.public)
+    for place in range(len(SIGNED_BY_AN_OLDER_VERSION)):
+        tampered = bytearray(SIGNED_BY_AN_OLDER_VERSION)
+        tampered[place] ^= 3 if place == 1 else 1
+        assert reader().open(PROGRESS, "", bytes(tampered)).problem, place
 
 
 def test_no_byte_of_it_can_be_changed() -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from asyncrl import config
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.cli.check import describe
 from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError, RewardError
@@ -27,6 +26,7 @@ from asyncrl.rollouts.builtin import given, single_turn
 from asyncrl.rollouts.load import FUNCTIONS
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
 from asyncrl.run.check import check
+from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes, rollouts
@@ -222,7 +222,7 @@ async def test_a_reward_that_is_not_finite_fails_its_group() -> None:
 
 def test_the_example_can_work(demo: Path) -> None:
     run = config.load(ROOT / "examples" / "calculator.toml", on_demo(demo))
-    assert "options = {question_reward = 0.5}" in describe(run)  # which checks first
+    assert "options = {question_reward = 0.5}" in str(summarize(run))  # which checks first
 
 
 def test_its_mistakes_are_found_before_anything_starts(demo: Path) -> None:

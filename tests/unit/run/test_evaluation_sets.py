@@ -13,7 +13,7 @@ from asyncrl.config import EvaluationDataset
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.errors import ConfigError
 from asyncrl.policies.evaluation.questions import EvaluationSet
-from asyncrl.run.evaluation_sets import ANSWER_BYTES, open_set, require_space
+from asyncrl.run.evaluation_sets import ANSWER_BYTES, open_set, require_space, row_limits
 
 ROWS = [
     {"prompt": "12", "label": "34", "topic": ["easy", "a/b"]},
@@ -33,8 +33,7 @@ def opened(
         max_new_tokens=8,
         context_tokens=context,
         vocabulary=12,
-        row_bytes=10_000,
-        labelled_for="exact",
+        limits=row_limits(row_bytes=10_000, labelled_for="exact"),
     )
 
 

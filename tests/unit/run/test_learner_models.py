@@ -8,13 +8,13 @@ import pytest
 
 from asyncrl import config
 from asyncrl.backends.optimizer_settings import OptimizerSettings
-from asyncrl.cli.check import describe
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.critic import Critic
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.run import learner_models, registry
 from asyncrl.run.check import check
+from asyncrl.run.summary import summarize
 
 RUN_FILE = """
 [run]
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(case: str, folder: Path) -
 
 def test_a_critic_needs_no_group_to_compare_with(folder: Path) -> None:
     made = run(folder, "algorithm.name=ppo", "rollout.group_size=1")
-    assert "ppo" in describe(made)  # which checks first
+    assert "ppo" in str(summarize(made))  # which checks first
 
 
 def test_a_critic_starts_from_the_policys_folder_at_the_policys_learning_rate(folder: Path) -> None:
@@ -168,5 +168,5 @@ def test_a_frozen_model_has_neither_objective_nor_optimizer(folder: Path) -> Non
 
 
 def test_what_a_run_means_shows_the_sections_it_has(folder: Path) -> None:
-    assert "[critic]" not in describe(run(folder))
-    assert "[critic]\npath = " in describe(run(folder, "algorithm.name=ppo", "critic.warmup_steps=3"))
+    assert "[critic]" not in str(summarize(run(folder)))
+    assert "[critic]\npath = " in str(summarize(run(folder, "algorithm.name=ppo", "critic.warmup_steps=3")))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from asyncrl import config
-from asyncrl.cli.check import describe
 from asyncrl.data import demo_task
 from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan
 from asyncrl.policies.algorithms.algorithm import Algorithm
@@ -24,6 +23,7 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.run import registry
 from asyncrl.run.check import check
+from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.harness.packing import pack
 
@@ -57,7 +57,7 @@ def test_the_demo_run_file_becomes_any_row_by_its_name_alone(name: str, task: Pa
 def test_check_says_what_is_trained_with_every_option_and_which_models_are_loaded(task: Path) -> None:
     overrides = ["algorithm.correction=tis_token + k_stat", 'algorithm.options={cap=3, "k_stat.high"=0.02}']
     more = [f"model.path={task / 'model'}", f"data.path={task / 'prompts.jsonl'}", "reference.kl_coef=0.1"]
-    said = describe(config.load(DEMO, ["algorithm.name=ppo", *overrides, *more])).splitlines()
+    said = str(summarize(config.load(DEMO, ["algorithm.name=ppo", *overrides, *more]))).splitlines()
     for line in (
         'advantage         gae (gamma = 1.0, lam = 1.0, truncated = "end"',
         "loss              ppo_clip (clip_low = 0.2, clip_high = 0.2",
