@@ -16,7 +16,6 @@ import transformers
 from asyncrl import config
 from asyncrl.actors.learner.validator import Validator
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.cli.check import describe
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.data.tokenizer import load_tokenizer
@@ -29,6 +28,7 @@ from asyncrl.rewards.load import load_reward
 from asyncrl.rollouts.builtin import given
 from asyncrl.run.check import check
 from asyncrl.run.gpus import placement
+from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness import fakes
@@ -181,7 +181,7 @@ def test_samples_that_nobody_rewards_are_refused_where_the_algorithm_looks_at_re
     ids=["example", "sync", "kl", "aggregation"],
 )
 def test_what_can_be_supervised_is_let_through(folder: Path, overrides: list[str]) -> None:
-    assert "sft" in describe(sft_run(folder, *overrides))  # which checks first
+    assert "sft" in str(summarize(sft_run(folder, *overrides)))  # which checks first
 
 
 def test_the_run_file_of_the_page_can_be_supervised(folder: Path, tmp_path: Path) -> None:

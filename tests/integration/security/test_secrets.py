@@ -15,12 +15,12 @@ import pytest
 import asyncrl
 from asyncrl import config
 from asyncrl.bus.jetstream.credentials import Credentials
-from asyncrl.cli.check import describe
 from asyncrl.config.addresses import without_secrets
 from asyncrl.config.record import as_table, worker_table
 from asyncrl.data import demo_task
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.metrics.wandb import WandB
+from asyncrl.run.summary import summarize
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.roles import Server
 from tests.unit.cli.test_cli import RUN_FILE
@@ -121,7 +121,7 @@ WITH_SECRETS = (
 
 def test_check_shows_no_secret(folder: Path) -> None:
     path = written(folder, *(line for line in WITH_SECRETS if "password" not in line))
-    said = describe(config.load(path))
+    said = str(summarize(config.load(path)))
     assert SECRET not in said
     assert 'headers = {Authorization = "***", X-Team = "***"}' in said
     assert "https://rewards.example.org/score?api_key=***" in said
@@ -142,7 +142,7 @@ def test_nothing_that_python_prints_of_a_run_has_a_secret(folder: Path) -> None:
     path = written(folder, *(line for line in WITH_SECRETS if "password" not in line))
     run = asyncrl.Run.from_file(path, overrides={"bus.address": f"nats://{SECRET}@127.0.0.1:4222"})
     checked = run.check()
-    assert str(checked) == describe(run.settings)
+    assert str(checked) == str(summarize(run.settings))
     for shown in (run, run.settings, run.settings.bus, checked, [checked]):
         assert SECRET not in f"{shown} {shown!r}"
 
