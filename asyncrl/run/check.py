@@ -84,14 +84,14 @@ def check_before_torch(run: RunConfig) -> None:
 def _check_settings(run: RunConfig) -> None:
     check_before_torch(run)
     algorithm = registry.algorithm(run)  # imports torch, and no more
+    _check_engine_and_channel(run)  # may import transformers
+    _check_given(run, algorithm)
     _check_reward(run, algorithm)
     if algorithm.advantage.has_group_baseline and run.rollout.group_size < 2:
         raise ConfigError(
             f"rollout: group_size 1 gives the advantage {algorithm.advantage.name} no baseline: it compares the "
             'samples of one prompt; use 2 or more, or algorithm.advantage = "reinforce"'
         )
-    _check_engine_and_channel(run)  # may import transformers
-    _check_given(run, algorithm)
     colocated.check(run)
     if (replay := registry.routing_replay(run)).is_on:
         _check_log(run, run.largest_message_bytes + replay.num_bytes)
