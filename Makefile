@@ -4,7 +4,8 @@ PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile everything anew
 
 .PHONY: check format lint types imports quick
-check: format lint types imports quick
+check: format lint
+	$(MAKE) --no-print-directory -j 3 types imports quick # the first two take one core each
 
 format:
 	$(PYTHON) -m ruff format --check .
@@ -16,5 +17,5 @@ imports:
 	$(dir $(PYTHON))lint-imports
 	$(PYTHON) bin/count-imports
 quick:
-	$(PYTHON) -m pytest -q -n 4 --dist loadgroup --no-loadscope-reorder --hypothesis-profile quick \
+	$(PYTHON) -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --hypothesis-profile quick \
 	  -m "not slow and not sglang and not gpu"

@@ -43,6 +43,7 @@ from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.pass_rates import PassRates
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
@@ -133,7 +134,7 @@ def assemble_learner(
     """The learner and the prompt source of its process, from their parts. ``state``: what they start from."""
     history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
     history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
-    table = GroupTable.restore(
+    table = saved_table.restore(
         state,
         bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
         pass_rates=PassRates(**dataclasses.asdict(run.curriculum)),

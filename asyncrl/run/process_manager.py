@@ -2,11 +2,10 @@
 
 A learner that dies is restarted with --resume, a rollout worker as it was. Each has a limited number of restarts, and a
 process that cannot come back ends the run with its exit code. Other ranks of a learner end with it and it with any of
-them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before)
-and 3 (only failed groups) are never retried; 5 (a disk cannot be written) is retried until it can, at no cost. A
-process that dies because the bus is away loses no restart.
-The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of ours that does not recover is
-killed, and then restarts like any other.
+them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before) and 3 (only failed
+groups) are never retried; 5 (a disk cannot be written) is retried until it can, at no cost. A process that dies because
+the bus is away loses no restart. The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of
+ours that does not recover is killed, and then restarts like any other.
 
 The number of rollout workers may change while the run is up (``resize``, called by actors/fleet_scaler.py for
 `asyncrl scale`). New workers get free GPUs or are refused; workers that leave drain, quarantined ones first, then the
@@ -221,7 +220,7 @@ class ProcessManager:
         elif is_learner:
             self._end_ranks()
         if child.is_leaving:
-            has_left = code in (0, INTERRUPTED)  # the latter before it was started
+            has_left = code in (0, INTERRUPTED)
             self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
             return None
         if was_over or self._over.is_set():

@@ -27,6 +27,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, disk_problem
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.batching.batch import Metric
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.protocols import Bus, LogMark
@@ -131,7 +132,9 @@ class Checkpointer:
         """What the learner is now. The history is on disk up to the length that is in it."""
         # The ledgers and the history's length are of one instant (history.py, H1): nothing awaits between them.
         logs_changed = self._table.logs_changed
-        state = self._table.save(groups_per_batch=self._groups_per_batch, history=self._progress.history_position)
+        state = saved_table.save(
+            self._table, groups_per_batch=self._groups_per_batch, history=self._progress.history_position
+        )
         sync = functools.partial(self._trainer.call, self._progress.sync, what="its history to be written", on="disk")
         await self._disk.written(sync, what="the history")
         return _Written(state=state, logs_changed=logs_changed, trims=trims, since=time.monotonic())

@@ -7,6 +7,8 @@ ones, and during a load everything waits for them.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,6 +20,7 @@ import aiohttp
 from asyncrl.errors import EngineDied, EngineError
 
 _READ_BYTES = 2**20
+_ABORT_SECONDS = 5.0
 _KEPT_SECONDS = 2.0
 """Keep-alive of orders' connections; below the five seconds after which the server closes idle ones."""
 
@@ -74,9 +77,10 @@ class ServerClient:
             pass
 
     async def abort(self, request_id: str) -> None:
-        """End a generation."""
-        async with self.post("/abort_request", {"rid": request_id}):
-            pass
+        """End a generation, if the server takes the order within seconds; it never raises for one that does not."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS), self.post("/abort_request", {"rid": request_id}):
+                pass
 
     def _session(self, *, of_orders: bool = False) -> aiohttp.ClientSession:
         session = self._orders if of_orders and time.monotonic() > self._kept_from else self._http

@@ -9,7 +9,6 @@ Only one engine may load weights into a server; others attached to it may only s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
@@ -41,6 +40,7 @@ from asyncrl.engines.sglang.server import (
     check_architecture,
     check_dtype,
     check_installed,
+    check_pause,
     free_port,
     ranks_with_loader,
     server_command,
@@ -51,7 +51,7 @@ from asyncrl.engines.sglang.weights import SGLangIntake, WeightLoader
 from asyncrl.engines.stopping import StopReader
 from asyncrl.engines.validation import check_prompt, check_sampling, check_weights
 from asyncrl.engines.version_spans import Version, format_version, parse_version
-from asyncrl.errors import ConfigError, EngineError, WeightsError
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration
 from asyncrl.protocols.adapter import RunConfig
@@ -60,10 +60,6 @@ from asyncrl.tensors.device import resolve_device
 from asyncrl.tensors.model_tensors import Shapes, read_shapes, trained_shapes
 
 log = logging.getLogger(__name__)
-
-_ABORT_SECONDS = 5.0
-_FIRST_SAFE_RETRACT = (0, 5, 23)
-"""Older servers crash when their cache is flushed while requests are retracted."""
 
 
 class SGLangEngine(EngineAdapter):
@@ -334,9 +330,7 @@ class SGLangEngine(EngineAdapter):
             shapes=self._shapes,
             optional=self._optional_names,
         )
-        number = tuple(int(part) for part in str(info.get("version", "0")).split(".")[:3] if part.isdecimal())
-        if self._options.pause == "retract" and number < _FIRST_SAFE_RETRACT:
-            raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {self.url} is {info.get('version')}")
+        check_pause(self._options.pause, url=self.url, version=str(info.get("version", "0")))
         probe = self._short_request()  # this also warms the server up
         answer = await first_answer(self._client, probe, seconds=self._options.start_seconds)
         has_spans = "weight_versions" in answer["meta_info"]
@@ -402,8 +396,5 @@ class SGLangEngine(EngineAdapter):
                             self._settled.answered(sent)
                             self._settled.stamped(stamp)
         except asyncio.CancelledError:
-            # Abort explicitly: the server notices a closed connection only seconds later.
-            with contextlib.suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(_ABORT_SECONDS):
-                    await self._client.abort(request["rid"])
+            await self._client.abort(request["rid"])  # the server notices a closed connection only seconds later
             raise

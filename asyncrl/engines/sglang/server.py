@@ -22,6 +22,8 @@ from asyncrl.errors import ConfigError
 
 _HERE = Path(__file__).parent
 _LOG_TAIL_BYTES = 3000
+_FIRST_SAFE_RETRACT = (0, 5, 23)
+"""Older servers crash when their cache is flushed while requests are retracted."""
 
 LOADER = "asyncrl.engines.sglang.loader.load"
 """Loader of weight files in servers launched by us."""
@@ -48,6 +50,13 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",  # otherwise rotary embeddings need vllm
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+def check_pause(pause: str, *, url: str, version: str) -> None:
+    """Whether this server can retract requests. Raises ConfigError."""
+    number = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if pause == "retract" and number < _FIRST_SAFE_RETRACT:
+        raise ConfigError(f"pause = 'retract' needs SGLang 0.5.23, {url} is {version}")
 
 
 def check_installed() -> None:

@@ -7,7 +7,7 @@
 
 Each method under "events" is something that happened. What has to follow from it outside is what the method returns:
 an ``Outcome`` for groups that left the window, to be written to the history, announced and reported as progress. The
-window (admission.py), the choice of batches (selection.py), checkpoint, audit and metrics read the table.
+window (admission.py), the choice of batches (selection.py), checkpoints (saved_table.py), audit and metrics read it.
 
 Invariants (tests/unit/policies/groups/test_table.py, test_table_events.py):
   G1 a group is in one state at a time and leaves the window once, whatever the log delivers twice.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.pass_rates import PassRates, RowKey
-from asyncrl.policies.groups.saved import LearnerState, PromptState
+from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.staleness import oldest_version
@@ -311,76 +311,6 @@ class GroupTable:
         """The counts, for a person."""
         text = "{trained} groups trained, {dropped} dropped (stale), {failed} failed".format(**self.counts)
         return text + (f", {self.counts['filtered']} filtered" if self.counts["filtered"] else "")
-
-    # -- checkpoint ----------------------------------------------------------------------------------------------------
-
-    def save(self, *, groups_per_batch: int, history: int) -> LearnerState:
-        """Everything a resumed learner goes on from. history: length of history.jsonl at this instant."""
-        waiting = {group_id: one.prompt for group_id, one in (self.buffered | self.training).items()}
-        prompts = dict(sorted((self.outstanding | waiting).items()))
-        return LearnerState(
-            incarnation=self.incarnation,
-            step=self.step,
-            policy_version=self.policy_version,
-            groups=self.done.as_json(),
-            consumed=self.consumed.as_json(),
-            prompts=PromptState(
-                next_group_id=self.next_group_id,
-                position=self.position,
-                overlong=self.overlong,
-                outstanding={group_id: prompt.position for group_id, prompt in prompts.items()},
-                oldest_start={
-                    i: prompt.oldest_start for i, prompt in prompts.items() if prompt.oldest_start is not None
-                },
-            ),
-            groups_trained=self.counts["trained"],
-            groups_dropped=self.counts["dropped"],
-            groups_failed=self.counts["failed"],
-            groups_filtered=self.counts["filtered"],
-            groups_per_batch=groups_per_batch,
-            forks=dict(self.forks),
-            bound=self.bound.state(),
-            history=history,
-            pass_rates=self.pass_rates.state(),
-            log={"identity": self.log, "sequence": self.last_read[0], "stored": self.last_read[1]},
-        )
-
-    @classmethod
-    def restore(cls, state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None) -> GroupTable:
-        """The table as a checkpoint has it. ``bound``, ``pass_rates``: as the run file says, before any step."""
-        pass_rates = pass_rates or PassRates()
-        pass_rates.resume(state.pass_rates)
-        starts = state.prompts.oldest_start
-        counts: dict[Fate, int] = {
-            "trained": state.groups_trained,
-            "dropped": state.groups_dropped,
-            "failed": state.groups_failed,
-            "filtered": state.groups_filtered,
-        }
-        consumed = Ledger.from_json(state.consumed)
-        return cls(
-            bound=bound.resumed(state.bound),
-            pass_rates=pass_rates,
-            incarnation=state.incarnation,
-            step=state.step,
-            batches_taken=state.step,
-            forks=dict(state.forks),
-            done=Ledger.from_json(state.groups),
-            consumed=consumed,
-            cursor=consumed.watermark - 1,
-            log=state.log.get("identity", ""),
-            last_read=(state.log.get("sequence", consumed.watermark - 1), state.log.get("stored", 0)),
-            covered=consumed.watermark,
-            next_group_id=state.prompts.next_group_id,
-            position=state.prompts.position,
-            overlong=state.prompts.overlong,
-            outstanding={
-                group_id: PublishedPrompt(position=position, oldest_start=starts.get(group_id))
-                for group_id, position in state.prompts.outstanding.items()
-            },
-            counts=counts,
-            counts_before_step=dict(counts),
-        )
 
     # -- small things --------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.states import Outcome
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -57,10 +58,10 @@ def test_a_checkpoint_knows_the_log_and_its_last_record() -> None:
     made = table(2)
     made.follow_log("made at noon")
     made.arrive(1, group(0), now=0.0, stored=17)
-    state = made.save(groups_per_batch=2, history=0)
+    state = saved_table.save(made, groups_per_batch=2, history=0)
     assert state.log == {"identity": "made at noon", "sequence": 1, "stored": 17}
     assert not state.problem()
-    again = GroupTable.restore(state, bound=BOUND)
+    again = saved_table.restore(state, bound=BOUND)
     assert (again.log, again.last_read, again.cursor) == ("made at noon", (1, 17), 0)
 
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.selection import Selection
 from asyncrl.policies.groups.states import FATES, Outcome
@@ -159,7 +160,7 @@ class Run:
             self.tell(self.table.trained(max_staleness=max(ages)))
 
     def save(self) -> None:
-        self.world.checkpoints.append(self.table.save(groups_per_batch=2, history=len(self.world.history)))
+        self.world.checkpoints.append(saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history)))
         self.unwritten = (self.world.checkpoints[-1], self.table.logs_changed)
 
     def trim(self) -> None:
@@ -195,8 +196,8 @@ class Run:
         self.unwritten = None
         state = self.world.checkpoints[-1]
         del self.world.history[state.history :]
-        self.table = GroupTable.restore(state, bound=BOUND)
-        assert self.table.save(groups_per_batch=2, history=state.history) == state
+        self.table = saved_table.restore(state, bound=BOUND)
+        assert saved_table.save(self.table, groups_per_batch=2, history=state.history) == state
         self.find_log()
         self.catch_up()
 
@@ -208,8 +209,8 @@ class Run:
 
     def lose_the_bus(self) -> None:
         """The learner is killed, and the log is a new one: what it held must be made again."""
-        state = self.table.save(groups_per_batch=2, history=len(self.world.history))
-        self.table, self.unwritten = GroupTable.restore(state, bound=BOUND), None
+        state = saved_table.save(self.table, groups_per_batch=2, history=len(self.world.history))
+        self.table, self.unwritten = saved_table.restore(state, bound=BOUND), None
         self.lose_log(kept=0)
 
     def go_back(self) -> None:
@@ -254,7 +255,7 @@ class Run:
         But what was read, as the second answer of a group, before somebody took the first.
         """
         self.save()
-        self.table = GroupTable.restore(self.world.checkpoints[-1], bound=BOUND)
+        self.table = saved_table.restore(self.world.checkpoints[-1], bound=BOUND)
         there = {
             one
             for sequence, (one, error) in enumerate(self.world.log, start=1)
@@ -303,7 +304,7 @@ class Run:
             assert self.world.log[one.sequence - 1][0] == one.group_id
 
     def what_is_saved_is_everything_but_what_the_log_brings_back(self) -> None:
-        saved = self.table.save(groups_per_batch=2, history=0).prompts
+        saved = saved_table.save(self.table, groups_per_batch=2, history=0).prompts
         waiting = self.table.outstanding.keys() | self.table.buffered.keys() | self.table.training.keys()
         assert saved.outstanding.keys() == waiting
         assert saved.next_group_id == self.table.next_group_id
@@ -362,12 +363,12 @@ def test_every_group_that_the_log_brings_is_done_after_enough_steps(order: list[
     """In any order, with any repeats, and a kill halfway."""
     order = [*order, *range(8)]
     made, trained = table(8), list[int]()
-    state = made.save(groups_per_batch=1, history=0)
+    state = saved_table.save(made, groups_per_batch=1, history=0)
     for sequence, group_id in enumerate(order, start=1):
         made.arrive(sequence, group(group_id), now=0.0)
         if sequence == len(order) // 2:
-            state = made.save(groups_per_batch=1, history=0)
-            made = GroupTable.restore(state, bound=BOUND)
+            state = saved_table.save(made, groups_per_batch=1, history=0)
+            made = saved_table.restore(state, bound=BOUND)
             for again in range(1, sequence + 1):  # from the cursor, which is at the beginning: nothing is trained yet
                 made.arrive(again, group(order[again - 1]), now=0.0)
     while (chosen := Selection(max_staleness=100).next_batch(made, count=1)) is not None:
