@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -45,24 +44,18 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 @pytest.fixture
-async def silent() -> AsyncIterator[str]:
-    """The address of a server that takes connections and says nothing: who connects waits for it."""
-
-    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(wait, "127.0.0.1", 0)
-    yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
+def unwritten(tmp_path: Path) -> Path:
+    """A run file that nobody ever writes: who opens it waits, on however loaded a machine."""
+    os.mkfifo(tmp_path / "run.toml")
+    return tmp_path / "run.toml"
 
 
 def spec(*arguments: str, name: str = "w0", **environment: str) -> ProcessSpec:
     return ProcessSpec(name=name, role=WORKER, arguments=arguments, environment=environment)
 
 
-def waiting(silent: str, name: str = "w0") -> ProcessSpec:
-    return spec("rollout-worker", "--join", silent, "--run", "x", name=name)
+def waiting(unwritten: Path, name: str = "w0") -> ProcessSpec:
+    return spec("check", str(unwritten), name=name)
 
 
 async def test_a_process_ends_with_its_exit_code(launcher: Launcher) -> None:
@@ -72,21 +65,21 @@ async def test_a_process_ends_with_its_exit_code(launcher: Launcher) -> None:
     done.signal(signal.SIGTERM)
 
 
-async def test_it_is_where_it_says(launcher: Launcher, silent: str) -> None:
-    process = await launcher.start(waiting(silent))
+async def test_it_is_where_it_says(launcher: Launcher, unwritten: Path) -> None:
+    process = await launcher.start(waiting(unwritten))
     assert process.node == socket.gethostname()
     assert process_state(process.pid) == "running"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_a_signal_ends_it_and_says_so(launcher: Launcher, silent: str, number: int) -> None:
-    process = await launcher.start(waiting(silent))
+async def test_a_signal_ends_it_and_says_so(launcher: Launcher, unwritten: Path, number: int) -> None:
+    process = await launcher.start(waiting(unwritten))
     process.signal(number)
     assert await process.ended() == -number
 
 
-async def test_nothing_is_left_when_it_is_closed(launcher: Launcher, silent: str) -> None:
-    processes = [await launcher.start(waiting(silent, name)) for name in ("w0", "w1")]
+async def test_nothing_is_left_when_it_is_closed(launcher: Launcher, unwritten: Path) -> None:
+    processes = [await launcher.start(waiting(unwritten, name)) for name in ("w0", "w1")]
     await launcher.close()
     for process in processes:
         assert await process.ended() == -signal.SIGKILL
