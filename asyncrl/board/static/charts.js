@@ -127,7 +127,7 @@ export class Charts {
     const width = chart.box.clientWidth - 16;
     const shape = lines.map((line) => `${line.number}/${line.name}`).join() + width;
     const data = lines.length ? window.uPlot.join(lines.map((line) => line.points)) : [[], []];
-    if (chart.plot && chart.shape === shape) { chart.plot.setData(data); return; }
+    if (chart.plot && chart.shape === shape) { chart.plot.setData(data); showLast(chart.plot); return; }
     chart.plot?.destroy();
     chart.shape = shape;
     chart.plot = lines.length ? new window.uPlot(this.options(lines, width), data, chart.box) : null;
@@ -142,6 +142,7 @@ export class Charts {
       height: 200,
       scales: { x: { time: false }, y: { range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : window.uPlot.rangeNum(low, high, 0.1, true)) } },
       cursor: { sync: { key: "steps" } },
+      hooks: { ready: [showLast], setCursor: [showLast] },
       axes: [{ ...axis }, { ...axis, size: 60 }],
       bands: bands(lines),
       series: [{ label: "step" }, ...lines.map((line) => ({
@@ -151,6 +152,11 @@ export class Charts {
       }))],
     };
   }
+}
+
+// The legend shows the newest step while the pointer is nowhere.
+function showLast(plot) {
+  if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
 }
 
 function isBound(name) {

@@ -26,7 +26,7 @@ export class Groups {
     this.body = el("tbody", { id: "groups-rows" });
     this.one = el("div", { id: "group" });
     byId("groups").replaceChildren(
-      el("div", { class: "bar" }, this.text, this.fate, this.order, el("label", {}, this.hasText, " recorded ones"), el("label", {}, this.isFollowed, " follow"), this.info),
+      el("div", { class: "bar" }, this.text, this.fate, this.order, el("label", {}, this.hasText, " with text"), el("label", {}, this.isFollowed, " follow"), this.info),
       el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...COLUMNS.map(([title, , isNumber]) => el("th", { class: isNumber ? "number" : null }, title)))), this.body)),
       this.one);
     window.setInterval(() => { if (this.isFollowed.checked && !document.hidden) this.load(); }, 3000);
@@ -46,7 +46,7 @@ export class Groups {
     try {
       const { rows, total } = await fetched(`/api/runs/${this.run}/groups?${query}`);
       if (asked !== this.asked) return; // somebody typed on
-      this.info.textContent = `${rows.length} of ${number(total)} groups`;
+      this.info.textContent = total || !this.hasText.checked ? `${rows.length} of ${number(total)} groups` : "no group that matches has its text; untick “with text” for the others";
       this.body.replaceChildren(...rows.map((row) => this.row(row)));
     } catch (error) {
       this.info.textContent = error.message;

@@ -20,6 +20,7 @@ export class Lanes {
     this.order = el("select", { onchange: () => this.turn(-this.page) },
       ...["trouble first", "by name", "oldest version first"].map((text) => el("option", {}, text)));
     this.info = el("span", { class: "dim", id: "lanes-info" });
+    this.pages = el("span", { hidden: "" }, el("button", { onclick: () => this.turn(-1) }, "previous"), el("button", { onclick: () => this.turn(1) }, "next"));
     this.canvas = el("canvas", { id: "lanes-canvas" });
     this.marks = el("ul", { class: "marks", id: "marks" });
     this.detail = el("pre", { class: "detail", id: "actor", hidden: "" });
@@ -35,7 +36,7 @@ export class Lanes {
     this.runs = runs.map((run) => ({ name: run.name, marks: run.marks, lanes: new Map(), begin: 0, end: 0, window: 900, source: "", totals: {}, isLoaded: false }));
     const legend = el("div", { class: "legend" }, ...this.states.map((state) => el("span", {}, el("i", { colour: FILLS[state] }), state)));
     const bar = el("div", { class: "bar" }, this.filter, this.order,
-      el("button", { onclick: () => this.turn(-1) }, "previous"), el("button", { onclick: () => this.turn(1) }, "next"), this.info);
+      this.pages, this.info);
     byId("lanes").replaceChildren(bar, legend, el("div", { class: "split" }, el("div", {}, this.canvas, this.detail),
       el("div", {}, el("h2", {}, "Faults, restarts and who joined"), this.marks)));
     this.select(this.chosen);
@@ -138,6 +139,7 @@ export class Lanes {
     if (!this.run.isLoaded) this.load(this.chosen);
     const all = this.shown();
     this.page = Math.min(this.page, Math.max(0, Math.ceil(all.length / PAGE) - 1));
+    this.pages.hidden = all.length <= PAGE;
     this.visible = all.slice(this.page * PAGE, (this.page + 1) * PAGE);
     const totals = Object.entries(this.run.totals).map(([state, count]) => `${count} ${state}`).join(", ");
     const sources = { metrics: "from the metrics of each step", timeline: "from what the learner recorded beside its last steps" };

@@ -50,6 +50,7 @@ async def test_two_runs_are_shown_side_by_side_and_a_new_step_appears(
         assert await reward.locator(".u-series").count() == 3  # the step, and a line for each run
         write_rows(recorded, row(31, **{"reward/mean": 0.77}))
         await page.get_by_text("step 31").wait_for()
+        await expect(reward.locator(".u-value").first).to_have_text("31")  # no pointer is anywhere: the newest
         assert "reward 0.77" in await page.locator('[data-run="0"]').text_content()
         await page.locator('[data-run="1"] input').click()
         await expect(reward.locator(".u-series")).to_have_count(2)
@@ -62,6 +63,7 @@ async def test_staleness_and_recorded_lanes_are_drawn(recorded: Path, open_board
         await page.get_by_text("1 versions: 30.0 %").wait_for()
         await page.click("[data-tab=lanes]")
         await page.get_by_text("1–2 of 2 lanes").wait_for()
+        await expect(page.get_by_role("button", name="previous")).to_be_hidden()  # one page
         drawn = "document.querySelector('#lanes-canvas').getContext('2d').getImageData(400, 30, 1, 1).data[3]"
         assert await page.evaluate(drawn) == 255
 
@@ -97,11 +99,14 @@ async def test_a_group_is_found_opened_and_coloured_by_what_is_recorded(
         await page.click("[data-tab=groups]")
         rows = page.locator("#groups-rows tr")
         await expect(rows).to_have_count(1)
-        await page.get_by_text("recorded ones").click()
+        await page.get_by_label("with text").click()
         await expect(rows).to_have_count(3)
         await page.select_option('[aria-label="fate"]', "dropped")
         await expect(rows).to_have_count(1)
         await page.select_option('[aria-label="fate"]', "")
+        await page.get_by_label("with text").click()
+        await page.fill('[aria-label="filter groups"]', "nowhere")
+        await page.get_by_text("no group that matches has its text").wait_for()
         await page.fill('[aria-label="filter groups"]', "onerror")
         await expect(rows).to_have_count(1)
         await rows.first.click()
