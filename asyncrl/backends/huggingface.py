@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,9 @@ from asyncrl.backends.families.family import Family, Unsupported
 from asyncrl.backends.families.shape import ModelShape
 from asyncrl.backends.families.table import FAMILIES
 from asyncrl.errors import ConfigError
+
+SAME_ARCHITECTURE: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
+"""Model types that only the model's own code reads, and what transformers calls the same architecture."""
 
 
 def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
@@ -41,6 +44,7 @@ def _read_config(folder: Path, where: str) -> Any:
     """transformers' config of the model. Raises ConfigError."""
     from transformers import AutoConfig
 
+    _refuse_unreadable(folder, where)
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises many types for a bad config.json
@@ -48,6 +52,21 @@ def _read_config(folder: Path, where: str) -> Any:
         raise ConfigError(
             f"{where}: {folder} is not a Hugging Face model folder: {type(error).__name__}: {' '.join(reason[:2])}"
         ) from error
+
+
+def _refuse_unreadable(folder: Path, where: str) -> None:
+    """Raise ConfigError for a folder that is trained once `asyncrl import-model` has written it anew."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        model_type, quantized = settings.get("model_type"), settings.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return  # transformers says what is wrong with it
+    mend = f"`asyncrl import-model {folder} NEW_FOLDER` writes one that can be trained"
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(f"{where}: {folder} holds quantized weights (quantization_config: {method}); {mend}")
+    if model_type in SAME_ARCHITECTURE:
+        raise ConfigError(f"{where}: {folder} is read only by the model's own code, which asyncrl does not run; {mend}")
 
 
 def _refuse_others(config: Any, family: Family) -> None:

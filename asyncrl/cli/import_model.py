@@ -1,4 +1,4 @@
-"""`asyncrl import-model SOURCE FOLDER`: a Hugging Face model folder from a GGUF file."""
+"""`asyncrl import-model SOURCE FOLDER`: a Hugging Face model folder from a GGUF file, or from a folder in FP8."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ import argparse
 from pathlib import Path
 
 from asyncrl.data.import_model import import_model
+from asyncrl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="SOURCE", help="a .gguf file, or package:NAME for one inside an installed Python package"
+        "source",
+        metavar="SOURCE",
+        help="a .gguf file, package:NAME for one inside an installed Python package, or a Hugging Face folder with FP8 "
+        "weights (DeepSeek-V3, Kimi-K2)",
     )
     parser.add_argument("destination", type=Path, metavar="FOLDER", help="the folder to make")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(default: float32)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of a GGUF file's weights (default: float32)")
 
 
 def run(options: argparse.Namespace) -> int:
-    import_model(options.source, options.destination, dtype=options.dtype)
+    if Path(options.source).is_dir():
+        from asyncrl.run.import_folder import import_folder  # takes seconds
+
+        if options.dtype == "float32":
+            raise ConfigError("--dtype: a folder in FP8 becomes bfloat16; remove it")
+        import_folder(Path(options.source), options.destination)
+    else:
+        import_model(options.source, options.destination, dtype=options.dtype or "float32")
     return 0

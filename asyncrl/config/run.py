@@ -67,7 +67,7 @@ class RunSection:
 class ModelSection:
     path: str
     """Hugging Face folder (config.json, *.safetensors, tokenizer.json). `asyncrl import-model` makes one from a GGUF
-    file."""
+    file or a folder in FP8."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the learner and in engines."""
 

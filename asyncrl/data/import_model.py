@@ -42,8 +42,7 @@ def find_source(source: Path | str) -> Path:
         path = Path(source)
         if path.is_file():
             return path
-        what = "is a folder; import-model reads a .gguf file" if path.is_dir() else "no such GGUF file"
-        raise ConfigError(f"{path}: {what}")
+        raise ConfigError(f"{path}: no such GGUF file")
     name = text.removeprefix("package:")
     try:
         files = importlib.metadata.files(name) or []

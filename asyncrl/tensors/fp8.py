@@ -41,6 +41,11 @@ def is_scale(name: str) -> bool:
     return name.endswith(_SCALE)
 
 
+def scale_of(name: str) -> str:
+    """The scales of the matrix ``name``."""
+    return name + _SCALE
+
+
 def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """``tensors`` with each matrix of a layer as two: itself in e4m3, and the scales of its blocks."""
     for name, tensor in tensors:
@@ -49,7 +54,7 @@ def quantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
             continue
         weight, scale = quantize(tensor)
         yield name, weight
-        yield name + _SCALE, scale
+        yield scale_of(name), scale
 
 
 @torch.no_grad()
@@ -61,6 +66,16 @@ def quantize(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
     whole = (blocks / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
     return whole[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
+
+
+def dequantize(matrix: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] = (BLOCK, BLOCK)) -> torch.Tensor:
+    """bf16[R, C] of e4m3[R, C] and f32[R / block, C / block], both rounded up. Raises ValueError for other shapes."""
+    rows, columns = matrix.shape
+    expected = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"scales of {tuple(matrix.shape)} must be {expected}, are {tuple(scale.shape)}")
+    each = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return each.mul_(matrix.float()).bfloat16()
 
 
 def _blocks(matrix: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def _score_scale(rope: dict[str, Any]) -> float:
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3 and DeepSeek-R1, once their weights are turned to bfloat16",
+    models="DeepSeek-V3, DeepSeek-R1 and Kimi-K2, once `asyncrl import-model` has turned their weights to bfloat16",
     shape=shape,
     # transformers takes 1e-6 for the norms in attention whatever the model says, engines take what it says
     only={**SIGMOID_ONLY, "rms_norm_eps": (1e-6,)},

@@ -156,7 +156,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line(tmp_path: Path, tiny: Pa
     cases = [
         (tmp_path / "no.gguf", "not a GGUF file"),
         (tmp_path / "none.gguf", "no such GGUF file"),
-        (tmp_path, "is a folder"),
+        (tmp_path, "no such GGUF file"),
         ("package:no-such-package-here", "the package is not installed; pip install"),
         ("package:pytest", "has 0 .gguf files"),
         (write_gguf(tmp_path / "a.gguf", tiny, architecture="llama", pre="other"), "this one is gpt2/other"),

@@ -1,0 +1,91 @@
+"""A Hugging Face folder whose matrices are in 8 bits, as DeepSeek-V3, Kimi-K2 and Qwen's FP8 models are published, in
+bfloat16, and under the model type that transformers reads without the model's own code.
+
+One matrix is in memory at a time. Test: tests/unit/backends/test_dequantize.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from asyncrl.backends.huggingface import SAME_ARCHITECTURE, open_weights
+from asyncrl.errors import ConfigError
+from asyncrl.tensors import fp8, safetensors_file
+from asyncrl.tensors.snapshot import TensorEntry
+
+_INDEX: Final = "model.safetensors.index.json"
+_OF_OWN_CODE: Final = ("auto_map", "quantization_config")
+
+
+def is_needed(config: dict[str, Any]) -> bool:
+    """Whether the model of this config.json is trained only once ``to_bfloat16`` has written it anew."""
+    return bool(config.get("quantization_config")) or config.get("model_type") in SAME_ARCHITECTURE
+
+
+def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None]) -> int:
+    """Write config.json and weights to the folder ``destination``; returns the number of parameters.
+
+    note: called with the name of each file of weights when it is written. Raises ConfigError.
+    """
+    config = json.loads((source / "config.json").read_text())
+    block = _block_size(source, config)
+    num_parameters, weight_map = 0, dict[str, str]()
+    with open_weights(source, where=str(source)) as read:
+        for file in _weight_files(source):
+            with file.open("rb") as stream:
+                stored, _ = safetensors_file.entries_of(stream)
+            entries = [_whole(entry) for entry in stored if not fp8.is_scale(entry.name)]
+            with (destination / file.name).open("wb") as stream:
+                safetensors_file.write(stream, _blocks(entries, read, block))
+            num_parameters += sum(torch.Size(entry.shape).numel() for entry in entries)
+            weight_map |= {entry.name: file.name for entry in entries}
+            note(file.name)
+    if (source / _INDEX).is_file():
+        (destination / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+    kept = {key: value for key, value in config.items() if key not in _OF_OWN_CODE}
+    model_type = SAME_ARCHITECTURE.get(config.get("model_type", ""), config.get("model_type"))
+    (destination / "config.json").write_text(json.dumps(kept | {"model_type": model_type}, indent=2))
+    return num_parameters
+
+
+def _weight_files(source: Path) -> list[Path]:
+    if (source / _INDEX).is_file():
+        names: set[str] = set(json.loads((source / _INDEX).read_text())["weight_map"].values())
+        return [source / name for name in sorted(names)]
+    return [source / "model.safetensors"]
+
+
+def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale. Raises ConfigError for weights quantized in another way."""
+    about = config.get("quantization_config")
+    if not about:
+        return (fp8.BLOCK, fp8.BLOCK)
+    size = about.get("weight_block_size")
+    if about.get("quant_method") != "fp8" or not (isinstance(size, list) and len(size) == 2):
+        how = f"{about.get('quant_method')}, weight_block_size {size}"
+        raise ConfigError(
+            f"{source}: its weights are quantized ({how}); only FP8 in blocks is read, so take the model it was made of"
+        )
+    return (int(size[0]), int(size[1]))
+
+
+def _whole(entry: TensorEntry) -> TensorEntry:
+    return dataclasses.replace(entry, dtype=torch.bfloat16) if entry.dtype == torch.float8_e4m3fn else entry
+
+
+def _blocks(
+    entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], block: tuple[int, int]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file."""
+    yield safetensors_file.header(entries)
+    for entry in entries:
+        tensor = read(entry.name)
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor = fp8.dequantize(tensor, read(fp8.scale_of(entry.name)), block=block)
+        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,168 @@
+"""A folder in FP8, or under a model type of its own code, becomes one that is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from asyncrl.backends import huggingface
+from asyncrl.cli.main import main
+from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.errors import ConfigError
+from asyncrl.run.import_folder import import_folder
+from asyncrl.tensors import fp8
+
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+"""As published, without what no model code reads."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    make_tiny_model(folder, architecture="deepseek_v3")
+    return folder
+
+
+@pytest.fixture
+def published(whole: Path, tmp_path: Path) -> Path:
+    """The same model as Kimi-K2's: in FP8, of its own model type, a matrix and its scales in two files."""
+    folder = fp8.model_folder(whole, tmp_path / "published")
+    describe(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for number in (1, 2):
+        part = {name: one for name, one in tensors.items() if fp8.is_scale(name) == (number == 2)}
+        save_file(part, folder / f"model-{number}-of-2.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(part, f"model-{number}-of-2.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def describe(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_an_imported_folder_has_the_weights_in_bfloat16_and_can_be_trained(
+    whole: Path, published: Path, tmp_path: Path
+) -> None:
+    num_parameters = import_folder(published, tmp_path / "imported")
+    original = load_file(whole / "model.safetensors")
+    imported = load_file(tmp_path / "imported" / "model-1-of-2.safetensors")
+    assert imported.keys() == original.keys()
+    assert num_parameters == sum(one.numel() for one in original.values())
+    for name, one in imported.items():
+        assert one.shape == original[name].shape
+        largest = original[name].abs().max()
+        assert torch.allclose(one.float(), original[name].float(), rtol=2**-4 + 2**-8, atol=float(largest) / 2**10)
+    assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(whole))
+    assert sorted(huggingface.weight_names(tmp_path / "imported")) == sorted(original)
+
+
+def test_a_folder_in_fp8_is_refused_where_it_is_trained_with_what_mends_it(published: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantized weights .*fp8.*`asyncrl import-model .* NEW_FOLDER`"):
+        huggingface.read_shape(published)
+
+
+def test_a_model_type_of_its_own_code_is_refused_with_what_mends_it_and_imported(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "of-its-own"
+    folder.mkdir()
+    for file in whole.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    describe(folder, model_type="kimi_k2")
+    with pytest.raises(ConfigError, match=r"own code.*`asyncrl import-model"):
+        huggingface.read_shape(folder)
+    import_folder(folder, tmp_path / "imported")
+    assert str(huggingface.read_shape(tmp_path / "imported")) == str(huggingface.read_shape(whole))
+
+
+def test_kimi_k2_has_the_shape_that_is_published(tmp_path: Path) -> None:
+    described = {key: value for key, value in KIMI_K2.items() if key not in ("auto_map", "quantization_config")}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"model_type": "deepseek_v3"}))
+    shape = huggingface.read_shape(tmp_path)
+    assert shape.experts is not None and shape.latent is not None
+    assert (shape.num_layers, shape.hidden_size, shape.vocabulary_size) == (61, 7168, 163840)
+    assert (shape.experts.num_experts, shape.experts.experts_per_token) == (384, 8)
+    assert shape.latent.score_scale == pytest.approx(1.8133, abs=1e-4)  # (0.1 ln 32 + 1)^2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"awq.*take the model it was made of"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None"),
+        ({"quantization_config": None, "model_type": "deepseek_v3"}, r"nothing is to be imported"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(
+    published: Path, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    describe(published, **changes)
+    with pytest.raises(ConfigError, match=says) as caught:
+        import_folder(published, tmp_path / "imported")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+def test_the_command_imports_a_folder_and_says_what_is_wrong_with_one(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import-model", str(published), str(tmp_path / "imported")]) == 0
+    assert main(["import-model", str(published), str(tmp_path / "imported")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["import-model", str(tmp_path), str(tmp_path / "other")]) == 2
+    assert "has no config.json" in capsys.readouterr().err
