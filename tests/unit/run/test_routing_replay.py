@@ -12,7 +12,7 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run import registry
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 from tests.unit.run.test_check import RUN_FILE
 
