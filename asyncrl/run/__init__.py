@@ -1,1 +1,1 @@
-"""How a run is checked, put together, kept up, recorded and watched; ``registry`` is the only file that names adapters."""
+"""How a run is checked, put together, kept up, recorded and watched; ``registry`` alone names the adapters."""

@@ -325,8 +325,9 @@ def test_engines_need_every_version_where_they_sample(make_run: RunMaker) -> Non
 
 def test_a_rollout_function_of_ones_own_says_that_it_samples_nothing(make_run: RunMaker) -> None:
     """It is checked as "given" is."""
-    own = ("rollout.function=tests.unit.run.test_check:copied", "weights.every_steps=1000")
-    with pytest.raises(ConfigError, match='^rollout.function: "tests.unit.run.test_check:copied" takes the answers'):
+    name = "tests.unit.run.checks.test_run_file:copied"
+    own = (f"rollout.function={name}", "weights.every_steps=1000")
+    with pytest.raises(ConfigError, match=f'^rollout.function: "{name}" takes the answers'):
         check(make_run(*own))
     sft = (*own, "data.response_key=label", "algorithm.name=sft", "rollout.group_size=1", "engine.kind=none")
     check(make_run(*sft, "algorithm.correction=none", "reward.kind=none"))

@@ -10,7 +10,7 @@ from asyncrl import config
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
 from asyncrl.run.checks.run_file import check
-from tests.unit.run.test_check import RUN_FILE
+from tests.unit.run.checks.test_run_file import RUN_FILE
 
 SFT = ["algorithm.name=sft", "rollout.group_size=1"]
 
