@@ -41,7 +41,7 @@ from asyncrl.policies.evaluation.questions import EvaluationSet, Question
 from asyncrl.policies.evaluation.results import Measured
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run.build import LearnerPorts, assemble_learner
+from asyncrl.run.assembly.build_learner import LearnerPorts, assemble_learner
 from benchmarks.ideal import Plan
 from benchmarks.simulated import (
     EvenLength,

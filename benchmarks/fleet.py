@@ -44,7 +44,7 @@ from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages.topics import PROGRESS, PROMPTS
 from asyncrl.protocols import Bus
 from asyncrl.run import registry
-from asyncrl.run.account import account_of
+from asyncrl.run.recorded.account import account_of
 from benchmarks import fleet_processes
 from benchmarks.fleet_probe import MonitoredServer, Reading, between, memory, read
 from benchmarks.fleet_processes import Processes

@@ -29,7 +29,8 @@ from asyncrl.os_process import signal_on_parent_death
 from asyncrl.policies.health.faults import Finding
 from asyncrl.protocols import Bus
 from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run import build, registry
+from asyncrl.run import registry
+from asyncrl.run.assembly.build_learner import build_learner
 from benchmarks.fleet_parts import FleetEngine
 from benchmarks.simulated import EvenLength, NoText
 
@@ -124,7 +125,7 @@ async def _connected(run: RunConfig, *, token: str) -> Bus:
 
 
 def worker(run: RunConfig, bus: Any, *, name: str, engine: Any) -> list[Actor]:
-    """As run/build.py and cli/rollout_worker.py make them, with a simulated engine and without a tokenizer."""
+    """As cli/rollout_worker.py makes them, with a simulated engine and without a tokenizer."""
     follower = WeightFollower(
         f"{name}.weights", bus, engine=engine, verify=registry.channel(run, bus=bus).verify, load=run.load
     )
@@ -159,7 +160,7 @@ def learner(parent: Connection, run: RunConfig, token: str) -> None:
 async def _learner(parent: Connection, run: RunConfig, token: str) -> None:
     bus = await registry.connect(run, token=token)
     try:
-        made, helpers = await build.build_learner(run, bus=bus, resume=False)
+        made, helpers = await build_learner(run, bus=bus, resume=False)
         parent.send("ready")
         await supervise(made, *helpers, HeartbeatSender(made, *helpers), stop_seconds=STOP_SECONDS)
     finally:

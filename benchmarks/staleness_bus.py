@@ -53,8 +53,9 @@ from asyncrl.actors.base import HeartbeatSender
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import Mode, RunConfig
 from asyncrl.config.staleness import StalenessSection
-from asyncrl.run import build, registry
-from asyncrl.run.build_worker import build_worker
+from asyncrl.run import registry
+from asyncrl.run.assembly.build_learner import build_learner
+from asyncrl.run.assembly.build_worker import build_worker
 from benchmarks.arm import live
 from benchmarks.delayed_channel import SPARE
 from benchmarks.staleness import EVALUATE_EVERY, GROUP_SIZE, GROUPS, HIGH, standard_error
@@ -166,7 +167,7 @@ async def _run(run_config: RunConfig, server: EmbeddedServer) -> None:
     """Every process of a run, here as one task, each with its own connection."""
     run_config = dataclasses.replace(run_config, bus=dataclasses.replace(run_config.bus, url=server.url))
     buses = [await registry.connect(run_config, token=server.token) for _ in range(WORKERS + 1)]
-    learner, helpers = await build.build_learner(run_config, bus=buses[0], resume=False)
+    learner, helpers = await build_learner(run_config, bus=buses[0], resume=False)
     lives = [[learner, *helpers, HeartbeatSender(learner)]]
     for number, bus in enumerate(buses[1:]):
         worker, follower = await build_worker(run_config, bus=bus, name=f"worker-{number}")

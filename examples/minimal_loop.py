@@ -5,7 +5,7 @@
     prompt source --prompts--> rollout worker --trajectories--> learner --weights--> rollout worker
 
 The arrows are topics on a bus. While the learner trains, the worker samples on, and takes new weights between two
-tokens. `asyncrl run` makes the same actors from a run file (asyncrl/run/build.py), in processes of their own.
+tokens. `asyncrl run` makes the same actors from a run file (asyncrl/run/assembly), in processes of their own.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class HeartbeatSender(Actor):
     def __init__(
         self, *actors: Actor, interval: float = BEAT_SECONDS, about: Mapping[str, float] | None = None
     ) -> None:
-        """``about``: numbers of the process that stay what they are (run/own_code.py)"""
+        """``about``: numbers of the process that stay what they are (run/checks/own_code.py)"""
         super().__init__(f"{actors[0].name}.heartbeat", actors[0].bus)
         self._actors = actors
         self._interval = interval

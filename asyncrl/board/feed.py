@@ -15,9 +15,9 @@ from asyncrl.board.lanes import Doing, doing
 from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import Change, RunState
 from asyncrl.errors import AsyncRLError, ConfigError, NoSuchRun
-from asyncrl.run.group_index import GroupIndex
-from asyncrl.run.looker import Looker, View, is_silent, look_seconds
-from asyncrl.run.watched_run import RowTail, WatchedRun, row_of
+from asyncrl.run.watched.group_index import GroupIndex
+from asyncrl.run.watched.looker import Looker, View, is_silent, look_seconds
+from asyncrl.run.watched.watched_run import RowTail, WatchedRun, row_of
 
 ROW_SECONDS: Final = 1.0
 """Between two looks at metrics.jsonl: nobody announces that it grew."""

@@ -32,8 +32,8 @@ from asyncrl.board.lanes import STATES
 from asyncrl.board.readers import Readers
 from asyncrl.board.run_state import RunState
 from asyncrl.errors import ConfigError
-from asyncrl.run.group_index import rows_as_json
-from asyncrl.run.watched_run import WatchedRun
+from asyncrl.run.watched.group_index import rows_as_json
+from asyncrl.run.watched.watched_run import WatchedRun
 
 STATIC: Final = Path(__file__).parent / "static"
 QUIET_SECONDS: Final = 15.0

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from asyncrl.cli import arguments
 from asyncrl.policies.audit.accounting import Account
-from asyncrl.run.account import account_of
+from asyncrl.run.recorded.account import account_of
 
 SHOWN_PROBLEMS = 20
 

@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
     from asyncrl.metrics.compare import difference  # imports numpy, which --help does without
     from asyncrl.policies.audit.entries import present
-    from asyncrl.run.opened_run import metric_rows
-    from asyncrl.run.run_folder import RecordedRun
+    from asyncrl.run.recorded.opened_run import metric_rows
+    from asyncrl.run.recorded.run_folder import RecordedRun
 
     settings, rows, batches = [], [], []
     for directory in (options.run_a, options.run_b):

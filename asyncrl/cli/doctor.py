@@ -20,7 +20,7 @@ from asyncrl.errors import NoAnswer
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import BUS_SECONDS, SILENT_SECONDS, Finding, Observation, Seen, printable
 from asyncrl.protocols import Bus
-from asyncrl.run import run_folder
+from asyncrl.run.recorded import run_folder
 from asyncrl.run.registry import bus_address, observe
 
 LISTEN_SECONDS = SILENT_SECONDS + 1.5

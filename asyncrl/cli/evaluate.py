@@ -18,7 +18,7 @@ from asyncrl.cli import arguments
 from asyncrl.config import RunConfig, record, slime_evaluation
 from asyncrl.config.run_file import from_table, override
 from asyncrl.errors import INTERRUPTED, ConfigError, NoHistory
-from asyncrl.run.run_folder import RecordedRun
+from asyncrl.run.recorded.run_folder import RecordedRun
 
 _OF_RUN: Final = ("model", "rollout", "run")
 """Sections of a run's own settings that hold where FILE says nothing."""

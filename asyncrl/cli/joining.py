@@ -23,7 +23,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.fleet import RunSettings
 from asyncrl.messages.signing import Signatures
 from asyncrl.messages.topics import SETTINGS
-from asyncrl.run import signing_keys
+from asyncrl.run.keys import signing_keys
 from asyncrl.run.registry import connect
 
 log = logging.getLogger("asyncrl.cli.joining")

@@ -15,8 +15,9 @@ from asyncrl.cli import arguments
 from asyncrl.cli.actor_process import EXIT_SECONDS, in_event_loop, supervised
 from asyncrl.config import RunConfig
 from asyncrl.os_process import end_with_parent, exit_within
-from asyncrl.run import resume_checks, resume_settings, same_version, signing_keys, single_learner
-from asyncrl.run.check import check_learner
+from asyncrl.run.checks import resume_checks, resume_settings, same_version, single_learner
+from asyncrl.run.checks.run_file import check_learner
+from asyncrl.run.keys import signing_keys
 from asyncrl.run.registry import backend_class, channel_class, connect, serve_rank
 
 
@@ -59,7 +60,7 @@ def _serve(run_config: RunConfig, *, rank: int) -> int:
 
 
 async def _learn(run_config: RunConfig, *, resume: bool, token: str, is_launched: bool) -> int:
-    from asyncrl.run.training import train  # imports torch: not before a mistake has been told
+    from asyncrl.run.assembly.training import train  # imports torch: not before a mistake has been told
 
     bus = await connect(run_config, token=token)
     try:

@@ -1,9 +1,9 @@
 """`asyncrl replay RUN_DIR`: trains a run again from its recorded log, without sampling, and compares step by step.
 
 Each step trains the same batch in the same order at the same version as in the run, with the run file that was in
-force at that step (run/replay.py). On the reference backend, with the same number of threads on the same kind of
-machine, every loss and gradient norm equals that in metrics.jsonl to the last bit. Exit code 1 if one does not, or if
-there is nothing to compare with.
+force at that step (run/recorded/replay.py). On the reference backend, with the same number of threads on the same kind
+of machine, every loss and gradient norm equals that in metrics.jsonl to the last bit. Exit code 1 if one does not, or
+if there is nothing to compare with.
 
 ``--set`` changes the run file from step ``--from-step`` on: another loss, correction or learning rate on the same
 data. That is an offline experiment: the numbers differ, and the table says by how much. The data stays what the old
@@ -36,11 +36,11 @@ from asyncrl.cli import arguments
 from asyncrl.cli.arguments import step_range
 from asyncrl.errors import ConfigError
 from asyncrl.policies.audit.entries import present
-from asyncrl.run.run_folder import RecordedRun, connected
+from asyncrl.run.recorded.run_folder import RecordedRun, connected
 
 if TYPE_CHECKING:
     from asyncrl.policies.batching.batch import Metric
-    from asyncrl.run.replay import Planned
+    from asyncrl.run.recorded.replay import Planned
 
 EXACT: Final = ("loss", "grad_norm")
 """Equal to the last bit when nothing was changed."""
@@ -111,7 +111,7 @@ def replay(
     as_json: bool = False,
 ) -> int:
     """Replay the run in ``directory`` and print the comparison; the exit code, as above. Raises ConfigError."""
-    from asyncrl.run.replay import plan_of  # imports torch, which --help does without
+    from asyncrl.run.recorded.replay import plan_of  # imports torch, which --help does without
 
     recorded = RecordedRun(directory)
     history = present(recorded.history())
@@ -124,7 +124,7 @@ def replay(
 def train_from(options: argparse.Namespace) -> int:
     """Train a run file on the recorded batches of another run; the exit code. Raises ConfigError."""
     from asyncrl import config
-    from asyncrl.run.replay import plan_from  # imports torch, which --help does without
+    from asyncrl.run.recorded.replay import plan_from  # imports torch, which --help does without
 
     if options.times < 1:
         raise ConfigError(f"--times {options.times}: must be 1 or more")
@@ -162,7 +162,7 @@ def _train(
     has_old: bool = True,
 ) -> int:
     """has_old: there are rows of the same steps to compare with"""
-    from asyncrl.run.replay import train_again
+    from asyncrl.run.recorded.replay import train_again
 
     directory = recorded.directory
     settings = recorded.newest_settings()

@@ -18,11 +18,12 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.validation import name_problem
 from asyncrl.os_process import end_with_parent, exit_within
-from asyncrl.run import same_version, signing_keys, single_instance, worker_keys
-from asyncrl.run.check import check_worker
-from asyncrl.run.own_code import checksums
+from asyncrl.run.checks import same_version, single_instance
+from asyncrl.run.checks.own_code import checksums
+from asyncrl.run.checks.run_file import check_worker
+from asyncrl.run.keys import signing_keys, worker_keys
+from asyncrl.run.keys.worker_keys import Identity
 from asyncrl.run.registry import connect
-from asyncrl.run.worker_keys import Identity
 
 log = logging.getLogger("asyncrl.cli.rollout_worker")
 
@@ -95,8 +96,8 @@ async def _sample(
     has_joined    without a run file, by the bus
     is_dedicated  evaluate and do nothing else
     """
-    from asyncrl.run.build import prometheus  # imports torch: not before a mistake has been told
-    from asyncrl.run.build_worker import build_worker
+    from asyncrl.run.assembly.build_learner import prometheus  # imports torch: not before a mistake has been told
+    from asyncrl.run.assembly.build_worker import build_worker
 
     run, name = run_config.run.name, identity.name
     signatures = signing_keys.signatures(

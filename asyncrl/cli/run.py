@@ -12,10 +12,10 @@ from asyncrl.config import RunConfig
 from asyncrl.config.toml_text import toml_text
 from asyncrl.errors import ConfigError
 from asyncrl.run import registry
-from asyncrl.run.check import check
-from asyncrl.run.launch import launch
-from asyncrl.run.process_manager import Outcome
-from asyncrl.run.run_folder import RecordedRun, newest_model
+from asyncrl.run.checks.run_file import check
+from asyncrl.run.processes.launch import launch
+from asyncrl.run.processes.process_manager import Outcome
+from asyncrl.run.recorded.run_folder import RecordedRun, newest_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ from asyncrl.policies.health.faults import printable, printable_text
 
 if TYPE_CHECKING:
     from asyncrl.policies.groups.sample import Answer, Decode, GroupSample
-    from asyncrl.run.samples import RunSamples
+    from asyncrl.run.recorded.samples import RunSamples
 
 LIMIT: Final = 5
 
@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     except re.error as error:
         raise ConfigError(f"--grep {options.grep}: is no regular expression: {error}") from None
 
-    from asyncrl.run import run_folder  # imports numpy, which --help does without
-    from asyncrl.run.samples import RunSamples
+    from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.recorded.samples import RunSamples
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="samples", needs_bus=options.follow)
     folder = options.where if options.where is not None and options.where.is_dir() else None
@@ -209,7 +209,7 @@ class _Printer:
 
     async def find_model(self, bus: object) -> None:
         """Ask the run's bus where its model is, when nothing else says it."""
-        from asyncrl.run.samples import model_path
+        from asyncrl.run.recorded.samples import model_path
 
         self._model = self._model or await model_path(bus, self._source.run)  # type: ignore[arg-type]
 

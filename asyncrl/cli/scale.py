@@ -21,7 +21,7 @@ from asyncrl.messages.fleet import MOST_WORKERS, FleetSize, FleetStatus
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
 from asyncrl.policies.health.faults import QUARANTINED, in_words
 from asyncrl.protocols import Bus
-from asyncrl.run import run_folder
+from asyncrl.run.recorded import run_folder
 from asyncrl.run.registry import observe
 
 ANSWER_SECONDS = 15.0

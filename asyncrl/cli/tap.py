@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit {options.limit}: must be 1 or more")
 
-    from asyncrl.run import run_folder  # imports numpy, which --help does without
+    from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
 
     run_config = run_folder.run_at(options.where, options.overrides, verb="tap")
     asyncio.run(_tap(run_config, topic, options))

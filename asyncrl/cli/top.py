@@ -29,8 +29,8 @@ from asyncrl.policies.health.faults import (
     in_words,
     printable,
 )
-from asyncrl.run import run_folder
-from asyncrl.run.looker import LOOK_SECONDS, Looker, View
+from asyncrl.run.recorded import run_folder
+from asyncrl.run.watched.looker import LOOK_SECONDS, Looker, View
 
 MOST_ROWS = 32
 """Of a larger fleet those that are silent are shown, and those that are furthest behind."""

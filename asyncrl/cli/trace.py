@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     directory: Path = options.run_directory
 
     from asyncrl.metrics.trace import trace  # imports numpy, which --help does without
-    from asyncrl.run.timeline import rows_of
+    from asyncrl.run.recorded.timeline import rows_of
 
     rows, source = rows_of(directory)
     if not rows:

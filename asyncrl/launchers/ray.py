@@ -3,9 +3,10 @@
     kind = "ray"          [launcher.options] is ``Options`` of ray_options.py; docs/guides/ray.md
 
 Ray finds a machine and reserves its GPUs. It carries no data of the run and restarts nothing: when an actor or a
-machine dies, its process has ended, and run/process_manager.py decides what follows. A process keeps its place over
-restarts; if its machine is gone it gets another one, wherever there is room. Placement groups and actors belong to our
-Ray job: Ray frees them when we are killed, and processes end with their actors (launchers/process_agent.py).
+machine dies, its process has ended, and run/processes/process_manager.py decides what follows. A process keeps its
+place over restarts; if its machine is gone it gets another one, wherever there is room. Placement groups and actors
+belong to our Ray job: Ray frees them when we are killed, and processes end with their actors
+(launchers/process_agent.py).
 
 The only file that imports ray. Tests: tests/integration/ray/test_ray.py, on a cluster of two nodes.
 """

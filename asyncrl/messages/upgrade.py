@@ -2,7 +2,7 @@
 
 Recorded data of schema 1 is read, so that `asyncrl audit`, `replay`, `top` and ``--resume`` work on old runs. Processes
 that are up must be of one version: heartbeats and weight versions say the schema they were written with
-(run/same_version.py), and what is asked and answered at once is refused (``_LIVE``). Pure.
+(run/checks/same_version.py), and what is asked and answered at once is refused (``_LIVE``). Pure.
 
 To rename a field: raise SCHEMA, and add its old name to the table of the schema before.
 Tests: tests/unit/messages/test_upgrade.py, on data that the old code wrote (tests/data/v1).

@@ -1,7 +1,7 @@
 """The port through which `asyncrl run` starts processes. Adapters pass tests/contracts/test_launcher.py.
 
-A launcher starts, signals and stops processes. asyncrl/run/process_manager.py decides how often a process is restarted,
-which are killed because they hang, and when the run is over, in the same way for every launcher.
+A launcher starts, signals and stops processes. asyncrl/run/processes/process_manager.py decides how often a process is
+restarted, which are killed because they hang, and when the run is over, in the same way for every launcher.
 """
 
 from __future__ import annotations

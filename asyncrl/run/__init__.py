@@ -1,1 +1,1 @@
-"""Builds and supervises a run: adapters, actors, processes, the run folder."""
+"""How a run is checked, put together, kept up, recorded and watched; ``registry`` alone names the adapters."""

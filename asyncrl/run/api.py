@@ -20,10 +20,10 @@ from asyncrl import config
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.os_process import import_path
-from asyncrl.run.check import check
-from asyncrl.run.launch import launch
-from asyncrl.run.opened_run import OpenedRun, metric_rows, open_run
-from asyncrl.run.run_folder import RecordedRun, newest_model
+from asyncrl.run.checks.run_file import check
+from asyncrl.run.processes.launch import launch
+from asyncrl.run.recorded.opened_run import OpenedRun, metric_rows, open_run
+from asyncrl.run.recorded.run_folder import RecordedRun, newest_model
 from asyncrl.run.summary import Summary, summarize
 
 __all__ = ["AsyncRLError", "ConfigError", "OpenedRun", "Run", "RunResult", "Summary", "open_run"]

@@ -22,10 +22,11 @@ from asyncrl.config import RunConfig
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.evaluation.questions import digest
 from asyncrl.protocols import Bus
-from asyncrl.run import data, registry
-from asyncrl.run.build_worker import build_worker
-from asyncrl.run.check import check_evaluation
-from asyncrl.run.run_folder import newest_model
+from asyncrl.run import registry
+from asyncrl.run.assembly import data
+from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.run.checks.run_file import check_evaluation
+from asyncrl.run.recorded.run_folder import newest_model
 
 RESULTS_FILE: Final = "evaluations.jsonl"
 """In the folder of a run: a line for each saved model that was evaluated."""

@@ -20,7 +20,8 @@ from asyncrl.messages.signing import UNSIGNED, Signatures
 from asyncrl.protocols import Backend, Bus, Engine, WeightChannel
 from asyncrl.protocols.adapter import Adapter
 from asyncrl.rollouts import load as rollout_functions
-from asyncrl.run import learner_models, signing_keys
+from asyncrl.run import learner_models
+from asyncrl.run.keys import signing_keys
 
 if TYPE_CHECKING:
     from asyncrl.backends.adapter import BackendAdapter

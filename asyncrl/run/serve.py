@@ -15,7 +15,7 @@ from asyncrl.rollouts.agent.entry import Entry
 from asyncrl.rollouts.agent.function import Options as AgentOptions
 from asyncrl.rollouts.agent.harnesses.outside import Options
 from asyncrl.rollouts.load import load_options
-from asyncrl.run import key_files
+from asyncrl.run.keys import key_files
 
 _HARNESS: Final = "outside"
 

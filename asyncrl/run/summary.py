@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig, secret_values
 from asyncrl.config.toml_text import toml_text
-from asyncrl.run import data, gpus, learner_models, registry
-from asyncrl.run.check import check, check_before_torch
+from asyncrl.run import learner_models, registry
+from asyncrl.run.assembly import data
+from asyncrl.run.checks.run_file import check, check_before_torch
+from asyncrl.run.processes import gpus
 
 if TYPE_CHECKING:
     from asyncrl.policies import parts

@@ -33,7 +33,7 @@ from asyncrl.messages.topics import PROMPTS
 from asyncrl.policies.audit.entries import present
 from asyncrl.protocols import Bus
 from asyncrl.run import registry
-from asyncrl.run.process_manager import NEVER_AGAIN
+from asyncrl.run.processes.process_manager import NEVER_AGAIN
 from asyncrl.state import history
 from asyncrl.state.history import HISTORY_FILE
 from tests import ROOT

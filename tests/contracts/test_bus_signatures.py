@@ -28,7 +28,7 @@ from asyncrl.messages.topics import (
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.protocols import Bus
 from asyncrl.protocols.rejections import Rejections
-from asyncrl.run import worker_keys
+from asyncrl.run.keys import worker_keys
 from tests.harness.buses import group, heartbeat, progress, prompt, taken
 
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import config
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.rollouts import on_demo
 

@@ -15,7 +15,7 @@ from asyncrl import config
 from asyncrl.data.tiny_model import make_tokenizer
 from asyncrl.protocols import Reward, Sample
 from asyncrl.rewards.load import load_reward
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.rollouts import load, on_demo, prompt_of, sample_of, saying
 

@@ -50,7 +50,7 @@ from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.trust.tickets import Tickets
 from asyncrl.protocols import Bus, EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
 from asyncrl.rollouts.builtin import single_turn
-from asyncrl.run.build import LearnerPorts, assemble_learner
+from asyncrl.run.assembly.build_learner import LearnerPorts, assemble_learner
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 

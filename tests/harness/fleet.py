@@ -14,7 +14,7 @@ from asyncrl.errors import LaunchError, NoRoom
 from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import FLEET, FLEET_STATUS
 from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run import process_manager, process_specs
+from asyncrl.run.processes import process_manager, process_specs
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 

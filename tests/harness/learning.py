@@ -16,8 +16,8 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig
 from asyncrl.protocols import Bus
-from asyncrl.run import build
-from asyncrl.run.build_worker import build_worker
+from asyncrl.run.assembly.build_learner import build_learner
+from asyncrl.run.assembly.build_worker import build_worker
 from tests import ROOT
 
 DEMO = ROOT / "examples" / "demo.toml"
@@ -44,7 +44,7 @@ def demo_run(folder: Path, *overrides: str) -> RunConfig:
 
 async def train(run: RunConfig, bus: Bus, *, workers: int = 1, resume: bool = False) -> list[dict[str, Any]]:
     """Run to the end in this process; the rows of metrics.jsonl."""
-    learner, helpers = await build.build_learner(run, bus=bus, resume=resume)
+    learner, helpers = await build_learner(run, bus=bus, resume=resume)
     async with asyncio.TaskGroup() as group:
         for number in range(workers):
             worker, follower = await build_worker(run, bus=bus, name=f"w{number}")

@@ -22,7 +22,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.messages import Event
 from asyncrl.messages.topics import EVENTS
 from asyncrl.run import registry
-from asyncrl.run.worker_keys import digits_in
+from asyncrl.run.keys.worker_keys import digits_in
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 
 RUN_FILE = """

@@ -26,8 +26,8 @@ from asyncrl.policies.audit.accounting import Account
 from asyncrl.policies.batching.filters import dynamic_sampling
 from asyncrl.protocols import Backend, Reward, Sample
 from asyncrl.run import registry
-from asyncrl.run.account import account_with
-from asyncrl.run.run_folder import RecordedRun
+from asyncrl.run.recorded.account import account_with
+from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness import buses, fakes
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.histories import forge
@@ -258,7 +258,7 @@ def test_a_replay_that_fails_leaves_nothing_behind(
             raise BackendError("no memory")
         return real(run)
 
-    monkeypatch.setattr("asyncrl.run.replay_trainer.registry.backend", backend)
+    monkeypatch.setattr("asyncrl.run.recorded.replay_trainer.registry.backend", backend)
     before = set(run.run_directory.iterdir())
     code, _, err = asyncrl("replay", run.run_directory, capsys=capsys)
     assert (code, err.splitlines()[-1]) == (1, "asyncrl replay: no memory")

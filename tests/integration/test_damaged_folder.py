@@ -21,9 +21,9 @@ from asyncrl.board.readers import Readers
 from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.run import build
-from asyncrl.run.group_index import rows_as_json
-from asyncrl.run.watched_run import WatchedRun
+from asyncrl.run.assembly.build_learner import build_learner
+from asyncrl.run.watched.group_index import rows_as_json
+from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state import checkpoint
 from tests.harness.damage import spoil
 from tests.harness.learning import demo_run, memory_bus
@@ -293,7 +293,7 @@ async def test_a_run_is_not_resumed_over_what_is_no_file_and_says_so_in_one_line
     (copy / name).symlink_to(name) if is_loop else (copy / name).mkdir()
     resumed = demo_run(run.run_directory.parents[1], f"run.directory={copy.parent}", "run.steps=6")
     with pytest.raises(ConfigError) as refused:
-        await build.build_learner(resumed, bus=memory_bus(), resume=True)
+        await build_learner(resumed, bus=memory_bus(), resume=True)
     problem = "is a link to itself" if is_loop else "is no file"
     where = f"run.directory: {copy / name}"
     assert str(refused.value) == f"{where}: {problem}; one of the run belongs there, so move it away"

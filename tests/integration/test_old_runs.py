@@ -20,9 +20,9 @@ from asyncrl.messages.codec import decode
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from asyncrl.policies.audit.accounting import present
 from asyncrl.protocols import Bus
-from asyncrl.run.account import account_with
-from asyncrl.run.replay import plan_of, train_again
-from asyncrl.run.run_folder import RecordedRun
+from asyncrl.run.recorded.account import account_with
+from asyncrl.run.recorded.replay import plan_of, train_again
+from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from tests import ROOT
 

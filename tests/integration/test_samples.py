@@ -13,7 +13,7 @@ import pytest
 from asyncrl import config
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.run.samples import RunSamples
+from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import SampleFile
 from tests.harness import buses

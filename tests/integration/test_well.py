@@ -18,9 +18,9 @@ from asyncrl.data import demo_task
 from asyncrl.policies.health import conditions, fleet
 from asyncrl.policies.health.faults import LEARNER, Observation, Seen
 from asyncrl.protocols import Bus
-from asyncrl.run import build
-from asyncrl.run.build_worker import build_worker
-from asyncrl.run.own_code import checksums
+from asyncrl.run.assembly.build_learner import build_learner
+from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.run.checks.own_code import checksums
 from tests.harness.learning import demo_run, memory_bus
 
 OF_THE_MACHINE = {"memory", "descriptors", "threads", "little room", "stale", "clock"}
@@ -45,7 +45,7 @@ async def named_in(run: RunConfig) -> set[str]:
             await asyncio.sleep(BEAT_SECONDS)
 
     watcher, heard = HealthMonitor(connect), set[str]()
-    learner, helpers = await build.build_learner(run, bus=bus, resume=False)
+    learner, helpers = await build_learner(run, bus=bus, resume=False)
     worker, follower = await build_worker(run, bus=bus, name="w0")
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(watch())

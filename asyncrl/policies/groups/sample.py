@@ -1,7 +1,7 @@
 """A prompt group as a person reads it: text, rewards, advantage, staleness, and what became of it. Pure.
 
 The learner records some of these in samples.jsonl (state/samples.py); whoever looks makes others from the trajectory
-log and from events (run/samples.py). JSON has the same fields under the same names.
+log and from events (run/recorded/samples.py). JSON has the same fields under the same names.
 
 Tests: tests/unit/policies/groups/test_sample.py.
 """

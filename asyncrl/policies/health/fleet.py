@@ -1,8 +1,8 @@
 """Findings of processes that work well, each by itself, and do not fit together: other code, other functions, other
 clocks.
 
-Every process says two checksums of what it runs (run/own_code.py) and what its clock shows; they are compared with the
-learner's. Tests: tests/unit/policies/health/test_fleet.py.
+Every process says two checksums of what it runs (run/checks/own_code.py) and what its clock shows; they are
+compared with the learner's. Tests: tests/unit/policies/health/test_fleet.py.
 """
 
 from __future__ import annotations

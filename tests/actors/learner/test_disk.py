@@ -19,8 +19,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.messages import WeightVersion
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import Finding, Observation, Seen
-from asyncrl.run.account import account_with
-from asyncrl.run.run_folder import RecordedRun
+from asyncrl.run.recorded.account import account_with
+from asyncrl.run.recorded.run_folder import RecordedRun
 from asyncrl.state import checkpoint
 from asyncrl.tensors.snapshot import Snapshot
 from tests.harness.fakes import Channel, Engine, Loop, run_worker, until, worker

@@ -17,7 +17,7 @@ from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, FilterError, HopelessError
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.messages.topics import EVENTS
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.buses import first
 from tests.harness.fakes import Engine, Loop, run_worker, worker

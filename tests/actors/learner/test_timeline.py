@@ -12,7 +12,7 @@ import pytest
 from asyncrl.actors.learner.metrics_reporter import MetricsReporter
 from asyncrl.actors.learner.timeline import MOST_ACTORS, Timeline
 from asyncrl.messages import Heartbeat, Wait
-from asyncrl.run.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
+from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.state.samples import RotatedLines
 from tests.harness import fakes
 from tests.harness.fakes import Engine, Loop, run_all, worker

@@ -17,8 +17,8 @@ from asyncrl.messages import PromptGroup, SamplingParams, Trajectory
 from asyncrl.policies.batching import packing
 from asyncrl.protocols import Bus, Generate, Reward, Sample
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
-from asyncrl.run.account import account_with
-from asyncrl.run.run_folder import RecordedRun
+from asyncrl.run.recorded.account import account_with
+from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness import fakes
 from tests.harness.groups import trajectory
 

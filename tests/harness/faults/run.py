@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.data import demo_task
-from asyncrl.run.worker_keys import WORKER_KEY_VARIABLE
+from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.processes import processes_below
 

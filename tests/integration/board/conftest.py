@@ -15,7 +15,7 @@ from asyncrl import config
 from asyncrl.board.server import Board
 from asyncrl.config import record as config_record
 from asyncrl.policies.groups.sample import Answer, GroupSample
-from asyncrl.run.watched_run import WatchedRun
+from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import SampleFile
 

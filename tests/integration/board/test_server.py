@@ -25,8 +25,8 @@ from asyncrl.cli.main import main
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Event, Heartbeat, StepMetrics, Wait
 from asyncrl.messages.topics import ACTORS, EVALUATION_METRICS, EVENTS, METRICS
-from asyncrl.run.group_index import GroupIndex
-from asyncrl.run.watched_run import WatchedRun
+from asyncrl.run.watched.group_index import GroupIndex
+from asyncrl.run.watched.watched_run import WatchedRun
 from tests.integration.board.conftest import OpenBoard, row, write_rows
 
 Connect = Callable[..., Awaitable[JetStreamBus]]

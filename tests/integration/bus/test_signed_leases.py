@@ -14,7 +14,7 @@ from asyncrl.bus.jetstream.watch import last_stored
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages.freshness import LIVES
 from asyncrl.messages.signing import UNSIGNED, Signatures, SigningKey
-from asyncrl.run import worker_keys
+from asyncrl.run.keys import worker_keys
 from tests.harness.buses import brief_leases
 
 Workers = Callable[..., Awaitable[Any]]

@@ -26,8 +26,8 @@ from asyncrl.policies.staleness.staleness import effective_version, per_token
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.rewards.load import load_reward
 from asyncrl.rollouts.builtin import given
-from asyncrl.run.check import check
-from asyncrl.run.gpus import placement
+from asyncrl.run.checks.run_file import check
+from asyncrl.run.processes.gpus import placement
 from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

@@ -18,8 +18,8 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.launchers.placement import Placement
-from asyncrl.run import child_process, launch, process_specs
-from asyncrl.run.process_manager import Outcome
+from asyncrl.run.processes import child_process, launch, process_specs
+from asyncrl.run.processes.process_manager import Outcome
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 

@@ -27,7 +27,7 @@ from asyncrl.launchers.ray import RayLauncher
 from asyncrl.launchers.ray_options import Options, Role
 from asyncrl.policies.health.faults import WORKER
 from asyncrl.protocols.launcher import ProcessSpec
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]

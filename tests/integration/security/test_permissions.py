@@ -40,7 +40,7 @@ from asyncrl.messages.topics import (
 )
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.policies.health.diagnosis import diagnose
-from asyncrl.run import single_instance
+from asyncrl.run.checks import single_instance
 from tests.harness.buses import group, heartbeat, progress, prompt, taken
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.roles import RUNS, Server, connected

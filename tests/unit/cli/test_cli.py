@@ -17,8 +17,8 @@ from asyncrl.cli import main as cli
 from asyncrl.config import tables
 from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
-from asyncrl.run import run_folder
-from asyncrl.run.process_manager import Outcome
+from asyncrl.run.processes.process_manager import Outcome
+from asyncrl.run.recorded import run_folder
 from tests import ROOT
 from tests.harness.forked import LAUNCHER, ForkServer
 

@@ -11,8 +11,9 @@ from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.config import RunConfig, tables
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError
-from asyncrl.run import build, registry
-from asyncrl.run.build_worker import build_worker
+from asyncrl.run import registry
+from asyncrl.run.assembly.build_learner import build_learner
+from asyncrl.run.assembly.build_worker import build_worker
 
 
 def run_config(folder: Path = Path(), *, mode: str = "async", **staleness: Any) -> RunConfig:
@@ -65,7 +66,7 @@ async def test_the_run_file_reaches_the_loop(tmp_path: Path) -> None:
         tmp_path, adaptive=True, smallest=2, ess_low=0.3, ess_high=0.8, patience=7, order="in_order", weight="linear"
     )
     bus = MemoryBus(max_prompts=256, max_log_bytes=2**26, ack_seconds=60.0, max_message_bytes=2**23)
-    learner, _ = await build.build_learner(run, bus=bus, resume=False)
+    learner, _ = await build_learner(run, bus=bus, resume=False)
     await learner.stop()
     bound = learner.table.bound
     assert (bound.bound, bound.largest, bound.smallest) == (4, 4, 2)

@@ -25,7 +25,7 @@ from asyncrl.rewards.load import load_reward
 from asyncrl.rollouts.builtin import given, single_turn
 from asyncrl.rollouts.load import FUNCTIONS
 from asyncrl.rollouts.trajectory_builder import TrajectoryBuilder
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES

@@ -20,8 +20,8 @@ from asyncrl.config.toml_text import toml_text
 from asyncrl.data import demo_task
 from asyncrl.messages.topics import TRAJECTORIES
 from asyncrl.protocols import Bus
-from asyncrl.run import run_folder
-from asyncrl.run.process_manager import Outcome
+from asyncrl.run.processes.process_manager import Outcome
+from asyncrl.run.recorded import run_folder
 from tests import ROOT
 from tests.conftest import BUS_SIZES, MAX_MESSAGE_BYTES
 from tests.harness.groups import group

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.policies.algorithms.critic import Critic
 from asyncrl.policies.algorithms.table import ALGORITHMS
 from asyncrl.run import learner_models, registry
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 
 RUN_FILE = """

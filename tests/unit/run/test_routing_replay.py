@@ -12,9 +12,9 @@ from asyncrl.data import demo_task
 from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.errors import ConfigError
 from asyncrl.run import registry
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
-from tests.unit.run.test_check import RUN_FILE
+from tests.unit.run.checks.test_run_file import RUN_FILE
 
 GROUP_BYTES = 8 * (1024 + 8) * 2 * 2
 """Of a group's experts: samples x (prompt + answer) x layers x experts per token."""

@@ -33,7 +33,7 @@ from asyncrl.policies.losses.loss import Loss
 from asyncrl.policies.losses.ppo import PPOClip
 from asyncrl.policies.losses.table import LOSSES
 from asyncrl.run import registry
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.algorithms import run
 from tests.harness.backends import (

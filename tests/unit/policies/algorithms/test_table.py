@@ -22,7 +22,7 @@ from asyncrl.policies.batching.batch import Batch
 from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.policies.losses.loss import LossInputs
 from asyncrl.run import registry
-from asyncrl.run.check import check
+from asyncrl.run.checks.run_file import check
 from asyncrl.run.summary import summarize
 from tests import ROOT
 from tests.harness.packing import pack

@@ -1,0 +1,1 @@
+"""The actors of a process, put together from a run file."""

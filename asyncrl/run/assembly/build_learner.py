@@ -1,0 +1,395 @@
+"""The actors of a process, put together: the learner with what runs beside it, and a rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.learner.batcher import Batcher
+from asyncrl.actors.learner.best_model import BestModel
+from asyncrl.actors.learner.checkpointer import Checkpointer
+from asyncrl.actors.learner.disk import Disk
+from asyncrl.actors.learner.evaluator import Evaluator
+from asyncrl.actors.learner.group_filters import GroupFilters
+from asyncrl.actors.learner.learner import Learner
+from asyncrl.actors.learner.metrics_reporter import MetricsReporter
+from asyncrl.actors.learner.progress_reporter import ProgressReporter
+from asyncrl.actors.learner.prompt_link import PromptLink
+from asyncrl.actors.learner.prompt_source import PromptSource, Rows
+from asyncrl.actors.learner.sample_recorder import SampleRecorder
+from asyncrl.actors.learner.timeline import Timeline
+from asyncrl.actors.learner.trainer import Trainer
+from asyncrl.actors.learner.training_step import TrainingStep
+from asyncrl.actors.learner.trajectory_reader import TrajectoryReader
+from asyncrl.actors.learner.validator import Validator
+from asyncrl.actors.learner.weight_publisher import WeightPublisher
+from asyncrl.actors.learner.weight_sender import WeightSender
+from asyncrl.actors.wait_tracker import WaitTracker
+from asyncrl.config import RunConfig
+from asyncrl.config.record import as_table
+from asyncrl.data.model_folder import ModelFolder, check_model
+from asyncrl.data.tokenizer import load_decode
+from asyncrl.errors import ConfigError
+from asyncrl.messages import SamplingParams
+from asyncrl.messages.topics import PROGRESS
+from asyncrl.metrics.alarms import Alarm, DropAlarm, MismatchAlarm, NoSignalAlarm, StandstillAlarm, TruncationAlarm
+from asyncrl.metrics.sinks import open_sinks
+from asyncrl.policies.algorithms.algorithm import Algorithm
+from asyncrl.policies.batching.filters import GroupFilter
+from asyncrl.policies.evaluation.questions import EvaluationSet
+from asyncrl.policies.groups import saved_table
+from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.policies.groups.table import GroupTable
+from asyncrl.policies.staleness.adaptive import AdaptiveBound
+from asyncrl.policies.staleness.admission import Admission
+from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
+from asyncrl.policies.trust.tickets import Tickets
+from asyncrl.policies.trust.validation import Asked, GroupValidation
+from asyncrl.protocols import Backend, Bus, WeightChannel
+from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run import colocated, learner_models, registry
+from asyncrl.run.assembly import data
+from asyncrl.run.checks import resume_checks
+from asyncrl.run.keys import signing_keys
+from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, History, last_incarnation, settings_of_incarnations
+from asyncrl.state.in_progress import IN_PROGRESS_FILE, InProgress
+from asyncrl.state.samples import RotatedLines, SampleFile
+
+# -- learner -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPorts:
+    """What a learner is made of besides its run file: adapters, data, and where its numbers go.
+
+    admission                   the run file's, if None
+    evaluation_sets             the data sets of [evaluation]; empty evaluates nothing
+    most_failed, most_filtered  groups in a row that may fail, or be filtered, before the run ends
+    tickets                      that prompts carry, and answers name
+    """
+
+    algorithm: Algorithm
+    backend: Backend
+    training: TrainingStep
+    channel: WeightChannel
+    rows: Rows
+    metrics: MetricsReporter
+    validator: Validator
+    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
+    samples: SampleRecorder | None = None
+    admission: Admission | None = None
+    evaluation_sets: Sequence[EvaluationSet] = ()
+    most_failed: int = 32
+    most_filtered: int = 1000
+    tickets: Tickets = field(default_factory=Tickets)
+
+
+async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Learner, list[Actor]]:
+    """The learner, and the actors that run beside it in its process; ready to be supervised."""
+    resume_checks.refuse_others(run)
+    progress = (await bus.states(PROGRESS)).get("")
+    state, restore_from = await _starting_point(
+        run, bus=bus, resume=resume, last_heard=-1 if progress is None else progress.incarnation
+    )
+    rows = await asyncio.to_thread(data.open_rows, run)
+    samples = _samples(run, algorithm=registry.algorithm(run))
+    sets = await asyncio.to_thread(data.open_evaluation_sets, run) if run.evaluation.is_on else []
+    algorithm, channel, backend = registry.algorithm(run), registry.channel(run, bus=bus), registry.backend(run)
+    ports = LearnerPorts(
+        algorithm=algorithm,
+        backend=backend,
+        training=TrainingStep(backend, algorithm=algorithm, **learner_models.training_options(run)),
+        channel=channel,
+        rows=rows,
+        metrics=MetricsReporter(
+            bus,
+            open_sinks(run, resume=resume, step=state.step),
+            alarms=_alarms(run),
+            has_behavior=_are_sampled(run),
+            samples=samples,
+            timeline=_timeline(run),
+        ),
+        validator=_validator(run, bus=bus),
+        filters=registry.filters(run),
+        samples=samples,
+        evaluation_sets=sets,
+        most_failed=max(32, 2 * run.window),
+        most_filtered=max(1000, 20 * run.window),
+        tickets=Tickets(signing_keys.ticket_secret(run)),
+    )
+    learner, prompts = assemble_learner(run, ports, bus=bus, state=state, restore_from=restore_from)
+    senders = [WeightSender("weights", bus, sender=channel.sender)] if channel.sender is not None else []
+    return learner, [prompts, *senders]
+
+
+def assemble_learner(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, state: LearnerState, restore_from: Path | None = None
+) -> tuple[Learner, PromptSource]:
+    """The learner and the prompt source of its process, from their parts. ``state``: what they start from."""
+    history = History(run.run_directory / HISTORY_FILE, incarnation=state.incarnation)
+    history.begin(step=state.step, kept=state.history, max_staleness=run.max_staleness, settings=as_table(run))
+    table = saved_table.restore(
+        state,
+        bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
+        pass_rates=PassRates(**dataclasses.asdict(run.curriculum)),
+    )
+    in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
+    link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
+    disk = Disk(waits)
+    progress = ProgressReporter(bus, name="learner", table=table, history=history, disk=disk, samples=ports.samples)
+    reader = TrajectoryReader(
+        bus,
+        table=table,
+        link=link,
+        progress=progress,
+        changed=changed,
+        validator=ports.validator,
+        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered, max_raised=ports.most_failed),
+        max_failed_in_a_row=ports.most_failed,
+        in_progress=in_progress,
+        tickets=ports.tickets,
+    )
+    evaluator = _evaluator(run, ports, bus=bus, table=table, waits=waits, disk=disk)
+    trainer = Trainer(
+        run,
+        backend=ports.backend,
+        training=ports.training,
+        weights=WeightPublisher(
+            bus,
+            ports.channel,
+            waits=waits,
+            fork=state.policy_version,
+            on_stored=evaluator.stored if evaluator is not None else None,
+        ),
+        waits=waits,
+        restore_from=restore_from,
+        profile=registry.profiler(run),
+        turn=colocated.learners_turn(run),
+    )
+    learner = Learner(
+        "learner",
+        bus,
+        run=run,
+        table=table,
+        reader=reader,
+        batcher=Batcher(
+            run,
+            table=table,
+            progress=progress,
+            changed=changed,
+            algorithm=ports.algorithm,
+            picks=None if ports.samples is None else ports.samples.picks,
+        ),
+        trainer=trainer,
+        checkpointer=Checkpointer(run, bus, table=table, trainer=trainer, progress=progress, disk=disk),
+        progress=progress,
+        metrics=ports.metrics,
+        disk=disk,
+        in_progress=in_progress,
+        samples=ports.samples,
+        evaluator=evaluator,
+    )
+    prompts = PromptSource(
+        "prompts",
+        bus,
+        rows=ports.rows,
+        admission=ports.admission or Admission.of(run),
+        sampling=_sampling(run),
+        max_tokens=_max_tokens(run),
+        group_size=run.rollout.group_size,
+        state=state,
+        link=link,
+        tickets=ports.tickets,
+        are_sampled=_are_sampled(run),
+        pass_rates=table.pass_rates,
+    )
+    return learner, prompts
+
+
+def _alarms(run: RunConfig) -> list[Alarm]:
+    alarms: list[Alarm] = [
+        MismatchAlarm(run.metrics.mismatch_alarm),
+        DropAlarm(run.metrics.drop_alarm),
+        StandstillAlarm(),
+    ]
+    if _are_sampled(run) and not run.rollout.ignore_eos:
+        alarms.append(TruncationAlarm())
+    if _are_sampled(run) and run.reward.judges:
+        alarms.append(NoSignalAlarm())
+    return alarms
+
+
+def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
+    if not run.metrics.samples_per_step:
+        return None
+
+    return SampleRecorder(
+        SampleFile(run.run_directory, most_bytes=run.metrics.samples_max_bytes),
+        load_decode=functools.partial(load_decode, run.model.path),
+        per_step=run.metrics.samples_per_step,
+        seed=run.run.seed,
+        has_advantages=not algorithm.advantage_scores,
+    )
+
+
+def _evaluator(
+    run: RunConfig, ports: LearnerPorts, *, bus: Bus, table: GroupTable, waits: WaitTracker, disk: Disk
+) -> Evaluator | None:
+    if not ports.evaluation_sets:
+        return None
+    best = run.checkpoint.best
+    return Evaluator(
+        bus,
+        section=run.evaluation,
+        sets=ports.evaluation_sets,
+        seed=run.run.seed,
+        last_step=run.run.steps,
+        channel=ports.channel,
+        report=functools.partial(ports.metrics.evaluated, disk=disk),
+        version=lambda: table.policy_version,
+        waits=waits,
+        forks=table.forks,
+        best=BestModel(run.run_directory / "best", metric=best, forks=table.forks) if best else None,
+    )
+
+
+def _timeline(run: RunConfig) -> Timeline | None:
+    most_bytes, folder = run.metrics.timeline_max_bytes, run.run_directory
+    if not most_bytes:
+        return None
+    return Timeline(RotatedLines(folder / TIMELINE_FILE, older=folder / OLDER_FILE, most_bytes=most_bytes))
+
+
+def _sampling(run: RunConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=run.rollout.max_new_tokens,
+        temperature=run.rollout.temperature,
+        top_p=run.rollout.top_p,
+        top_k=run.rollout.top_k,
+        ignore_eos=run.rollout.ignore_eos,
+        stop=run.rollout.stop,
+        stop_token_ids=run.rollout.stop_token_ids,
+        min_new_tokens=run.rollout.min_new_tokens,
+    )
+
+
+def _validator(run: RunConfig, *, bus: Bus) -> Validator:
+    model = check_model(Path(run.model.path))
+    run_files = [*settings_of_incarnations(run.run_directory / HISTORY_FILE), as_table(run)]
+    bound = run.learner.quarantine_mismatch if _are_sampled(run) else 0.0
+    return Validator(
+        bus,
+        validation=GroupValidation(
+            vocabulary_size=model.vocab_size,
+            context_tokens=model.context_tokens,
+            largest_reward=run.reward.largest,
+            are_answers_whole=all(
+                one["staleness"]["stragglers"] != "partial" and not one["rollout"].get("min_group") for one in run_files
+            ),
+            are_sampled=_are_sampled(run),
+            are_whole=all(rollout_functions.traits(one["rollout"]["function"]).gives_one for one in run_files),
+            max_parts=_max_parts(run_files),
+            asked_before=_asked_before(run_files),
+            **_of_experts(model),
+        ),
+        rescoring=LogprobMismatch(bound=bound, every=run.learner.rescore_every),
+        num_dp_shards=run.learner.data_parallel,
+        max_tokens=run.learner.micro_batch_tokens,
+    )
+
+
+def _max_parts(run_files: Sequence[Mapping[str, Any]]) -> int:
+    """Of a rollout, in any incarnation of the run; 0: any number."""
+    found = [one["rollout"].get("max_parts", 0) for one in run_files]
+    return max(found) if all(found) else 0
+
+
+def _of_experts(model: ModelFolder) -> dict[str, Any]:
+    """What answers may say of them, those of an earlier incarnation too, whatever this one replays."""
+    if (experts := model.experts) is None:
+        return {}
+    return {"num_experts": experts.num_experts, "experts_shape": (experts.num_layers, experts.experts_per_token)}
+
+
+_ANY: Final = 2**31
+
+
+def _max_tokens(run: RunConfig) -> int:
+    """Of an answer. A rollout function of the user's may take turns, as many as the model's context holds."""
+    return run.rollout.max_new_tokens if rollout_functions.traits(run.rollout.function).gives_one else _ANY
+
+
+def _asked_before(run_files: Sequence[Mapping[str, Any]]) -> Asked:
+    """What a prompt that is still on the bus may ask for. ``run_files``: of each incarnation."""
+    rollouts = [one["rollout"] for one in run_files]
+    built_in = all(rollout_functions.traits(rollout["function"]).gives_one for rollout in rollouts)
+    return Asked(
+        samples=frozenset(rollout["group_size"] for rollout in rollouts),
+        max_tokens=max(rollout["max_new_tokens"] for rollout in rollouts) if built_in else _ANY,
+        max_prompt_tokens=max(one["data"]["max_prompt_tokens"] for one in run_files),
+    )
+
+
+def _are_sampled(run: RunConfig) -> bool:
+    """Whether answers come from a policy, with its logprobs; given ones have none."""
+    return rollout_functions.traits(run.rollout.function).samples
+
+
+async def _starting_point(
+    run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
+) -> tuple[LearnerState, Path | None]:
+    """Where the learner starts, and the backend folder to restore.
+
+    ``last_heard``: the newest incarnation on the bus, or -1.
+    """
+    if not resume:
+        if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
+            raise ConfigError(
+                f"run.name: {run.run.name!r} already has a run in {run.run_directory} or on its bus; go on with "
+                "--resume, or start another with --set run.name=NAME"
+            )
+        return LearnerState.fresh(), None
+    found = await resume_checks.starting_checkpoint(run, bus=bus)
+    state, folder = found if found is not None else (LearnerState.fresh(), None)
+    if run.run.steps < state.step:
+        raise ConfigError(f"run.steps is {run.run.steps}, but the checkpoint is at step {state.step} already")
+    if state.groups_per_batch not in (0, run.learner.groups_per_batch):
+        raise ConfigError(
+            f"learner.groups_per_batch: the checkpoint was made with {state.groups_per_batch}; the window "
+            f"counts in it. Resume with that, not {run.learner.groups_per_batch}, or start another run"
+        )
+    recorded = last_incarnation(run.run_directory / HISTORY_FILE)
+    incarnation = max(state.incarnation, last_heard, recorded) + 1
+    forks = state.forks | {incarnation: state.policy_version}
+    return dataclasses.replace(state, incarnation=incarnation, forks=forks), folder
+
+
+def prometheus(
+    run: RunConfig, bus: Bus, *actors: Actor, step_numbers: Callable[[], Mapping[str, float]] | None = None
+) -> list[Actor]:
+    """What answers Prometheus for the actors of a process, if the run file asks for it. ``step_numbers``: of the
+    learner's newest step."""
+    if not run.metrics.prometheus:
+        return []
+    from asyncrl.actors.prometheus import PrometheusEndpoint
+
+    speaking = [actor for actor in actors if not isinstance(actor, HeartbeatSender)]
+    return [
+        PrometheusEndpoint(
+            bus,
+            *speaking,
+            run=run.run.name,
+            address=run.metrics.prometheus,
+            directory=run.run_directory,
+            step_numbers=step_numbers,
+        )
+    ]

@@ -1,0 +1,98 @@
+"""The prompts of a run and of its evaluation: looked at without a tokenizer first, then opened with it.
+
+Every row is parsed once. What is wrong with one is said before torch and transformers are imported, which takes many
+seconds on a busy machine. Tests: tests/unit/run/checks/test_run_file.py, tests/unit/cli/test_cli.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config import RewardSection, RunConfig
+from asyncrl.config.secret_values import hidden
+from asyncrl.data.model_folder import check_model_at
+from asyncrl.data.prompts import PromptDataset, indexed
+from asyncrl.data.row_check import SAMPLING, RowLimits
+from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.rewards.load import needs_label, row_labels
+from asyncrl.rollouts import load as rollout_functions
+from asyncrl.run.assembly.evaluation_sets import look_at_rows, open_set, require_space, row_limits
+
+if TYPE_CHECKING:
+    from asyncrl.data.sources import Positions
+    from asyncrl.policies.evaluation.questions import EvaluationSet
+
+
+def index_rows(run: RunConfig) -> Positions:
+    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt."""
+    return indexed(run.data, seed=run.run.seed, limits=_limits(run))
+
+
+def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
+    """The prompts; ``rows`` of ``index_rows``, or they are read here. Raises ConfigError."""
+    limits = _limits(run)
+    rows = index_rows(run) if rows is None else rows
+    tokenizer = load_tokenizer(Path(run.model.path))
+    return PromptDataset.open(run.data, tokenizer=tokenizer, seed=run.run.seed, limits=limits, rows=rows)
+
+
+def open_evaluation_sets(run: RunConfig) -> list[EvaluationSet]:
+    """The data sets of [evaluation], tokenised. Raises ConfigError for the first row that cannot be a prompt."""
+    model = check_model_at("model.path", Path(run.model.path))
+    tokenizer = load_tokenizer(Path(run.model.path))
+    sets = []
+    for dataset in run.evaluation.datasets:
+        reward = dataset.reward or run.reward
+        opened = open_set(
+            dataset,
+            tokenizer=tokenizer,
+            max_new_tokens=run.rollout.max_new_tokens,
+            context_tokens=model.context_tokens,
+            vocabulary=model.vocab_size,
+            limits=_limits_of_set(run, reward),
+        )
+        parts = {name: dataclasses.asdict(part) for name, part in sorted(reward.parts.items())}
+        judge = repr((reward.kind, sorted(hidden(reward.options).items()), *([hidden(parts)] if parts else [])))
+        sets.append(dataclasses.replace(opened, judge=judge))
+    require_space(sets, log_bytes=run.bus.max_log_bytes)
+    return sets
+
+
+def look_at_evaluation_rows(run: RunConfig) -> None:
+    """Every row of the data sets of [evaluation], none tokenised. Raises ConfigError."""
+    for dataset in run.evaluation.datasets:
+        look_at_rows(dataset, limits=_limits_of_set(run, dataset.reward or run.reward))
+
+
+def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
+    return row_limits(
+        row_bytes=run.bus.max_message_bytes // 2,
+        labelled_for=reward.kind if needs_label(reward) else "",
+        keeps_messages=_keeps_messages(run),
+    )
+
+
+def _limits(run: RunConfig) -> RowLimits:
+    model = check_model_at("model.path", Path(run.model.path))
+    context = model.context_tokens
+    samples = rollout_functions.traits(run.rollout.function).samples
+    return RowLimits(
+        prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
+        row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
+        labelled_for=run.reward.kind if needs_label(run.reward) else "",
+        rewards=row_labels(run.reward) if run.data.reward_key else {},
+        sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
+        vocabulary=model.vocab_size,
+        keeps_messages=_keeps_messages(run),
+    )
+
+
+def _keeps_messages(run: RunConfig) -> bool:
+    """Whether the rollout function may want them: those that give one trajectory go by tokens."""
+    return not rollout_functions.traits(run.rollout.function).gives_one
+
+
+def _as_toml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,1 @@
+"""What is checked before a run, its learner or a rollout worker starts, and refused in one line."""

@@ -1,0 +1,89 @@
+"""Refuses to resume a run as another model or backend than it was begun with, and says what else is changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import ConfigError
+from asyncrl.run.recorded.run_folder import RecordedRun
+from asyncrl.state import checkpoint
+
+log = logging.getLogger("asyncrl.check")
+
+
+def refuse_others(run: RunConfig, *, level: int = logging.WARNING) -> None:
+    """Raises ConfigError when checkpoints of the run do not fit its settings, and logs all other changes at ``level``.
+
+    Compared with what the newest incarnation of the learner recorded; a run without a record has nothing to compare.
+    """
+    try:
+        before = RecordedRun(run.run_directory).newest_settings()
+    except ConfigError:  # no record, or a damaged one
+        return
+    if run.learner.backend != before.learner.backend and checkpoint.complete(run.run_directory / "checkpoints"):
+        raise ConfigError(
+            f'learner.backend: the checkpoints of this run are those of "{before.learner.backend}"; resume with it, or '
+            "start another run.name from a model in its weights folder"
+        )
+    if _adapters(run) != _adapters(before) and checkpoint.complete(run.run_directory / "checkpoints"):
+        raise ConfigError(
+            f"learner.lora: the checkpoints of this run are of {_adapters(before)}, not of {_adapters(run)}; resume "
+            "with those, or start another run.name from a model in its weights folder"
+        )
+    if _absolute(run.model.path) != _absolute(before.model.path):
+        old, new = _model_config(before), _model_config(run)
+        if old is not None and old != new:
+            raise ConfigError(
+                f"model.path: this run trains {before.model.path}, and {run.model.path} is another model (its "
+                "config.json differs); resume with the first, or start another run.name"
+            )
+    if changed := changes(config_record.as_table(before), config_record.as_table(run)):
+        log.log(level, "resumed with other settings: %s", "; ".join(changed))
+    if _order(run) != _order(before):
+        log.log(level, "the data has another order now: the run goes on at the same position of the new one")
+
+
+def _adapters(run: RunConfig) -> str:
+    """What is trained, as far as adapters go; the scale is part of what they mean."""
+    lora = run.learner.lora
+    if not lora.rank:
+        return "the whole model"
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.modules))}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, of: str = "") -> list[str]:
+    """``key: old -> new`` of every key that differs, but for those that say where a run is and how long it goes on."""
+    found = []
+    for key in sorted({*before, *now}):
+        name, old, new = f"{of}{key}", before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += changes(old, new, of=f"{name}.")
+        elif old != new and name not in ("run.directory", "run.steps") and not name.startswith("bus."):
+            found.append(f"{name} {toml_text(old)} -> {toml_text(new)}" if None not in (old, new) else name)
+    return found
+
+
+def _order(run: RunConfig) -> Any:
+    """What says which row is at which position."""
+    data = run.data
+    files = [(_absolute(file.path), file.weight) for file in data.files]
+    return (run.run.seed, data.shuffle, data.source, data.options, files, _absolute(data.path) if data.path else None)
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
+def _model_config(run: RunConfig) -> Any:
+    """None when it cannot be read."""
+    try:
+        return json.loads((Path(run.model.path) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None

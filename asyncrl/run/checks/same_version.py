@@ -1,0 +1,83 @@
+"""Processes of one run must speak one message schema: a newer learner and an older worker would misread each other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterable
+
+from asyncrl.actors.presence import number_of, process_state
+from asyncrl.errors import ConfigError
+from asyncrl.messages import SCHEMA, Heartbeat
+from asyncrl.messages.topics import ACTORS, WEIGHTS
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, WORKER
+from asyncrl.protocols import Bus
+
+SECOND_BEAT_SECONDS = 5.0
+"""A process that is up has beaten again by then."""
+MOST_ASKED = 16
+"""Of a large fleet some are enough."""
+
+log = logging.getLogger("asyncrl.run.checks.same_version")
+
+
+async def refuse_others(bus: Bus, *, run: str, is_trusted: Callable[[str], bool] = lambda name: True) -> None:
+    """For a learner before it publishes anything. Raises ConfigError while a process of another schema is up.
+
+    is_trusted  whether what says that it has this name has it; of others it is only said: they could keep a learner
+                that is restarted out
+    """
+    beats = (await bus.states(ACTORS)).values()
+    others = [beat for beat in beats if beat.schema != SCHEMA and beat.role in (LEARNER, WORKER, EVALUATION_WORKER)]
+    for beat in others[:MOST_ASKED]:
+        if not is_trusted(beat.actor):
+            log.warning(
+                "%s %r (process %d on %s) says that it has another version of asyncrl (message schema %d, ours is %d); "
+                "end it, or start it again with this one",
+                *(beat.role, beat.actor[:100], beat.pid, beat.host[:100], beat.schema, SCHEMA),
+            )
+    others = [beat for beat in others if is_trusted(beat.actor)]
+    if (found := await still_beating(bus, others)) is not None:
+        raise ConfigError(
+            f"run.name: {found.role} {found.actor!r} of run {run!r} (process {found.pid} on {found.host}) is up with "
+            f"another version of asyncrl (message schema {found.schema}, ours is {SCHEMA}); end it first"
+        )
+
+
+async def await_learner(bus: Bus, *, run: str) -> None:
+    """For a worker before it takes prompts: wait while the run's weights are of a learner of another schema."""
+    versions = (await bus.states(WEIGHTS)).values()
+    if not versions or any(version.schema == SCHEMA for version in versions):
+        return
+    log.warning(
+        "run %s: its learner has another version of asyncrl (message schema %d, ours is %d); waiting until the run is "
+        "resumed with this one",
+        run,
+        max(version.schema for version in versions),
+        SCHEMA,
+    )
+    async with bus.watch(WEIGHTS) as newer:
+        async for version in newer:
+            if version.schema == SCHEMA:
+                return
+
+
+async def still_beating(bus: Bus, beats: Iterable[Heartbeat]) -> Heartbeat | None:
+    """A newer heartbeat of one of these actors; None when all of them have ended.
+
+    A killed process leaves its last heartbeat behind; one of this machine that is gone is not waited for.
+    """
+
+    async def beats_again(last: Heartbeat) -> Heartbeat | None:
+        try:
+            async with asyncio.timeout(SECOND_BEAT_SECONDS), bus.watch(ACTORS, key=last.actor) as newer:
+                while number_of(beat := await anext(newer)) == number_of(last):
+                    pass
+                return beat
+        except TimeoutError:
+            return None
+
+    asked = [beat for beat in beats if not (beat.host == socket.gethostname() and process_state(beat.pid) == "gone")]
+    found = await asyncio.gather(*map(beats_again, asked[:MOST_ASKED]))
+    return next((beat for beat in found if beat is not None), None)

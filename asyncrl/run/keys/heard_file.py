@@ -1,0 +1,72 @@
+"""What the run's own processes have heard of others (messages/freshness.py), kept over their restarts in keys/heard.
+
+Without it, whoever recorded the heartbeats of a worker could say them again to a learner that has just started. The
+processes write it side by side: what each adds is the newest of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+from asyncrl.messages.freshness import MOST, Freshness, Order, Place
+from asyncrl.run.keys import key_files
+
+SAVE_SECONDS: Final = 10.0
+_NAME: Final = "heard"
+
+log = logging.getLogger("asyncrl.keys")
+
+
+def load(folder: Path) -> dict[Place, Order]:
+    """Nothing where there is none that can be read: what is old is then told from what is heard from now on."""
+    try:
+        rows = json.loads((folder / _NAME).read_bytes())
+        return {(str(topic), str(key), str(signer)): (int(a), int(b)) for topic, key, signer, a, b in rows}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s: cannot be read: %s; it is written anew", folder / _NAME, error)
+        return {}
+
+
+def save(folder: Path, newest: dict[Place, Order]) -> None:
+    """Raises OSError."""
+    before = load(folder)
+    of_others = {place: order for place, order in before.items() if place not in newest}
+    merged = of_others | {place: max(order, before.get(place, order)) for place, order in newest.items()}
+    if merged != before:
+        rows = [[*place, *order] for place, order in list(merged.items())[-MOST:]]
+        key_files.write(folder / _NAME, json.dumps(rows), mode=0o600)
+
+
+async def keep(folder: Path, heard: Freshness) -> None:
+    """Until cancelled. waits for: the clock"""
+    problem = ""
+    while True:
+        await asyncio.sleep(SAVE_SECONDS)
+        try:
+            await asyncio.to_thread(save, folder, heard.newest())
+            problem = ""
+        except OSError as error:
+            if str(error) != problem:
+                log.warning("%s: cannot be written: %s; tried again", folder / _NAME, error.strerror)
+            problem = str(error)
+
+
+@contextlib.asynccontextmanager
+async def kept(folder: Path, heard: Freshness) -> AsyncIterator[None]:
+    """Inside it is saved every SAVE_SECONDS, and once more at the end."""
+    keeping = asyncio.ensure_future(keep(folder, heard))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))
+        with contextlib.suppress(OSError):
+            save(folder, heard.newest())

@@ -1,0 +1,105 @@
+"""Files of a run's folder that other processes need while the run is up: written again when somebody took them.
+
+Without bus.json nobody finds the run's bus, and without its keys a worker that starts cannot tell the learner's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from asyncrl.bus.adapter import BusServer
+from asyncrl.run.keys import key_files
+from asyncrl.run.keys.signing_keys import KEY_FILES
+from asyncrl.run.registry import BUS_FILE
+
+LOOK_SECONDS = 2.0
+
+
+class KeptFile(Protocol):
+    @property
+    def path(self) -> Path: ...
+
+    def stands(self) -> bool:
+        """Whether it is as it was written. Raises OSError where that cannot be told."""
+        ...
+
+    def write(self) -> None:
+        """Raises OSError."""
+        ...
+
+
+class AddressFile:
+    """Where a run's bus answers, for its owner alone. Its inode tells it from a copy of the folder, whose run is not
+    up."""
+
+    def __init__(self, path: Path, *, url: str, token: str) -> None:
+        self.path = path
+        self._table = {"url": url, "token": token, "pid": os.getpid()}
+
+    @classmethod
+    def of(cls, directory: Path, server: BusServer) -> AddressFile:
+        return cls(directory / BUS_FILE, url=server.url, token=server.token)
+
+    def stands(self) -> bool:
+        try:
+            with self.path.open("rb") as file:
+                return file.read() == self._content(os.fstat(file.fileno()).st_ino)
+        except FileNotFoundError:
+            return False
+
+    def write(self) -> None:
+        self.path.unlink(missing_ok=True)
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(self._content(os.fstat(file.fileno()).st_ino))
+
+    def _content(self, inode: int) -> bytes:
+        return json.dumps({**self._table, "inode": inode}).encode()
+
+
+class KeyFile:
+    """A key as it is now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._text, self._mode = path.read_text().strip(), path.stat().st_mode & 0o777
+
+    def stands(self) -> bool:
+        try:
+            return self.path.read_bytes().strip() == self._text.encode()
+        except FileNotFoundError:
+            return False
+
+    def write(self) -> None:
+        key_files.write(self.path, self._text, mode=self._mode)
+
+
+def of_run(directory: Path, server: BusServer | None) -> list[KeptFile]:
+    """What is there of them. ``server``: that of the run's own bus."""
+    keys = [path for name in KEY_FILES if (path := directory / name).exists()]
+    found: list[KeptFile] = [KeyFile(path) for path in keys]
+    return found if server is None else [AddressFile.of(directory, server), *found]
+
+
+async def keep(files: Sequence[KeptFile], *, say: Callable[[str], None]) -> None:
+    """Until cancelled. waits for: the clock"""
+    problems: dict[Path, str] = {}
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        for file in files:
+            try:
+                if await asyncio.to_thread(file.stands):
+                    problems.pop(file.path, None)
+                    continue
+                await asyncio.to_thread(file.write)
+            except OSError as error:
+                problem = f"{file.path}: was removed or overwritten, and cannot be written again: {error.strerror}"
+                if problems.get(file.path) != problem:
+                    say(problem)
+                problems[file.path] = problem
+            else:
+                say(f"{file.path}: was removed or overwritten while the run is up; written again")

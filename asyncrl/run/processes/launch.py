@@ -1,0 +1,219 @@
+"""Starts a whole run from one run file and keeps it up: its bus, its learner and its rollout workers.
+
+One process = one command = one failure domain. Nothing that a run needs is kept here: kill this process, and the same
+command with --resume continues the run. Whatever it started ends with it, so nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from asyncrl.actors.fleet_scaler import FleetScaler
+from asyncrl.actors.health_monitor import HealthMonitor
+from asyncrl.bus.adapter import BusServer
+from asyncrl.config import RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.topics import FLEET, PROGRESS
+from asyncrl.os_process import PYTHON_PATH
+from asyncrl.protocols import Bus
+from asyncrl.run import registry
+from asyncrl.run.checks import resume_checks, resume_settings, same_version, single_instance, single_learner
+from asyncrl.run.keys import signing_keys
+from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
+from asyncrl.run.processes import kept_files
+from asyncrl.run.processes.process_manager import Outcome, ProcessManager
+from asyncrl.run.processes.process_specs import ProcessSpecs
+from asyncrl.run.recorded.run_folder import RecordedRun, launcher_pid
+from asyncrl.run.registry import connect
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE
+
+
+async def launch(
+    run_config: RunConfig,
+    *,
+    run_file: Path,
+    overrides: Sequence[str],
+    resume: bool,
+    token: str,
+    import_path: Sequence[str] = (),
+    handles_signals: bool = False,
+) -> Outcome:
+    """Run to the end. Cancelling it drains the run, as Ctrl-C does.
+
+    run_file         read again by every process, with ``overrides``; ``run_config`` is what they make of it
+    token            of the bus at bus.url
+    import_path      folders that every process imports from, before those it finds itself
+    handles_signals  SIGINT and SIGTERM drain the run, a second one kills it: the process is there for this run alone
+
+    Raises ConfigError for a run that cannot be started here, or is up already.
+    """
+    directory = run_config.run_directory
+    has_run = (directory / HISTORY_FILE).exists() or checkpoint.complete(directory / "checkpoints")
+    if not resume and has_run:  # an empty folder for checkpoints may be a disk of its own
+        raise ConfigError(
+            f"{directory} already holds a run; continue it with --resume, or start another with --set run.name=NAME"
+        )
+    if not registry.bus_class(run_config).is_shared:
+        # It imports torch, as the other processes do otherwise.
+        from asyncrl.run.processes.one_process import run_in_one_process
+
+        return await run_in_one_process(run_config, resume=resume, owns_process=handles_signals)
+    if resume:
+        if not run_config.bus.url:
+            _require_run(directory)
+        RecordedRun(directory).checkpoint()  # cannot be read: its learner would wait until it can
+        resume_settings.refuse_others(run_config)
+    launcher = registry.launcher(run_config)
+    host = launcher.connect()
+    common = [str(run_file), *(word for item in overrides for word in ("--set", item))]
+    async with contextlib.AsyncExitStack() as stack:
+        server = None if run_config.bus.url else stack.enter_context(_own_server(run_config, host=host))
+        if server is None:  # a server of our own has no other run
+            await stack.enter_async_context(_only_one(run_config, resume=resume, token=token))
+            _make(directory)  # only once somebody has answered at bus.url
+        environment = {"ASYNCRL_BUS_TOKEN": token} if token else {}
+        if server is not None:
+            environment = {"ASYNCRL_BUS_URL": server.url, "ASYNCRL_BUS_TOKEN": server.token}
+        if import_path:
+            environment[PYTHON_PATH] = os.pathsep.join(import_path)
+        environment[WORKER_KEY_VARIABLE] = ""  # in a run without keys its workers make none either
+        if key := signing_keys.learner_key(run_config):
+            environment[signing_keys.LEARNER_KEY_VARIABLE] = key
+        launcher = signing_keys.keyed(launcher, run_config)
+        specs = ProcessSpecs(run_config, launcher=launcher, common=common, environment=environment)
+        workers = await _reopen(run_config, token=token) if resume else None
+        children = specs.initial(workers=workers, resume=resume)
+        launcher.check_room([child.spec for child in children])
+        manager = ProcessManager(
+            run_config.run, launcher=launcher, children=children, new_worker=specs.new_worker, server=server
+        )
+        if handles_signals:
+            stack.enter_context(_signals(manager.interrupt))
+        return await _managed(manager, run_config, token=token, server=server)
+
+
+async def _managed(manager: ProcessManager, run_config: RunConfig, *, token: str, server: BusServer | None) -> Outcome:
+    def bus() -> Awaitable[Bus]:
+        return connect(run_config, token=token)
+
+    monitor = HealthMonitor(bus, launched=manager.launched, server=lambda: server.pid if server is not None else 0)
+    files = kept_files.of_run(run_config.run_directory, server)
+    keeping = asyncio.ensure_future(kept_files.keep(files, say=manager.say))
+    running = asyncio.ensure_future(manager.run(monitor, FleetScaler(bus, manager)))  # awaited on every way out
+    try:
+        async with signing_keys.heard_kept(run_config):
+            return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        manager.interrupt()
+        await running  # a second cancellation kills what is left
+        raise
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))  # it writes no file of a run that is over
+
+
+# -- the bus -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _own_server(run_config: RunConfig, *, host: str) -> Iterator[BusServer]:
+    """The server of this run's bus, its address in the run's folder. Raises ConfigError while the run is up already."""
+    directory = run_config.run_directory
+    _make(directory)
+    server = registry.bus_class(run_config).server(run_config, directory=directory, host=host)
+    if server is None:
+        raise ConfigError(f'bus.url: bus.kind = "{run_config.bus.kind}" needs the address of a server that runs')
+    try:
+        server.start()  # in this thread, not another: the server ends with the thread that started it
+    except ConfigError:  # its store is in use, or its port if the run file gives one
+        if pid := launcher_pid(directory):
+            raise ConfigError(
+                f"{directory}: this run is up (`asyncrl run`, process {pid}); `asyncrl doctor` says how it is, Ctrl-C "
+                "there ends it"
+            ) from None
+        raise
+    address = kept_files.AddressFile.of(directory, server)
+    try:
+        address.write()
+        where = server.url.partition("://")[2]
+        print(f"{server.name} on {where}   run {run_config.run.name}   logs in {directory}/logs", flush=True)
+        yield server
+    finally:
+        address.path.unlink(missing_ok=True)
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def _only_one(run_config: RunConfig, *, resume: bool, token: str) -> AsyncIterator[None]:
+    """Inside, nobody else starts this run on the bus. Raises ConfigError while somebody has.
+
+    A second learner would be refused anyway, but only after its workers had mixed with those of the first one.
+    """
+    bus = await connect(run_config, token=token)
+    try:
+        async with single_instance.launcher(bus, run=run_config.run.name):
+            await single_learner.on_bus(bus, run=run_config.run.name)
+            await single_learner.of_this_key(bus, run_config)
+            await same_version.refuse_others(bus, run=run_config.run.name)
+            if resume:
+                await resume_checks.refuse(run_config, bus=bus)
+                if not await bus.states(PROGRESS):
+                    _require_run(run_config.run_directory)
+            yield
+    finally:
+        await bus.close()
+
+
+async def _reopen(run_config: RunConfig, *, token: str) -> int | None:
+    """Take back "finished" before workers read it. Returns the number of workers that `asyncrl scale` set last."""
+    bus = await connect(run_config, token=token)
+    try:
+        progress = (await bus.states(PROGRESS)).get("")
+        if progress is not None and progress.finished:
+            await bus.put(PROGRESS, replace(progress, finished=False))
+        size = (await bus.states(FLEET)).get("")
+        return None if size is None else size.rollout_workers
+    finally:
+        await bus.close()
+
+
+# -- folder and signals ------------------------------------------------------------------------------------------------
+
+
+def _require_run(directory: Path) -> None:
+    """Raise ConfigError when there is no run to continue: a typing error in its name would start another one."""
+    if not directory.is_dir():
+        there = sorted(path.parent.name for path in directory.parent.glob(f"*/{HISTORY_FILE}"))
+        known = f"; in {directory.parent} there are {', '.join(there[-8:])}" if there else ""
+        raise ConfigError(f"{directory}: no run to continue{known}; leave out --resume to start one")
+
+
+def _make(directory: Path) -> None:
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.directory: cannot make {directory}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM interrupt the run, where this is the main thread: no other may handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,96 @@
+"""A run on a bus that no other process can reach: learner and rollout workers as actors of one event loop.
+
+Nothing restarts the process and nothing outlives it: such a run cannot be resumed, joined, scaled or looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from asyncrl import logs
+from asyncrl.actors.base import Actor, HeartbeatSender
+from asyncrl.actors.supervisor import supervise
+from asyncrl.config import RunConfig
+from asyncrl.errors import AsyncRLError, ConfigError, exit_code_of
+from asyncrl.protocols import Bus
+from asyncrl.run import registry
+from asyncrl.run.assembly.build_worker import build_worker
+from asyncrl.run.assembly.training import train
+from asyncrl.run.checks import single_learner
+from asyncrl.run.checks.own_code import checksums
+from asyncrl.run.processes.process_manager import Outcome
+
+log = logging.getLogger("asyncrl.run")
+
+
+async def run_in_one_process(run: RunConfig, *, resume: bool, owns_process: bool) -> Outcome:
+    """Train to the end in a folder that holds no run yet. Cancelling it drains the run; a second time, ends it.
+
+    owns_process  the process is there for this run alone, whose logs it keeps and whose signals drain it
+
+    Raises ConfigError for a run that cannot be started here.
+    """
+    if resume:
+        raise ConfigError(
+            f'--resume: bus.kind = "{run.bus.kind}" keeps nothing of a run that has ended; start another with '
+            "--set run.name=NAME"
+        )
+    with _logging(run, owns_process=owns_process):
+        print(f"one process   run {run.run.name}   logs in {run.run_directory}/logs", flush=True)
+        bus = await registry.own_bus(run)
+        try:
+            with single_learner.in_folder(run.run_directory):
+                workers = [await _worker(run, bus, name=f"w{number}") for number in range(run.rollout.workers)]
+                evaluating = [
+                    await _worker(run, bus, name=f"e{number}", is_dedicated=True)
+                    for number in range(run.num_evaluation_workers)
+                ]
+                beside = [actor for actors in (*workers, *evaluating) for actor in actors]
+                code = await _trained(run, bus, beside=beside, owns_process=owns_process)
+            return Outcome(exit_code=code, reason="interrupted" if code else "done")
+        except ConfigError:
+            raise
+        except AsyncRLError as error:
+            log.error("%s", error)
+            return Outcome(exit_code=exit_code_of(error), reason=str(error))
+        finally:
+            await bus.close()
+
+
+async def _trained(run: RunConfig, bus: Bus, *, beside: list[Actor], owns_process: bool) -> int:
+    learners: list[Actor] = []
+
+    async def supervised(learner: Actor, *helpers: Actor) -> None:
+        learners.append(learner)
+        await supervise(learner, *helpers, owns_process=owns_process)
+
+    training = asyncio.ensure_future(train(run, bus, beside=beside, supervised=supervised))
+    try:
+        return await asyncio.shield(training)
+    except asyncio.CancelledError:
+        for learner in learners:
+            learner.drain()
+        if not learners:  # its models are still being loaded: there is nothing to keep
+            training.cancel()
+        await training  # cancelled here, it ends at once
+        raise
+
+
+@contextlib.contextmanager
+def _logging(run: RunConfig, *, owns_process: bool) -> Iterator[None]:
+    path = run.run_directory / "logs" / "run.log"
+    if owns_process:
+        logs.log_to(path)
+        yield
+    else:
+        with logs.logging_to(path):
+            yield
+
+
+async def _worker(run: RunConfig, bus: Bus, *, name: str, is_dedicated: bool = False) -> tuple[Actor, ...]:
+    worker, follower = await build_worker(run, bus=bus, name=name, is_dedicated=is_dedicated)
+    about = await asyncio.to_thread(checksums, run)
+    return worker, follower, HeartbeatSender(worker, about=about)

@@ -1,0 +1,400 @@
+"""Starts, watches, restarts and ends the processes of one run, over any launcher.
+
+A learner that dies is restarted with --resume, a rollout worker as it was. Each has a limited number of restarts, and a
+process that cannot come back ends the run with its exit code. Other ranks of a learner end with it and it with any of
+them: the learner's restarts count for all. Exit codes 2 (configuration, unless it has worked before) and 3 (only failed
+groups) are never retried; 5 (a disk cannot be written) is retried until it can, at no cost. A process that dies because
+the bus is away loses no restart. The health monitor (actors/health_monitor.py) finds what is stuck; a stuck process of
+ours that does not recover is killed, and then restarts like any other.
+
+The number of rollout workers may change while the run is up (``resize``, called by actors/fleet_scaler.py for
+`asyncrl scale`). New workers get free GPUs or are refused; workers that leave drain, quarantined ones first, then the
+newest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from asyncrl.actors.fleet_scaler import FleetScaler
+from asyncrl.actors.health_monitor import HealthMonitor, Lasting, refusal
+from asyncrl.actors.presence import Launched
+from asyncrl.actors.supervisor import STUCK_EXIT_CODE
+from asyncrl.bus.adapter import BusServer
+from asyncrl.config import RunSection
+from asyncrl.errors import INTERRUPTED, ConfigError, DiskError, HopelessError, NameTaken, NoRoom
+from asyncrl.messages.fleet import FleetSize, FleetStatus
+from asyncrl.policies.health.faults import LEARNER, LEARNER_RANK, WORKER, Finding, printable
+from asyncrl.protocols.launcher import Launcher
+from asyncrl.run.processes.child_process import LONGEST_BACK_OFF_SECONDS, ChildProcess, Exit, RestartPolicy
+from asyncrl.run.processes.server_restarts import keep_up, kill
+
+NEVER_AGAIN = (ConfigError.exit_code, HopelessError.exit_code)
+"""Exit codes of a process that would end the same way again."""
+DRAINED = (0, INTERRUPTED, -signal.SIGTERM)
+"""Exit codes of a learner that was told to drain: the signal itself if it was still starting."""
+FINISH_SECONDS = 10.0
+"""How long workers may take to notice that the run is finished."""
+DRAIN_SECONDS = 120.0
+"""How long processes may take to drain."""
+DRAIN_REPORT_SECONDS = 10.0
+"""How often an interrupted run says who still drains."""
+HAND_OVER_SECONDS = 15.0
+"""How much longer a leaving worker may take to hand over what it has; then it is killed."""
+
+BUS_FAULTS = ("bus", "bus storage")
+LOST = "lost"
+"""A part of the bus is gone, or was made anew: who could not wait for it is no worse than who waits for the bus."""
+BUS_SECONDS = 90.0
+"""A process that dies within this time after the bus was away, or stored nothing, died of that: no restart is used."""
+BUS_PAUSE_SECONDS = 10.0
+DISK_PAUSE_SECONDS = 10.0
+RANK_PAUSE_SECONDS = 1.0
+
+NewWorker = Callable[[str, frozenset[int]], ChildProcess]
+"""Makes a rollout worker of this name that uses none of these GPUs. Raises NoRoom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    exit_code  of `asyncrl run`: 0 when the learner is done
+    reason     "done", "interrupted", or in one line what failed
+    """
+
+    exit_code: int
+    reason: str
+
+
+class ProcessManager:
+    """Keeps the processes of one run up until it is over."""
+
+    def __init__(
+        self,
+        settings: RunSection,
+        *,
+        launcher: Launcher,
+        children: Sequence[ChildProcess],
+        new_worker: NewWorker,
+        server: BusServer | None,
+    ) -> None:
+        """
+        settings    section [run] of the run file
+        children    the learner, then its rollout workers and those that evaluate
+        new_worker  makes one more worker when the run is scaled up
+        server      the server of the run's own bus, restarted when it ends; None if the run uses another one
+        """
+        self.changed = asyncio.Event()
+        self._new_worker = new_worker
+        self._size = sum(child.spec.role == WORKER for child in children)
+        self._request = self._problem = ""
+        self._settings, self._launcher, self._server = settings, launcher, server
+        self._lasting = Lasting()
+        self._has_worked: Callable[[str, int], bool] = lambda node, pid: False
+        self._heard: Callable[[], Collection[str]] = tuple  # names of all actors of the run
+        self._children = list(children)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._killing_server: asyncio.Task[None] | None = None
+        self._group = asyncio.TaskGroup()
+        self._over = asyncio.Event()  # the learner is done, we were interrupted, or a process cannot come back
+        self._is_done = False  # the learner ended well: whatever comes now, nothing is left to continue
+        self._interrupts = 0
+        self._failure = 0
+        self._reason = ""
+        self._bus_was_away = -math.inf  # monotonic time
+        self._is_refused: Callable[[], bool] = lambda: False  # a wrong token stays wrong
+        self._quarantined: set[str] = set()  # names, as the health monitor saw them last
+        self._taken: set[str] = set()  # names of workers that are not ours
+
+    def launched(self) -> list[Launched]:
+        """What the health monitor should know of our processes."""
+        return [launched for child in self._children for launched in child.launched()]
+
+    async def run(self, monitor: HealthMonitor, scaler: FleetScaler) -> Outcome:
+        """Keep the run up until it is over.
+
+        waits for: the learner's end, a failure, or ``interrupt``
+        """
+        self._has_worked, self._heard = monitor.has_worked, monitor.names
+        self._is_refused = lambda: refusal(monitor.error) is not None
+        try:
+            await self._run(monitor, scaler)
+        finally:
+            await self._launcher.close()
+        if self._failure:
+            return Outcome(exit_code=self._failure, reason=self._reason)
+        if self._interrupts and not self._is_done:
+            return Outcome(exit_code=INTERRUPTED, reason="interrupted")
+        return Outcome(exit_code=0, reason="done")
+
+    async def _run(self, monitor: HealthMonitor, scaler: FleetScaler) -> None:
+        async with self._group as group:
+            for child in self._children:
+                self._keep_running(child)
+            helpers = [group.create_task(monitor.run(self._on_findings)), group.create_task(scaler.run())]
+            server = [group.create_task(self._keep_server_up(self._server))] if self._server is not None else []
+            await self._over.wait()
+            for task in helpers:
+                task.cancel()
+            await self._end_processes()
+            for task in (*server, *self._tasks):  # a launcher may wait for ever for free GPUs
+                task.cancel()
+
+    async def _end_processes(self) -> None:
+        """Drain them, and kill after a time those that do not end."""
+        for child in self._children:
+            child.no_restart.set()
+        if not self._failure and not self._interrupts:  # workers read on the bus that the run is finished
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        self._signal_all(signal.SIGTERM)
+        # An interrupted run has answers worth waiting for, a failed one steps that are in no checkpoint yet.
+        if self._interrupts:
+            await self._wait_aloud(DRAIN_SECONDS)
+        else:
+            await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+        if self._failure and (learner := self._trained()):
+            self.say("the learner ends its step and writes a checkpoint")
+            await asyncio.wait(learner, timeout=DRAIN_SECONDS - FINISH_SECONDS)
+        self._signal_all(signal.SIGKILL)
+        await asyncio.wait(self._tasks, timeout=FINISH_SECONDS)
+
+    async def _wait_aloud(self, seconds: float) -> None:
+        """Until all processes have ended, saying every ten seconds which have not and when they are killed."""
+        deadline = time.monotonic() + seconds
+        while self._tasks and (left := deadline - time.monotonic()) > 0:
+            _, waiting = await asyncio.wait(self._tasks, timeout=min(left, DRAIN_REPORT_SECONDS))
+            if not waiting:
+                return
+            if (left := deadline - time.monotonic()) > 0:
+                names = ", ".join(sorted(task.get_name() for task in waiting))
+                self.say(f"still draining: {names}; killed in {left:.0f} s, or at once by another Ctrl-C")
+
+    def _trained(self) -> list[asyncio.Task[None]]:
+        """The learner's task, if its process is up and has got past its start."""
+        has_trained = any(
+            one.spec.role == LEARNER and one.process and self._has_worked(one.process.node, one.process.pid)
+            for one in self._children
+        )
+        return [task for task in self._tasks if has_trained and task.get_name() == LEARNER and not task.done()]
+
+    def _keep_running(self, child: ChildProcess) -> None:
+        child.is_kept_running = True
+        self._tasks.add(self._group.create_task(self._run_and_restart(child), name=child.name))
+
+    async def _run_and_restart(self, child: ChildProcess) -> None:
+        """Start the process, and restart it until it ends well, has no restarts left, or is not to be restarted."""
+        try:
+            while not child.no_restart.is_set():
+                name, ended = child.name, await child.run_once(self._launcher)
+                if (delay := self._restart_delay(child, ended)) is None:
+                    return
+                if child.name != name:
+                    await self._launcher.release(name)
+                await child.back_off(delay)
+        finally:
+            await self._launcher.release(child.name)
+            child.is_kept_running = False
+            if child.spec.role == WORKER:
+                self._children.remove(child)
+            self.changed.set()
+
+    def _restart_delay(self, child: ChildProcess, ended: Exit) -> float | None:
+        """Seconds until the process is restarted; None when it is not. Ends the run where that is the end of it."""
+        code, is_learner, was_over = ended.code, child.spec.role == LEARNER, self._over.is_set()
+        if is_learner and self._interrupts == 1 and code not in DRAINED:
+            self._fail(code, f"{ended.reason} while draining")
+        elif is_learner and code == INTERRUPTED and not self._interrupts and not was_over:
+            self._fail(code, "learner was drained by somebody else before the run was done; continue with --resume")
+        elif is_learner and code == 0:
+            self._is_done = True
+            self._over.set()
+        elif is_learner:
+            self._end_ranks()
+        if child.is_leaving:
+            has_left = code in (0, INTERRUPTED)
+            self.say(f"{child.name} has left" if has_left else f"{ended.reason} while it left; others have its work")
+            return None
+        if was_over or self._over.is_set():
+            return None
+        if child.spec.role == LEARNER_RANK and code not in NEVER_AGAIN:
+            self.say(f"{ended.reason}; it joins the next learner")
+            return RANK_PAUSE_SECONDS
+        if code == 0:
+            return None
+        if ended.has_no_room and (child.starts or child.is_added):
+            return self._without_room(child, ended)
+        if code == NameTaken.exit_code and child.spec.role == WORKER:
+            return self._rename(child, ended)
+        if code == DiskError.exit_code:
+            self.say(f"{ended.reason}: a disk cannot be written; next try in {DISK_PAUSE_SECONDS:.0f} s, at no cost")
+            return DISK_PAUSE_SECONDS
+        if time.monotonic() - self._bus_was_away < BUS_SECONDS and code != HopelessError.exit_code:
+            self.say(f"{ended.reason} while the bus was away; next try in {BUS_PAUSE_SECONDS:.0f} s")
+            return BUS_PAUSE_SECONDS
+        has_worked = self._has_worked(ended.node, ended.pid)
+        child.is_configured |= has_worked
+        if code == ConfigError.exit_code and child.is_added and not child.is_configured:
+            child.is_kept_running = False
+            self._refuse_size(ended.reason)
+            return None
+        is_hopeless = code in NEVER_AGAIN and not (code == ConfigError.exit_code and child.is_configured)
+        delay = None if is_hopeless else child.restarts.next_delay(ended.uptime_seconds, has_worked=has_worked)
+        if delay is None:
+            self._fail(STUCK_EXIT_CODE if child.fault else code, f"{ended.reason}; ending the run")
+        else:
+            self.say(f"{ended.reason} after {ended.uptime_seconds:.0f} s; {child.restarts}")
+        return delay
+
+    def _end_ranks(self) -> None:
+        """Of a learner that has ended. They would end by themselves, but for one that hangs."""
+        for child in self._children:
+            if child.spec.role == LEARNER_RANK and child.process is not None:
+                child.signal(signal.SIGKILL)
+
+    def _rename(self, child: ChildProcess, ended: Exit) -> float | None:
+        """A worker that is not ours has this name: restart ours under another one."""
+        if (delay := child.renames.next_delay(0.0, has_worked=False)) is None:
+            self._fail(ended.code, f"{ended.reason}; ending the run")
+            return None
+        self._taken.add(taken := child.name)
+        child.spec = child.spec.renamed(self._free_name(besides=self._heard()))
+        self.say(f"{taken!r} is the name of a rollout worker that is not ours: ours is {child.name!r} now")
+        self.changed.set()
+        return delay
+
+    def _without_room(self, child: ChildProcess, ended: Exit) -> float | None:
+        """Its GPUs went with their machine, so it waits for others. A worker that never had any is given up."""
+        if not child.starts:
+            child.is_kept_running = False
+            self._refuse_size(ended.reason)
+            return None
+        self.say(f"{ended.reason}; next try in {LONGEST_BACK_OFF_SECONDS:.0f} s")
+        return LONGEST_BACK_OFF_SECONDS
+
+    async def _keep_server_up(self, server: BusServer) -> None:
+        reason = await keep_up(server, restarts=RestartPolicy(self._settings.restarts), say=self.say)
+        self._fail(1, f"{server.name} does not stay up ({reason}); ending the run")
+
+    # -- number of workers ---------------------------------------------------------------------------------------------
+
+    def resize(self, size: FleetSize) -> None:
+        """Start or drain rollout workers until there are this many; ``status`` says what came of it."""
+        wanted = size.rollout_workers
+        if self._over.is_set() or (size.request == self._request and wanted == self._size):
+            return
+        self._size, self._request, self._problem = wanted, size.request, ""
+        workers = self._workers()
+        for child in workers[wanted:]:
+            child.drain()
+            later = asyncio.get_running_loop().call_later
+            later(DRAIN_SECONDS, child.signal, signal.SIGTERM)
+            later(DRAIN_SECONDS + HAND_OVER_SECONDS, child.signal, signal.SIGKILL)
+        try:
+            added = [self._add_worker() for _ in range(wanted - len(workers))]
+        except NoRoom as error:
+            self._refuse_size(str(error))
+        else:
+            if moved := added or workers[wanted:]:
+                names = ", ".join(child.name for child in moved)
+                self.say(f"{len(workers)} -> {wanted} rollout workers: {'+' if added else '-'} {names}")
+        self.changed.set()
+
+    def status(self) -> FleetStatus:
+        """Of the rollout workers that we started; workers that joined by themselves do not count."""
+        return FleetStatus(
+            request=self._request,
+            rollout_workers=self._size,
+            workers=tuple(child.name for child in self._workers()),
+            draining=tuple(child.name for child in self._children if child.is_leaving),
+            problem=self._problem,
+        )
+
+    def _add_worker(self) -> ChildProcess:
+        child = self._new_worker(self._free_name(), frozenset(gpu for one in self._children for gpu in one.spec.gpus))
+        child.is_added = True
+        self._children.append(child)
+        self._keep_running(child)
+        return child
+
+    def _free_name(self, *, besides: Collection[str] = ()) -> str:
+        names = {child.name for child in self._children} | self._taken | set(besides)
+        return next(name for number in itertools.count() if (name := f"w{number}") not in names)
+
+    def _refuse_size(self, reason: str) -> None:
+        """The fleet stays as large as it is."""
+        self._size = len(self._workers())
+        self._problem = f"{reason}; the fleet stays at {self._size} rollout worker{'s' * (self._size != 1)}"
+        self.say(self._problem)
+        self.changed.set()
+
+    def _workers(self) -> list[ChildProcess]:
+        """Rollout workers that are to stay. The last leaves first: quarantined ones, then the newest."""
+        workers = [
+            one for one in self._children if one.spec.role == WORKER and one.is_kept_running and not one.is_leaving
+        ]
+        return sorted(workers, key=lambda child: child.name in self._quarantined)
+
+    # -- what is stuck -------------------------------------------------------------------------------------------------
+
+    def _on_findings(self, findings: Iterable[Finding]) -> None:
+        """Report faults that begin or end; restart processes of ours that do not recover."""
+        self._quarantined = {finding.actor for finding in findings if finding.fault == "quarantine"}
+        if not self._is_refused() and any(finding.fault in (*BUS_FAULTS, LOST) for finding in findings):
+            self._bus_was_away = time.monotonic()
+        begun, ended = self._lasting.update(findings)
+        for finding in begun if not self._over.is_set() else ():  # a run that ends lacks its processes, and says why
+            self.say(f"{printable(finding.text)}\n  -> {printable(finding.remedy)}")
+        for finding in ended:
+            self.say(f"over after {finding.seconds:.0f} s: {finding.fault} of {printable(finding.actor)}")
+        for finding in findings:
+            if finding.cure and finding.is_hopeless(self._settings.stall_seconds) and not self._over.is_set():
+                self._heal(finding)
+
+    def _heal(self, finding: Finding) -> None:
+        where = (finding.host, finding.pid)
+        ours = (one for one in self._children for there in one.launched() if (there.host, there.pid) == where)
+        child = next(ours, None)
+        if finding.fault in BUS_FAULTS and self._server is not None and (pid := self._server.pid):
+            if self._killing_server is None or self._killing_server.done():
+                killing = kill(self._server, pid, needs_room=finding.fault != "bus")
+                self._killing_server = self._group.create_task(killing)
+        elif finding.cure == "restart" and finding.pid and child is not None and not child.fault:
+            child.fault = finding.cause
+            child.signal(signal.SIGKILL)
+        elif finding.cure == "end" and self._workers():  # without workers of our own, others may be on their way
+            self._fail(STUCK_EXIT_CODE, f"{printable(finding.text)}; ending the run")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, code: int, reason: str) -> None:
+        self.say(reason)
+        self._reason = reason
+        self._failure = code if code > 0 else 1
+        self._over.set()
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # where it goes is full; nothing depends on it
+            print(f"asyncrl run: {text}", file=sys.stderr, flush=True)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the first drains the run, the second kills everything. Neither undoes a run that is done."""
+        self._interrupts += 1
+        if self._interrupts == 1:
+            doing = "the run is done, its processes end" if self._is_done else "draining"
+            self.say(f"{doing}; once more to stop at once")
+            self._over.set()
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self._children:
+            child.signal(number)

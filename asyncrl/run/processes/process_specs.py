@@ -1,0 +1,119 @@
+"""What each process of a run is started with: its command, GPUs, environment and paths."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+
+from asyncrl.config import RunConfig
+from asyncrl.launchers.placement import Gpus, Placement, free, numbers
+from asyncrl.os_process import LEARNER_SECRET
+from asyncrl.policies.health.faults import EVALUATION_WORKER, LEARNER, LEARNER_RANK, WORKER
+from asyncrl.protocols.launcher import Launcher, ProcessSpec
+from asyncrl.run import registry
+from asyncrl.run.processes import required_paths
+from asyncrl.run.processes.child_process import ChildProcess, RestartPolicy
+from asyncrl.run.processes.gpus import gpus_of_learner, gpus_per_worker, num_gpus, placement
+
+
+class ProcessSpecs:
+    """Makes the processes of one run; nothing is started."""
+
+    def __init__(
+        self, run_config: RunConfig, *, launcher: Launcher, common: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """
+        common       arguments of every process: the run file and its overrides
+        environment  added to the environment of every process
+        """
+        self._run = run_config
+        self._places = launcher.places
+        self._common = common
+        self._environment = dict(environment)
+
+    def initial(self, *, workers: int | None, resume: bool) -> list[ChildProcess]:
+        """The learner, its other ranks if they are processes of their own, then ``workers`` rollout workers, or as many
+        as the run file says, and those that evaluate.
+
+        Prints which process gets which GPUs, if there are any. Raises ConfigError when there are too few.
+        """
+        run = self._run
+        if workers is not None and workers != run.rollout.workers:
+            print(
+                f"rollout workers: {workers}, the last size set by `asyncrl scale`; rollout.workers is "
+                f"{run.rollout.workers}",
+                flush=True,
+            )
+            run = dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, workers=workers))
+        evaluating = run.num_evaluation_workers
+        gpus = placement(run) if not self._places else _nowhere(run.rollout.workers, evaluating)
+        for name, its in gpus.processes.items():
+            if its:
+                print(f"{name:10s}GPU {numbers(its)}", flush=True)
+        return [
+            *self._learner(gpus.learner, resume=resume),
+            *(self._worker(f"w{number}", its) for number, its in enumerate(gpus.workers)),
+            *(self._worker(f"e{number}", its, evaluates=True) for number, its in enumerate(gpus.evaluation_workers)),
+        ]
+
+    def new_worker(self, name: str, taken: frozenset[int]) -> ChildProcess:
+        """One more rollout worker, on none of the GPUs ``taken``. Raises NoRoom."""
+        needed = gpus_per_worker(self._run)
+        given = self._run.rollout.gpus
+        return self._worker(name, () if self._places else free(num_gpus(), taken=taken, needed=needed, given=given))
+
+    def _learner(self, gpus: Gpus, *, resume: bool) -> list[ChildProcess]:
+        if self._run.learner.machines == 1:
+            return [self._rank(LEARNER, gpus, {}, num_gpus=gpus_of_learner(self._run), resume=resume)]
+        with socket.create_server(("", 0)) as listener:
+            port = listener.getsockname()[1]
+        secret = {LEARNER_SECRET: secrets.token_hex(32)}
+        environments = registry.backend_class(self._run).environments(self._run, port=port)
+        return [
+            self._rank(
+                f"{LEARNER}-{rank}" if rank else LEARNER,
+                gpus[rank : rank + 1],
+                {**environment, **secret},
+                num_gpus=min(1, gpus_of_learner(self._run)),
+                resume=resume,
+            )
+            for rank, environment in enumerate(environments)
+        ]
+
+    def _rank(
+        self, name: str, gpus: Gpus, environment: Mapping[str, str], *, num_gpus: int, resume: bool
+    ) -> ChildProcess:
+        """The learner, or another rank of it."""
+        spec = ProcessSpec(
+            name=name,
+            role=LEARNER if name == LEARNER else LEARNER_RANK,
+            arguments=("learner", *self._common),
+            num_gpus=num_gpus,
+            gpus=gpus,
+            environment={**self._environment, **environment},
+            paths=required_paths.learner_paths(self._run),
+            shared=required_paths.learner_folders(self._run),
+        )
+        restarts = RestartPolicy(self._run.run.restarts)
+        return ChildProcess(spec=spec, restarts=restarts, restart_arguments=("--resume",), resumed=resume)
+
+    def _worker(self, name: str, gpus: Gpus, *, evaluates: bool = False) -> ChildProcess:
+        """evaluates: it does nothing else"""
+        spec = ProcessSpec(
+            name=name,
+            role=EVALUATION_WORKER if evaluates else WORKER,
+            arguments=("rollout-worker", *self._common, *(["--evaluate"] if evaluates else []), "--name", name),
+            num_gpus=gpus_per_worker(self._run),
+            gpus=gpus,
+            environment=self._environment,
+            paths=required_paths.worker_paths(self._run),
+            shared=required_paths.worker_folders(self._run),
+        )
+        return ChildProcess(spec=spec, restarts=RestartPolicy(self._run.run.restarts))
+
+
+def _nowhere(workers: int, evaluating: int) -> Placement:
+    """The launcher finds the GPUs itself."""
+    return Placement(learner=(), workers=((),) * workers, evaluation_workers=((),) * evaluating)

@@ -1,0 +1,89 @@
+"""Keeps the server of the run's bus up, if the run has started one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Final
+
+from asyncrl.bus.adapter import BusServer
+from asyncrl.errors import AsyncRLError
+from asyncrl.run.processes.child_process import RestartPolicy
+
+LOOK_SECONDS: Final = 2.0
+
+
+async def keep_up(
+    server: BusServer,
+    *,
+    restarts: RestartPolicy,
+    say: Callable[[str], None],
+    look_seconds: float = LOOK_SECONDS,
+) -> str:
+    """Restart the server on its port and store whenever it ends: every actor waits for it, and nothing is lost.
+
+    One that says itself that it stores no more, as after a full disk or without file descriptors, is named at once and
+    ended as soon as there is room: it would refuse for good.
+
+    waits for: the end of the server's process, which the kernel signals; the clock
+    Returns only when no restart is left: the reason why the server ended, for a person.
+    """
+    while True:
+        started = time.monotonic()
+        failure = await _over(server, say=say, look_seconds=look_seconds)
+        reason = f"{server.name} stored no more ({failure})" if failure else f"{server.name} ended"
+        has_worked, uptime = True, time.monotonic() - started
+        while (delay := restarts.next_delay(uptime, has_worked=has_worked)) is not None:
+            say(f"{reason}; {restarts}")
+            await asyncio.sleep(delay)
+            try:
+                server.start()  # here and not in another thread: the server ends with the thread that started it
+                break
+            except AsyncRLError as error:
+                reason, has_worked, uptime = str(error), False, 0.0
+        else:
+            return reason
+
+
+async def kill(server: BusServer, pid: int, *, needs_room: bool) -> None:
+    """End a server that hangs; ``keep_up`` restarts it. One that would not come up again on a full disk stays."""
+    if needs_room and not await asyncio.to_thread(server.has_room):  # in a thread: a dead disk may not answer
+        return
+    if server.pid == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+async def _over(server: BusServer, *, say: Callable[[str], None], look_seconds: float) -> str:
+    """Wait until the server's process has ended. Why it was ended here, if it was."""
+    pid, failure, is_killed, has_room = server.pid, "", False, True
+    ended = asyncio.create_task(_ended(pid), name="server-ended")
+    try:
+        while not (await asyncio.wait((ended,), timeout=look_seconds))[0]:
+            if not failure and (failure := await asyncio.to_thread(server.failure)):
+                say(f"{server.name} can store no more ({failure}); it is restarted as soon as there is room")
+            had_room, has_room = has_room, await asyncio.to_thread(server.has_room)
+            if had_room and not has_room:  # the server may have none to say it either
+                say(f"{server.name}: the disk of its store is full; make room there: everybody waits, nothing is lost")
+            if failure and not is_killed and has_room and server.pid == pid:
+                is_killed = True
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        ended.cancel()
+    return failure if is_killed else ""
+
+
+async def _ended(pid: int) -> None:
+    """Wait until the process with this id, a child of ours, has ended."""
+    if not pid:
+        return
+    watched, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)

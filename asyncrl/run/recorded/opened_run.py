@@ -1,0 +1,212 @@
+"""What a run has recorded, as rows for a program: metrics, prompt groups and trajectories.
+
+A row is a flat dict of numbers, strings and lists, so ``pandas.DataFrame(run.metrics())`` is a table. The run may be
+finished, stopped or up; nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.config.toml_text import toml_text
+from asyncrl.data.tokenizer import load_decode
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Trajectory, TrajectoryGroup
+from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.policies.audit.entries import BEGUN, present
+from asyncrl.protocols import Record
+from asyncrl.run.recorded import run_folder
+from asyncrl.run.recorded.run_folder import RecordedRun
+
+Row = dict[str, Any]
+
+READ_AHEAD = 16
+"""Groups that are read from the log before somebody asks for them."""
+
+
+def open_run(folder: str | Path, *, bus_token: str = "") -> OpenedRun:
+    """The run in ``folder`` (run.directory/run.name). Raises ConfigError if none was started there.
+
+    Lines of its files that cannot be read are left out; `asyncrl audit` counts them.
+
+    bus_token  of the nats-server at bus.url, for ``trajectories``
+    """
+    directory = Path(folder)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such run folder")
+    return OpenedRun(directory, bus_token=bus_token)
+
+
+class OpenedRun:
+    """What one run has recorded; made by ``open_run``.
+
+    folder    run.directory/run.name
+    settings  the run file of its last start, defaults filled in; run.directory and run.name are those of the folder now
+    """
+
+    def __init__(self, folder: Path, *, bus_token: str) -> None:
+        self.folder = folder
+        self._token = bus_token
+        self._recorded = RecordedRun(folder)
+        here = f"run.directory={toml_text(str(folder.absolute().parent))}"
+        self._begun = self._recorded.newest_settings([here])
+        """With the name that it has on its bus."""
+        name = folder.absolute().name
+        self.settings: RunConfig = replace(self._begun, run=replace(self._begun.run, name=name))
+
+    def metrics(self) -> Iterator[Row]:
+        """A row a step, as metrics.jsonl has it; docs/reference/metrics.md says what each number is.
+
+        A histogram is two columns, NAME/edges and NAME/counts. Of steps that a resumed learner trained again, the last
+        row.
+        """
+        yield from metric_rows(self._recorded)
+
+    def groups(self) -> Iterator[Row]:
+        """A row for each prompt group that is done, in the order in which they were done.
+
+        group_id     number of the group, from 0
+        outcome      "trained", "dropped" (too stale), "failed" (could not be made) or "filtered" (nothing to learn)
+        step         that trained it; of the others, how many steps were done
+        incarnation  start of the learner, from 0
+        """
+        for entry in present(self._recorded.history()):
+            if entry.kind == BEGUN:
+                continue
+            for group_id in entry.groups:
+                yield {
+                    "group_id": group_id,
+                    "outcome": entry.kind,
+                    "step": entry.step,
+                    "incarnation": entry.incarnation,
+                }
+
+    def trajectories(self, *, text: bool = False) -> Iterator[Row]:
+        """A row for each trajectory on the run's log: all of them if checkpoint.keep_log, else the newest.
+
+        group_id, sample    which prompt group, and which of its rollouts, from 0
+        part                which of the rollout's trajectories, from 0
+        sequence            position of the group on the log
+        reward              of the rollout, and reward/NAME, what the reward function says besides
+        turn_rewards        list of (start, reward): what single turns earned besides
+        prompt_tokens       list of token ids: what ``tokens`` follow
+        tokens              list of token ids: everything after those
+        response_mask       list of bool: the policy sampled the token
+        behavior_logprobs   list of float, nats; 0 where the mask is False
+        sampled_tokens      how many tokens the policy sampled
+        finish_reason       "stop", "length" or "abort"
+        oldest_version, newest_version  policy versions that sampled it
+        incarnation         of the learner that made the newest of them
+        worker, seconds     who sampled the group, and how long it took
+        prompt, response    with ``text``: decoded by the run's tokenizer
+
+        Raises ConfigError if nothing is left of the log, BusError if it cannot be read.
+        """
+        decode = load_decode(self.settings.model.path) if text else None
+        for record in _log(self._recorded, self._begun, token=self._token):
+            group = record.message
+            numbered = enumerate(group.rollouts if group is not None else ())
+            for sample, trajectory in ((place, one) for place, parts in numbered for one in parts):
+                assert group is not None
+                row = _row(group, trajectory, sample=sample, sequence=record.sequence)
+                if decode is not None:
+                    row |= {"prompt": decode(row["prompt_tokens"]), "response": decode(row["tokens"])}
+                yield row
+
+
+def metric_rows(recorded: RecordedRun) -> Iterator[Row]:
+    """As ``OpenedRun.metrics``; none of a run whose learner has not begun."""
+    rows: list[Row] = []
+    for _, row in sorted(recorded.metrics().items()):
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    yield from map(_flat, rows)
+
+
+def _flat(row: Row) -> Row:
+    """Tables in the row as columns of their own: {"a": {"b": 1}} is {"a/b": 1}."""
+    flat: Row = {}
+    for name, value in row.items():
+        flat |= {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _row(group: TrajectoryGroup, trajectory: Trajectory, *, sample: int, sequence: int) -> Row:
+    newest = max(trajectory.version_spans, key=lambda span: (span.incarnation, span.policy_version))
+    return {
+        "group_id": group.group_id,
+        "sample": sample if trajectory.rollout < 0 else trajectory.rollout,
+        "part": trajectory.part,
+        "sequence": sequence,
+        "reward": trajectory.reward,
+        **{f"reward/{name}": value for name, value in trajectory.reward_parts.items()},
+        "turn_rewards": [(turn.start, turn.reward) for turn in trajectory.turn_rewards],
+        "prompt_tokens": group.prompt_of(trajectory).tolist(),
+        "tokens": trajectory.tokens.tolist(),
+        "response_mask": trajectory.response_mask.tolist(),
+        "behavior_logprobs": trajectory.behavior_logprobs.tolist(),
+        "sampled_tokens": int(trajectory.response_mask.sum()),
+        "finish_reason": trajectory.finish_reason,
+        "oldest_version": min(span.policy_version for span in trajectory.version_spans),
+        "newest_version": newest.policy_version,
+        "incarnation": newest.incarnation,
+        "worker": group.worker,
+        "seconds": group.seconds,
+    }
+
+
+def _log(recorded: RecordedRun, run: RunConfig, *, token: str) -> Iterator[Record[TrajectoryGroup]]:
+    """The records that the log has now. They are read by a thread, as an event loop may be running in ours.
+
+    waits for: that thread, which waits for the bus
+    """
+    found: queue.Queue[Record[TrajectoryGroup] | None] = queue.Queue(maxsize=READ_AHEAD)
+    is_left = threading.Event()
+
+    async def read(address: run_folder.Address) -> None:
+        async with (
+            run_folder.connected(run, address) as bus,
+            contextlib.aclosing(run_folder.log_records(bus, TRAJECTORIES)) as records,
+        ):
+            is_empty = True
+            async for record in records:
+                is_empty = False
+                await asyncio.to_thread(found.put, record)
+                if is_left.is_set():
+                    return
+            if is_empty and await bus.last_sequence(TRAJECTORIES):
+                raise ConfigError(
+                    f"{recorded.directory}: nothing is left of its log, which is trimmed behind checkpoints; with "
+                    "checkpoint.keep_log = true it is kept"
+                )
+
+    def work() -> None:
+        try:
+            with recorded.server(run, token=token) as address:
+                if address is None:
+                    raise recorded.no_log_error(run)
+                asyncio.run(read(address))
+        finally:
+            found.put(None)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="log") as thread:
+        reading = thread.submit(work)
+        try:
+            while (record := found.get()) is not None:
+                yield record
+            reading.result()
+        finally:
+            is_left.set()
+            while not reading.done():  # it may be waiting for room in the queue
+                with contextlib.suppress(queue.Empty):
+                    found.get(timeout=0.05)

@@ -1,0 +1,307 @@
+"""A run as its folder records it: history, settings, checkpoint, metrics, and the bus it left behind.
+
+Nothing here changes the run. The bus is that of a run that is up, or a nats-server started on the run's own store for
+as long as somebody reads; it makes no topic that is not there with the same settings, publishes nothing and acks
+nothing. The store's lock keeps it and `asyncrl run` apart (bus/nats_server/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from asyncrl import config
+from asyncrl.config import RunConfig
+from asyncrl.config import record as config_record
+from asyncrl.config.toml_text import toml_text
+from asyncrl.errors import BusError, CheckpointDamaged, ConfigError, NoHistory, NoSuchRun
+from asyncrl.messages.topics import Topic
+from asyncrl.policies.audit.entries import BEGUN, HistoryEntry
+from asyncrl.policies.groups.saved import LearnerState
+from asyncrl.protocols import Bus, Record
+from asyncrl.run import registry
+from asyncrl.run.recorded import metric_rows
+from asyncrl.state import checkpoint
+from asyncrl.state.history import HISTORY_FILE, read, whole_bytes
+
+M = TypeVar("M")
+
+SILENT_SECONDS = 10.0
+"""How long the log may take to give its next record."""
+
+
+_TRACES: Final = ("checkpoints", "metrics.jsonl", "nats", registry.BUS_FILE)
+"""What a run leaves in its folder besides its history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of a bus that answers."""
+
+    url: str
+    token: str
+
+
+def launcher_pid(directory: Path) -> int:
+    """The process of the `asyncrl run` that is up in ``directory``, by what it wrote there; 0 when there is none."""
+    try:
+        pid = int(json.loads((directory / registry.BUS_FILE).read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return pid if _is_alive(pid) else 0
+
+
+def newest_model(run: RunConfig) -> Path | None:
+    """The Hugging Face folder of the newest weights; None if there is none on disk."""
+    versions = {}
+    for folder in run.weights_directory.glob("*-*"):
+        incarnation, _, version = folder.name.partition("-")
+        if incarnation.isdecimal() and version.isdecimal():
+            versions[int(incarnation), int(version)] = folder
+    return versions[max(versions)] if versions else None
+
+
+def run_at(where: Path | None, overrides: list[str], *, verb: str, needs_bus: bool = True) -> RunConfig:
+    """The run in a folder, or of a run file, or named by ``overrides`` alone. Raises ConfigError.
+
+    needs_bus: of a folder that was renamed or copied, while its run is not up, raise NoSuchRun
+    """
+    if where is None:
+        if not overrides:
+            raise ConfigError(
+                f"{verb}: name a run folder, a run file, or a bus and a run: --set bus.url=nats://HOST:PORT "
+                "--set run.name=NAME"
+            )
+        return config.only_overrides(overrides)
+    if not where.exists():
+        raise ConfigError(f"{where}: no such run folder or run file")
+    if not where.is_dir():
+        return config.load(where, overrides)
+    run = RecordedRun(where).bus_settings(overrides)
+    if where.absolute().name == run.run.name or run.bus.url or not registry.bus_class(run).is_shared:
+        return run
+    try:  # renamed or copied: not that of the folder with the run's own name
+        url, token = registry.own_address(where)
+    except NoSuchRun:
+        if needs_bus:
+            raise
+        return run
+    return dataclasses.replace(run, bus=dataclasses.replace(run.bus, address=url, token=token))
+
+
+class RecordedRun:
+    """Raises ConfigError for a folder that holds no run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.history_file = directory / HISTORY_FILE
+
+    def history(self) -> list[HistoryEntry]:
+        return read(self.history_file)
+
+    @property
+    def history_bytes(self) -> int:
+        """Of the history, up to the end of its last whole line; 0 when it is gone."""
+        return whole_bytes(self.history_file)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether anything in the folder is a run's. Raises ConfigError for one that may not be looked into."""
+        try:
+            return any((self.directory / name).exists() for name in (HISTORY_FILE, *_TRACES))
+        except OSError as error:
+            raise ConfigError(f"{error.filename or self.directory}: cannot be read: {error.strerror}") from None
+
+    def settings(self, begun: HistoryEntry) -> RunConfig:
+        """The run file of one incarnation of the learner, from the line that began it."""
+        if not begun.settings:
+            raise ConfigError(
+                f"{self.history_file}: the line that began incarnation {begun.incarnation} is damaged, so its run file "
+                "is not known"
+            )
+        return config_record.from_table(begun.settings, where=f"{self.history_file}: incarnation {begun.incarnation}")
+
+    def newest_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
+        """Those of the last incarnation, with ``section.key=value`` overrides applied."""
+        begun = [entry for entry in self.history() if entry.kind == BEGUN]
+        if not begun:
+            raise NoHistory(f"{self.history_file}: has no line of a learner that began this run")
+        table = copy.deepcopy(dict(begun[-1].settings))
+        for item in overrides:
+            config.override(table, item)
+        return config_record.from_table(table, where=f"{self.history_file}: incarnation {begun[-1].incarnation}")
+
+    def bus_settings(self, overrides: Iterable[str] = ()) -> RunConfig:
+        """The newest settings for who needs the bus and the run's name: without a history, what the folder says."""
+        here = f"run.directory={toml_text(str(self.directory.absolute().parent))}"
+        try:
+            return self.newest_settings([here, *overrides])
+        except NoHistory:
+            if not self.is_run:
+                raise
+            name = f"run.name={toml_text(self.directory.absolute().name)}"
+            return config.only_overrides([here, name, *overrides], where=str(self.directory))
+
+    def checkpoint(self, *, say: Callable[[str], None] = lambda line: None) -> tuple[LearnerState, Path] | None:
+        """The newest whose learner.json is whole; ``say`` is called with a line for each newer one.
+
+        Raises ConfigError when the folder cannot be read.
+        """
+        folder = self.directory / "checkpoints"
+        try:
+            return checkpoint.latest(folder, say=say)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+
+    def checkpoint_before(self, step: int, history: Sequence[HistoryEntry]) -> tuple[int, Path | None]:
+        """(steps done, backend folder) of the newest checkpoint of ``history`` that ``step`` may start from; or 0.
+
+        Raises ConfigError when one cannot be read.
+        """
+        for folder in reversed(checkpoint.complete(self.directory / "checkpoints")):
+            try:
+                state, backend = checkpoint.read(folder, whole=True)
+            except CheckpointDamaged:
+                continue
+            except OSError as error:
+                raise ConfigError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+            done = [entry.step for entry in history if entry.kind == "trained" and entry.position < state.history]
+            if state.step < step and done and done[-1] == state.step:
+                return state.step, backend
+        return 0, None
+
+    def metrics(self, *, say: Callable[[str], None] = lambda line: None) -> dict[tuple[int, int], dict[str, Any]]:
+        """(incarnation, step) -> row of metrics.jsonl. ``say`` is called with a line on what cannot be read of it."""
+        path = self.directory / "metrics.jsonl"
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
+        damaged: list[int] = []
+        try:
+            *whole, _ = path.read_bytes().split(b"\n")  # the last is cut short by a kill, or being written
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            say(f"{path.name} cannot be read: {error.strerror}")
+            return {}
+        for number, line in enumerate(whole, 1):
+            if (row := metric_rows.parsed(line)) is None:
+                damaged.append(number)
+                continue
+            key = (int(row.get("learner/incarnation", 0)), row["step"])
+            rows[key] = rows.get(key, {}) | row  # an evaluation has a row of its own
+        if damaged:
+            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"lines {damaged[0]} to {damaged[-1]}"
+            say(f"{path.name} is damaged: {len(damaged)} of its {len(whole)} rows cannot be read ({lines})")
+        return rows
+
+    @contextlib.contextmanager
+    def server(self, run: RunConfig, *, token: str) -> Iterator[Address | None]:
+        """Where the run's bus answers, while this is open. None when nothing is left of it.
+
+        Call it before the event loop runs. Raises ConfigError when another process has the store.
+        """
+        if run.bus.url:
+            yield Address(url=run.bus.url, token=token)
+            return
+        if (address := self._address_of_running()) is not None:
+            yield address
+            return
+        server = registry.bus_class(run).stored(run, directory=self.directory)
+        if server is None:
+            yield None
+            return
+        server.start()
+        try:
+            yield Address(url=server.url, token=server.token)
+        finally:
+            server.stop()
+
+    def no_log_error(self, run: RunConfig) -> ConfigError:
+        return ConfigError(f"{self.directory}: {self.why_no_log(run)}")
+
+    def why_no_log(self, run: RunConfig) -> str:
+        """Where ``server`` gives None: the key of the run file that kept the log in memory, if one did."""
+        if not registry.bus_class(run).is_shared:
+            return f'bus.kind = "{run.bus.kind}" keeps the log in the run\'s own process; "nats" can be read by others'
+        if run.bus.store == "memory":
+            return 'bus.store = "memory": its log was in memory and ended with the run; use "file"'
+        return "nothing is left of its log: the store of its bus is not there"
+
+    def _address_of_running(self) -> Address | None:
+        """What `asyncrl run` wrote, None when it ended; killed, it leaves the file behind.
+
+        A nats-server that was killed is on its way back: to start another one on its store would end the run.
+        """
+        try:
+            found = Address(*registry.own_address(self.directory))
+        except ConfigError:
+            return None
+        if _answers(found):
+            return found
+        if launcher := launcher_pid(self.directory):
+            raise ConfigError(
+                f"{self.directory}: its run is up (process {launcher}), but no nats-server answers at {found.url}; "
+                "it may just be starting again, so try again in a moment"
+            )
+        return None
+
+
+def _answers(address: Address) -> bool:
+    try:
+        parts = urlsplit(address.url)
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=2.0):
+            return True
+    except (OSError, ValueError):  # nobody there, or no address
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is there, and somebody else's
+        return True
+    return True
+
+
+@contextlib.asynccontextmanager
+async def connected(run: RunConfig, address: Address) -> AsyncIterator[Bus]:
+    """The run's bus, to read only: nothing is made or changed there."""
+    bus = await registry.observe(
+        dataclasses.replace(run, bus=dataclasses.replace(run.bus, url=address.url)), token=address.token
+    )
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+async def log_records(bus: Bus, topic: Topic[M], *, after: int = 0) -> AsyncGenerator[Record[M], None]:
+    """Every record behind ``after`` that a log has now, in order. Close it (``contextlib.aclosing``) to stop early."""
+    last = await bus.last_sequence(topic)
+    if not await bus.depth(topic):
+        return
+    async with bus.read(topic, after=after) as records:
+        sequence = after
+        while sequence < last:
+            try:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    record = await anext(records)
+            except TimeoutError:
+                if not await bus.depth(topic):  # a learner trimmed it all meanwhile
+                    return
+                raise BusError(
+                    f"the log of {topic.name} gave nothing for {SILENT_SECONDS:.0f} s behind {sequence}"
+                ) from None
+            sequence = record.sequence
+            yield record

@@ -1,0 +1,1 @@
+"""A run as somebody sees it who looks on while it goes, and changes nothing."""

@@ -1,0 +1,69 @@
+"""Two processes have the same checksums when they run the same code with the same functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.policies.health.fleet import CODE, FUNCTIONS
+from asyncrl.run.checks.own_code import checksums
+
+RUN = config.only_overrides([])
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "inner" / "b.py").write_text("b = 2\n")
+    return tmp_path
+
+
+def test_the_same_code_in_another_folder_has_the_same_checksum(
+    package: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = package.rename(tmp_path_factory.mktemp("other") / "there")
+    (other / "notes.txt").write_text("no code")
+    found = checksums(RUN, package=other)[CODE]
+    other.rename(package)
+    assert checksums(RUN, package=package)[CODE] == found
+
+
+def test_a_line_or_a_name_that_differs_makes_another_checksum(package: Path) -> None:
+    found = [checksums(RUN, package=package)[CODE]]
+    (package / "inner" / "b.py").write_text("b = 3\n")
+    found.append(checksums(RUN, package=package)[CODE])
+    (package / "inner" / "b.py").rename(package / "b.py")
+    found.append(checksums(RUN, package=package)[CODE])
+    assert len(set(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "is_other"),
+    [
+        ('reward.kind="exact"', True),
+        ('reward.rows={code = "json:loads"}', True),
+        ('rollout.function="json:loads"', True),
+        ('data.reward_key="kind"', True),
+        ("rollout.max_running=3", False),  # a machine's own
+        ("reward.timeout_seconds=3", False),
+        ('model.path="elsewhere"', False),
+    ],
+)
+def test_functions_differ_by_their_names_and_not_by_what_a_machine_may_have_of_its_own(
+    override: str, is_other: bool, package: Path
+) -> None:
+    there = checksums(config.only_overrides([override]), package=package)[FUNCTIONS]
+    assert (there != checksums(RUN, package=package)[FUNCTIONS]) == is_other
+
+
+def test_of_code_that_cannot_be_read_nothing_is_said(package: Path) -> None:
+    (package / "c.py").mkdir()
+    assert checksums(RUN, package=package).keys() == {FUNCTIONS}
+
+
+def test_our_own_code_has_a_checksum() -> None:
+    assert checksums(RUN) == checksums(RUN)
+    assert checksums(RUN)[CODE] > 0

@@ -1,0 +1,175 @@
+"""What a run file may say of sampling, optimizer steps and data: each mistake is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config
+from asyncrl.data import demo_task
+from asyncrl.errors import ConfigError
+from asyncrl.run.checks.run_file import check
+from tests.unit.run.checks.test_run_file import RUN_FILE
+
+SFT = ["algorithm.name=sft", "rollout.group_size=1"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("task")
+    demo_task.write(folder)
+    path = folder / "run.toml"
+    path.write_text(RUN_FILE.format(folder=folder))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["run.colocated=true"], 'run.colocated: mode = "async" trains while it samples'),
+        (["run.colocated=true", "run.mode=sync", "weights.channel=nccl"], "run.colocated: weights.channel"),
+        (["run.colocated=true", "run.mode=sync", "learner.backend=none"], "run.colocated: learner.backend"),
+        (
+            ["bus.kind=memory", "weights.channel=objects", "learner.ranks=2", "learner.tensor_parallel=2"],
+            'weights.channel: "objects" has each of 2 ranks put its part on the bus, and bus.kind = "memory"',
+        ),
+        (["rollout.repetition_penalty=1.1"], "rollout.repetition_penalty changes the distribution"),
+        (["rollout.presence_penalty=0.0"], "an evaluation may set it"),
+        (["rollout.stop=['']"], "stop holds an empty text"),
+        (["rollout.stop=word"], "stop must be a list, got 'word'"),
+        (["rollout.stop_token_ids=[9999]"], "rollout.stop_token_ids: 9999 is no token of the model's 12"),
+        (["engine.kind=sglang", f"rollout.stop={list('abc' * 11)}"], "stop may hold 32 texts, got 33"),
+        (["rollout.min_new_tokens=9"], r"min_new_tokens must be >= 0 and <= max_new_tokens \(8\), got 9"),
+        (["rollout.stop=['1']", "rollout.ignore_eos=true"], "ignore_eos samples max_new_tokens tokens"),
+        (
+            ["rollout.stop=['1']", "rollout.function=given", "rollout.group_size=1", "data.response_key=label"],
+            "generates nothing; remove them",
+        ),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.steps_per_batch=3"], r"groups_per_batch must be a multiple of steps_per_batch \(3\), got 4"),
+        (["learner.steps_per_batch=2", "algorithm.loss=reinforce"], "loss reinforce has no ratio to them"),
+        (["learner.schedule=cosin"], "schedule must be one of 'constant', 'linear', 'cosine'"),
+        (["learner.min_learning_rate=1e-7"], 'use schedule = "cosine" or "linear"'),
+        (["learner.schedule=linear", "learner.min_learning_rate=1.0"], r"<= learning_rate \(1e-06\), got 1"),
+        (["learner.schedule=linear", "learner.decay_steps=5", "learner.warmup_steps=5"], "must be > warmup_steps"),
+    ],
+)
+def test_a_mistake_about_optimizer_steps_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["learner.freeze=['embd_tokens']"],
+            "'embd_tokens' is in the name of no parameter of the model, such as model",
+        ),
+        (["learner.freeze=['(']"], r"freeze: '\(' is no regular expression"),
+        (["learner.freeze=['.']"], "leave no parameter to train"),
+        (["learner.train_only=['q_proj']"], "are one parameter in the megatron backend"),
+        (["learner.train_only=['norm', 'embed']", "learner.freeze=['embed_tok']"], "'embed' trains nothing, as"),
+        (["learner.megatron={deterministic_mod=true}"], "did you mean deterministic_mode?"),
+        (["learner.megatron={num_layers=3}"], "num_layers is set by asyncrl"),
+        (["learner.megatron={pipeline_model_parallel_size=2}"], "is set by asyncrl, from the model or other keys"),
+        (["learner.megatron={mtp_num_layers=1}"], "is for what asyncrl's model does not do"),
+        (["learner.megatron={deterministic_mode=3}"], "deterministic_mode must be true or false, got 3"),
+        (["learner.backend=reference", "learner.megatron={deterministic_mode=true}"], 'this is "reference"'),
+    ],
+)
+def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["learner.lora={rank=-1}"], r"rank must be >= 0 \(0 is off\), got -1"),
+        (["learner.lora={publish='adapter'}"], 'publish = "adapter" needs a rank > 0'),
+        (["learner.lora={rank=4, dropout=0.1}"], "unknown key 'dropout'"),
+        (["learner.lora={rank=4, modules=['qproj']}"], "the model has no 'qproj'; did you mean 'q_proj'?"),
+        (["learner.lora={rank=4, modules=['q_proj']}"], "k_proj, q_proj, v_proj are one parameter"),
+        (["learner.lora={rank=4}", "learner.freeze=['embed']"], "remove learner.freeze and train_only"),
+        (["learner.lora={rank=4}", "learner.backend=reference"], '"reference" has no adapters; use "megatron"'),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=inprocess"],
+            'learner.lora.publish: engine.kind = "inprocess" takes no adapters',
+        ),
+        (
+            ["learner.lora={rank=4, publish='adapter'}", "engine.kind=sglang", "weights.channel=objects"],
+            'weights.channel = "objects" takes no adapters',
+        ),
+        (["weights.quantization=int4"], "quantization must be one of 'fp8', got 'int4'"),
+        (["weights.quantization=fp8", "engine.kind=inprocess"], 'engine.kind = "inprocess" takes no fp8'),
+        (["weights.quantization=fp8", "engine.kind=sglang"], "blocks of 128 numbers, and hidden_size is"),
+    ],
+)
+def test_a_mistake_about_adapters_and_precision_is_refused_in_one_line(
+    run_file: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["data.path=''"], r"data.path: name a .jsonl or .parquet file, several in \[\[data.files\]\]"),
+        (["data.path=''", "data.files=[{path='nowhere.jsonl'}]"], "data.files: nowhere.jsonl: no such data file"),
+        (["data.path=''", "data.source=no_such:X"], "data.source: cannot import 'no_such'"),
+        (["data.conversation_key=talk", "data.chat_template=true"], 'is for rollout.function = "given"'),
+        (["reward.rows={a='exact'}"], "no column says which; set data.reward_key"),
+        (["data.reward_key=rm", "reward.rows={a='no_such:f'}"], "reward.rows: cannot import 'no_such'"),
+        (["curriculum.low=0.5", "curriculum.high=0.2"], r"0 <= low <= high <= 1 must hold, got 0.5 and 0.2"),
+        (["curriculum.high=0.9", "curriculum.rest=0"], "curriculum: rest must be >= 1, got 0"),
+        (
+            ["curriculum.high=0.9", "rollout.function=given", "data.response_key=label", *SFT],
+            'curriculum: rollout.function = "given" samples nothing; remove it',
+        ),
+        (
+            ["curriculum.low=0.1", "data.source=asyncrl.data.numbered:Tasks", "data.options={count=9}", "data.path=''"],
+            "curriculum: data.source has no passes over the data",
+        ),
+        (["reward.kind=parts"], r'reward.kind: "parts" needs parts, such as \[reward.parts.right\]'),
+        (
+            ["reward.kind=parts", "reward.parts.a.kind=none"],
+            'reward.parts: "none" takes what the rollout function sets',
+        ),
+    ],
+)
+def test_a_mistake_about_the_data_is_refused_in_one_line(run_file: Path, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check(config.load(run_file, overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_trained_may_be_chosen(run_file: Path) -> None:
+    check(config.load(run_file, ["learner.freeze=['embed']", "learner.megatron={deterministic_mode=true}"]))
+    check(config.load(run_file, ["learner.train_only=['q_proj']", "learner.backend=reference"]))
+    check(config.load(run_file, ["learner.lora={rank=4, modules=['q_proj', 'k_proj', 'v_proj']}"]))
+
+
+def test_stop_strings_stop_tokens_and_a_shortest_answer_are_taken(run_file: Path) -> None:
+    check(
+        config.load(run_file, ["rollout.stop=['12', '\\n']", "rollout.stop_token_ids=[5]", "rollout.min_new_tokens=2"])
+    )
