@@ -1,6 +1,8 @@
 # make check: everything that should hold before a commit, in at most two minutes.
 PYTHON := $(or $(ASYNCRL_VENV),.venv)/bin/python
 
+# The processes share the cores, and threads that wait for each other spin.
+export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE # each process of the tests would compile everything anew
 
 .PHONY: check format lint types imports quick

@@ -21,7 +21,7 @@ from tests.chaos.test_trouble import assert_is_clean, disk_of, log_of
 from tests.harness.faults.injections import FILLER, fill, full_disk
 from tests.harness.forked import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CANNOT, WAS = "cannot be written", "was written after"
 

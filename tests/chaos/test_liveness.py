@@ -14,7 +14,7 @@ from tests.harness.faults.injections import hanging, stopped
 from tests.harness.faults.run import prepare, running
 from tests.harness.forked import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture

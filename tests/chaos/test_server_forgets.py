@@ -19,7 +19,7 @@ from asyncrl.bus.nats_server.server import EmbeddedServer
 from tests.chaos.test_trouble import assert_is_clean, log_of, storm_on
 from tests.harness.forked import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NAMED_SECONDS = float(os.environ.get("ASYNCRL_NAMED_SECONDS", "30"))  # ten on a machine that is not busy
 TIMES = int(os.environ.get("ASYNCRL_FORGETS", "1"))

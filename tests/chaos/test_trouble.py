@@ -29,7 +29,7 @@ from tests.harness.buses import Proxy
 from tests.harness.faults.injections import FILLER, fill, small_disk
 from tests.harness.forked import ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CUT_SECONDS = float(os.environ.get("ASYNCRL_CUT_SECONDS", "8"))
 MESSAGE_BYTES = f"bus.max_message_bytes={MAX_MESSAGE_BYTES}"

@@ -28,7 +28,7 @@ from tests.harness.engines import (
     switched_logprobs,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
 
 async def in_progress(engine: Engine, tasks: asyncio.TaskGroup) -> asyncio.Task[Generation]:

@@ -13,7 +13,7 @@ from asyncrl.protocols import Engine, Generation
 from tests.harness.agents import Client
 from tests.harness.engines import TOLERANCE, Model
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
 
 class Asking:

@@ -12,7 +12,7 @@ from asyncrl.messages import SamplingParams
 from asyncrl.protocols import Engine, PartialGeneration
 from tests.harness.engines import PROMPT, TOLERANCE, Check, Model
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1200)]
 
 STOP_IDS = (11, 12, 13)
 

@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a dozen starts of Python with torch, on a busy machine
+@pytest.mark.timeout(1800)  # a dozen starts of Python with torch, on a busy machine
 def test_what_is_shown_as_run_runs(folder: Path) -> None:
     environment = {
         **os.environ,

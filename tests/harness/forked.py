@@ -29,7 +29,7 @@ LAUNCHER: Final = 'launcher.kind="tests.harness.forked:ForkingLauncher"'
 """The override of a run that starts its processes by fork."""
 SOCKET: Final = "ASYNCRL_TEST_FORKS"
 """The environment variable that tells ForkingLauncher where the server is."""
-_START_SECONDS: Final = 300.0
+_START_SECONDS: Final = 900.0
 _IMPORTED: Final = (
     "asyncrl.cli.learner",
     "asyncrl.cli.rollout_worker",

@@ -30,7 +30,7 @@ GPUS = 2
 """Of each node, as Ray counts them; it deals their numbers and does not look whether they are there."""
 WINDOW_STEPS = 5
 """Steps that a full window of groups is good for: max_staleness + 1."""
-SECONDS = 300.0
+SECONDS = 900.0
 """The limit of every wait: a test's own timeout is above it."""
 
 

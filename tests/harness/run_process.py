@@ -127,7 +127,7 @@ class RunProcess:
     def scale(self, count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = self.command("scale", "run.toml", "--rollout-workers", str(count), *self._sets(), *arguments)
         return subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=300
+            command, cwd=self.folder, capture_output=True, text=True, env=self._env(), check=False, timeout=900
         )
 
     def join(self, name: str, *words: str, folder: Path) -> subprocess.Popen[bytes] | ForkedCommand:
@@ -152,18 +152,18 @@ class RunProcess:
             text=True,
             env=self._env(),
             check=False,
-            timeout=300,
+            timeout=900,
         )
         found: dict[str, Any] = json.loads(done.stdout)
         return found | {"code": done.returncode}
 
-    def drain(self, seconds: float = 120.0) -> int:
+    def drain(self, seconds: float = 600.0) -> int:
         """Ctrl-C; the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         return self._process.wait(seconds)
 
-    def wait(self, seconds: float = 300.0) -> int:
+    def wait(self, seconds: float = 900.0) -> int:
         assert self._process is not None
         return self._process.wait(seconds)
 
@@ -182,7 +182,7 @@ class RunProcess:
             task.cancel()
             await asyncio.wait([task])
 
-    async def until(self, condition: Callable[[], object], what: str, *, seconds: float = 300.0) -> None:
+    async def until(self, condition: Callable[[], object], what: str, *, seconds: float = 900.0) -> None:
         """Raises TimeoutError, with all output of the run."""
         end = time.monotonic() + seconds
         while not condition():

@@ -13,7 +13,7 @@ import asyncrl
 from asyncrl.data import demo_task
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from asyncrl.policies.health.faults import EVALUATION_WORKER
 from tests.harness.evaluation import section, sums
 from tests.harness.fakes import Channel
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)
 
 LAST = Evaluation(number=3, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=5)
 """What an earlier incarnation began."""

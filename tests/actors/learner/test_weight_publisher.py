@@ -29,7 +29,7 @@ class Channel(fakes.Channel):
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         self.writing.append(policy_version)
-        assert self.may_write.acquire(timeout=20)
+        assert self.may_write.acquire(timeout=120)
         return super().publish(snapshot, incarnation=incarnation, policy_version=policy_version)
 
 

@@ -16,7 +16,7 @@ from asyncrl.messages import Trajectory, TrajectoryGroup, VersionSpan, WeightVer
 from asyncrl.messages.evaluation import Evaluation
 from asyncrl.messages.topics import EVALUATION_ANSWERS
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)
 
 CURRENT = Evaluation(number=1, weights=WeightVersion(incarnation=0, policy_version=20), num_prompts=2)
 

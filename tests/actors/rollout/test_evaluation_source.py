@@ -21,7 +21,7 @@ from tests.harness.buses import first, prompt
 from tests.harness.evaluation import evaluating_worker, sums
 from tests.harness.fakes import Engine, run_worker, until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)
 
 CURRENT = Evaluation(number=0, weights=WeightVersion(incarnation=0, policy_version=0), num_prompts=1, num_held=1)
 NEXT = replace(CURRENT, number=1)

@@ -184,7 +184,7 @@ class Run:
                 raise TimeoutError(f"{text!r} was not said:\n" + "\n".join(self.said[after:]))
             return found()
 
-    def wait_for_steps(self, count: int, *, seconds: float = 120.0) -> None:
+    def wait_for_steps(self, count: int, *, seconds: float = 600.0) -> None:
         """Wait until ``count`` more steps are trained. Raises TimeoutError."""
         metrics = self.folder / "runs" / "faults" / "metrics.jsonl"
 

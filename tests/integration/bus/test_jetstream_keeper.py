@@ -319,7 +319,7 @@ async def test_a_wait_for_a_stream_is_said_once(
     waiting = [asyncio.create_task(bus.depth(TRAJECTORIES)) for _ in range(3)]
     said = "waiting for the learner to make it again"
     with caplog.at_level(logging.WARNING):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while said not in caplog.text:
                 await asyncio.sleep(0.01)
         await bus.losses(mends=True)

@@ -283,7 +283,7 @@ def _assert_no_quorum(error: Any) -> None:
     assert "\n" not in str(error)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("nats-cluster-under-a-run")
 async def test_a_run_outlives_each_server_of_its_cluster(tmp_path: Path, forks: ForkServer) -> None:
     """Real processes; who leads, and whom each process is connected to, is lost again and again."""

@@ -15,7 +15,7 @@ from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.protocols import Sample
 from tests import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEEN: Counter[tuple[str, str, int]] = Counter()
 

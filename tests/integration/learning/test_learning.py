@@ -13,7 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.data import demo_task
 from tests.harness.learning import demo_run, is_same, memory_bus, train, weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(autouse=True)

@@ -206,7 +206,7 @@ ANSWERS = ["7", "20", "643", "1170", "05", "333", "26", "7410", "51", "0", "4567
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 async def test_the_loss_falls_to_nothing_and_the_model_says_what_it_was_given(
     folder: Path, tmp_path: Path, mode: str

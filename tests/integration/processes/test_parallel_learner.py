@@ -14,7 +14,7 @@ from tests.harness.forked import ForkServer
 from tests.harness.processes import grandchildren
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("learner-ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("learner-ranks")]
 
 MEGATRON = ("learner.backend=megatron", "learner.ranks=2", "checkpoint.every_steps=1")
 LAYOUTS = ("learner.pipeline_parallel=2", "learner.context_parallel=2")

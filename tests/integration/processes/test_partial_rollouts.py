@@ -20,7 +20,7 @@ from tests.harness.buses import first, first_event
 from tests.harness.engines import Model
 from tests.harness.forked import ForkedCommand, ForkServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
 

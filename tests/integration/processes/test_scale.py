@@ -20,7 +20,7 @@ from tests.harness.forked import ForkServer
 from tests.harness.roles import Server
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Make = Callable[..., RunProcess]
 

@@ -30,7 +30,7 @@ from asyncrl.protocols.launcher import ProcessSpec
 from asyncrl.run.checks.run_file import check
 from tests.harness.ray import CPUS, SECONDS, RayRun, TwoNodes, kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(1200)]
 
 Make = Callable[..., RayRun]
 WORKERS_ON_B = 'launcher.options.rollout_worker.labels={site="b"}'

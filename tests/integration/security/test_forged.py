@@ -46,7 +46,7 @@ from tests.harness.buses import group, prompt
 from tests.harness.forked import ForkedCommand, ForkServer
 from tests.harness.run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FORGED: tuple[tuple[Topic[Any], str, Any], ...] = (
     (PROGRESS, "", Progress(incarnation=0, step=10**6, policy_version=10**6, finished=True)),

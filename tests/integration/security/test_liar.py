@@ -128,7 +128,7 @@ async def run_among_lies(seeds: Sequence[int], directory: Path) -> tuple[Loop, s
     return loop, made
 
 
-@pytest.mark.timeout(120 + CASES)
+@pytest.mark.timeout(900 + CASES)
 @settings(max_examples=max(1, CASES * 3 // 5 // MESSAGES), suppress_health_check=list(HealthCheck), deadline=None)
 @given(seeds=st.lists(st.integers(0, 2**64), min_size=MESSAGES, max_size=MESSAGES))
 def test_the_run_goes_on_and_trains_every_honest_group(seeds: list[int]) -> None:

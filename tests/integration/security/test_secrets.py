@@ -172,7 +172,7 @@ def test_who_we_are_is_written_without_our_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_on_a_server_with_roles_writes_no_secret_anywhere(
     folder: Path, tmp_path: Path, forks: ForkServer
 ) -> None:

@@ -49,7 +49,7 @@ def on_a_server(test: T) -> T:
         pytest.mark.sglang,
         pytest.mark.slow,
         pytest.mark.xdist_group("sglang"),
-        pytest.mark.timeout(600),
+        pytest.mark.timeout(1200),
         pytest.mark.asyncio(loop_scope="session"),
     )
     for mark in marks:
@@ -243,7 +243,7 @@ async def test_a_channel_that_asyncrl_does_not_know_brings_weights_into_the_serv
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_two_tensor_parallel_ranks_of_a_mixture_take_weights_from_a_folder_and_from_the_learner(
     tmp_path: Path,
 ) -> None:

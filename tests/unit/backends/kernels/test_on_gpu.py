@@ -12,7 +12,7 @@ from asyncrl.backends.kernels import fused
 from asyncrl.backends.kernels.expert_rows import sums_of_rows
 from asyncrl.backends.kernels.token_logprobs import linear_logprobs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 ROWS, HIDDEN, HEAD, GROUPS, QUERIES, VOCABULARY, EPS = 257, 256, 64, 2, 2, 4096, 1e-6
 

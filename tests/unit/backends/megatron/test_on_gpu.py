@@ -23,7 +23,7 @@ from tests.harness.backends import (
 )
 from tests.harness.packing import pack
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3", "qwen3_moe", "glm4_moe", "deepseek_v3"])

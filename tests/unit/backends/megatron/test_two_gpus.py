@@ -36,7 +36,7 @@ from tests.harness.nccl import PATIENCE, Peer
 from tests.harness.packing import pack
 from tests.harness.transfers import collective_of
 
-pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(900)]
 
 LEARNING_RATE = 0.05
 GENTLE = dataclasses.replace(SETTINGS, eps=0.1, max_grad_norm=1e6)

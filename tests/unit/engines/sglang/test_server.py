@@ -293,7 +293,7 @@ async def test_the_server_goes_with_its_owner_though_a_fork_of_that_lives_on(tmp
     assert len(tree) == 3
     owner.kill()
     try:
-        assert await asyncio.to_thread(all_gone, tree, seconds=5.0)
+        assert await asyncio.to_thread(all_gone, tree, seconds=60.0)
     finally:
         os.kill(fork, signal.SIGKILL)
     await end_of(owner)
@@ -337,7 +337,7 @@ async def test_a_warden_that_is_signalled_twice_leaves_nothing_behind(tmp_path: 
     with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
         warden.send_signal(signal.SIGINT)
     await server.wait()
-    assert await asyncio.to_thread(all_gone, tree, seconds=5.0)
+    assert await asyncio.to_thread(all_gone, tree, seconds=60.0)
 
 
 async def test_a_server_that_dies_while_starting_is_noticed(
@@ -363,7 +363,7 @@ def test_of_a_long_log_the_end_alone_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_a_real_server_of_a_mixture_samples_from_what_it_is_given_and_goes_with_its_owner(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
