@@ -21,7 +21,7 @@ from tests.harness.forked import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-NAMED_SECONDS = float(os.environ.get("ASYNCRL_NAMED_SECONDS", "30"))  # ten on a machine that is not busy
+NAMED_SECONDS = float(os.environ.get("ASYNCRL_NAMED_SECONDS", "120"))  # ten on a machine that is not busy
 TIMES = int(os.environ.get("ASYNCRL_FORGETS", "1"))
 
 

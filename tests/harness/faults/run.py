@@ -20,7 +20,7 @@ from asyncrl.run.keys.worker_keys import WORKER_KEY_VARIABLE
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.processes import processes_below
 
-NAMED_SECONDS = 30.0
+NAMED_SECONDS = 120.0
 """The limit for naming a fault on a busy machine; on an idle one the promise is 10 s."""
 
 PARTS = '''
