@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import algorithms_page
 import api_page
 import choices
 import cli_page
@@ -22,6 +23,7 @@ import topics_page
 FOLDER: Final = Path(__file__).parent
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "configuration.md": configuration_page.page,
+    "algorithms.md": algorithms_page.page,
     "cli.md": cli_page.page,
     "metrics.md": metrics_page.page,
     "topics.md": topics_page.page,
