@@ -1,6 +1,6 @@
 """Who of a run was heard lately: the health monitor's memory of heartbeats, on its own clock.
 
-Tests: tests/unit/actors/test_health_monitor.py.
+Tests: tests/unit/actors/test_presence.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Of a learner whose ranks each export a part of the model, each writes a file of its own; the index comes last.
 
-Invariants (tests/contracts/test_weights.py):
+Invariants (tests/contracts/test_weights.py, test_weights_on_disk.py):
   C1 a version's folder appears atomically: it is written under another name, synced, and renamed when all parts are in.
   C2 the newest version is never removed; of the others the newest ``keep`` - 1 stay, and those that are retained.
   C3 a reader gets exactly the bytes that were published, or WeightsError.

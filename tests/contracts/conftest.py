@@ -1,4 +1,4 @@
-"""A started engine of every adapter."""
+"""A started engine of every adapter, and a weight channel over files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.config import EngineSection
+from asyncrl.data.tiny_model import make_tiny_model
 from asyncrl.engines.sglang import engine as sglang
 from asyncrl.protocols import Engine
+from asyncrl.weights.files import FilesChannel
 from tests.harness import contract_adapters
 from tests.harness.engines import Model, start_inprocess
 
 SERVER = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
+MODEL_CHARACTERS = "0123456789"
 ADAPTERS = [
     "inprocess",
     *contract_adapters.extra("engine"),
@@ -72,3 +75,13 @@ async def engine(adapter: tuple[str, sglang.SGLangEngine | None], old: Model, tm
         await attached.load(old.version(1))
         yield attached
         await attached.close()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), characters=MODEL_CHARACTERS)
+
+
+@pytest.fixture
+def files_channel(tmp_path: Path, model_path: Path) -> FilesChannel:
+    return FilesChannel(tmp_path / "weights", keep=2, model_path=model_path)

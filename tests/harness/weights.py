@@ -26,10 +26,19 @@ from asyncrl.messages.topics import SENT, TRANSFERS, WEIGHTS
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.protocols import LoadReport
 from asyncrl.tensors.snapshot import PartWorker, Snapshot
+from asyncrl.weights.files import FilesChannel
 from tests.harness import fakes
 
 SNAPSHOT = Snapshot.of([("weight", torch.zeros(4))])
 TORN = (-1, -1)
+
+
+def tensors(value: float = 1.0) -> Snapshot:
+    return Snapshot.of([("b", torch.full((3,), value)), ("a", torch.full((2, 2), value, dtype=torch.bfloat16))])
+
+
+def visible(channel: FilesChannel) -> set[str]:
+    return {path.name for path in channel._directory.iterdir() if not path.name.startswith(".tmp-")}
 
 
 class OtherRank:

@@ -3,7 +3,7 @@
 SGLang has a table of how each device's host buffers are allocated. A CPU has no row, and gets CUDA's, which pins memory
 through the CUDA runtime; only the buffer of routed experts asks for one there. This folder is on PYTHONPATH of a CPU
 server, and the folder beside this file tells SGLang of the plugin.
-Tests: tests/integration/sglang/test_transfers.py, tests/unit/engines/sglang/test_server.py.
+Tests: tests/integration/sglang/test_transfers.py, tests/unit/engines/sglang/test_server_command.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""The command that starts an SGLang server, its environment, and what is refused before it is started."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.engines.sglang import server as sglang_server
+from asyncrl.engines.sglang.options import Options
+from asyncrl.engines.sglang.routed_experts import OPTION
+from asyncrl.errors import ConfigError
+
+
+def command(device: str = "cpu", **server_arguments: Any) -> list[str]:
+    return sglang_server.server_command(
+        Path("/model"),
+        device=device,
+        dtype="bfloat16",
+        port=1234,
+        weight_version="0:3",
+        tensor_parallel=2,
+        stream_interval=16,
+        server_arguments=server_arguments,
+    )
+
+
+def value_of(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_every_option_of_sglang_can_be_reached() -> None:
+    words = command(
+        mem_fraction_static=0.85,
+        **{"attention-backend": "triton", "enable-metrics": True, "skip-server-warmup": False},
+        cuda_graph_bs=[1, 2],
+        json_model_override_args={"a": 1},
+    )
+    assert value_of(words, "--mem-fraction-static") == "0.85"
+    assert value_of(words, "--attention-backend") == "triton"  # ours for a CPU is overridden
+    assert "--enable-metrics" in words
+    assert "--skip-server-warmup" not in words
+    assert words[words.index("--cuda-graph-bs") :][:3] == ["--cuda-graph-bs", "1", "2"]
+    assert value_of(words, "--json-model-override-args") == '{"a": 1}'
+
+
+def test_a_gpu_server_keeps_its_own_defaults() -> None:
+    words = command("cuda")
+    assert value_of(words, "--dtype") == "bfloat16"
+    assert value_of(words, "--tensor-parallel-size") == "2"
+    assert not {"--attention-backend", "--mem-fraction-static", "--sleep-on-idle"} & set(words)
+
+
+def test_no_server_warms_up_with_a_sentence() -> None:
+    """Of the demo's tokenizer nothing is left of it, and on a GPU SGLang 0.5.16 dies of an empty prompt."""
+    assert "--skip-server-warmup" in command("cuda")
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        ({}, 1),
+        ({"tp_size": 2}, 2),
+        ({"tp_size": 4}, 0),
+        ({"dp_size": 2}, 0),
+        ({"nnodes": 2}, 0),
+        ({"quantization": "fp8"}, 0),
+        ({"speculative_algorithm": "EAGLE"}, 0),
+        ({"custom_weight_loader": ["mine.load"]}, 0),
+        ({"custom_weight_loader": None}, 0),
+    ],
+)
+def test_our_loader_reads_files_in_plain_servers_and_sglang_in_all_others(said: dict[str, Any], ranks: int) -> None:
+    info = {"tp_size": 1, "dp_size": 1, "nnodes": 1, "custom_weight_loader": [sglang_server.LOADER]}
+    assert sglang_server.ranks_with_loader(info | said) == ranks
+
+
+def test_the_loader_that_servers_are_told_of_is_there() -> None:
+    module, _, name = sglang_server.LOADER.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert value_of(command("cuda"), "--custom-weight-loader") == sglang_server.LOADER
+
+
+def test_sglang_finds_its_plugin_for_a_cpu_where_a_cpu_server_imports_from() -> None:
+    """The group of entry points is SGLang's, the module is beside the folder that names it."""
+    folder = Path(sglang_server.__file__).parent / "cpu_plugin"
+    (found,) = (one for of in metadata.distributions(path=[str(folder)]) for one in of.entry_points)
+    assert (found.group, found.attr) == ("sglang.srt.plugins", "register")
+    assert (folder / f"{found.module}.py").is_file()
+
+
+def test_a_server_is_told_to_keep_experts_only_where_they_are_wanted() -> None:
+    words = {
+        wanted: sglang_server.server_command(
+            Path("/model"),
+            device="cuda",
+            dtype="bfloat16",
+            port=1234,
+            weight_version="0:3",
+            tensor_parallel=1,
+            stream_interval=16,
+            server_arguments={},
+            tells_experts=wanted,
+        )
+        for wanted in (True, False)
+    }
+    assert [f"--{OPTION}" in words[wanted] for wanted in (True, False)] == [True, False]
+
+
+def test_ranks_on_a_cpu_get_their_shares_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else SGLang refuses more ranks than NUMA nodes. What the user says himself stays."""
+
+    def shares(ranks: int, **base: str) -> str | None:
+        environment = sglang_server.server_environment(base, device="cpu", tensor_parallel=ranks)
+        return environment.get("SGLANG_CPU_OMP_THREADS_BIND")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 3, 4})
+    assert shares(1) is None
+    assert shares(2) == "2,3|4,5"
+    assert shares(8) == "2|3|4|5|2|3|4|5"
+    assert shares(2, SGLANG_CPU_OMP_THREADS_BIND="0|1") == "0|1"
+
+
+def test_stand_ins_are_seen_by_cpu_servers_only() -> None:
+    here, base = Path(sglang_server.__file__).parent, {"PYTHONPATH": "/mine"}
+    paths = sglang_server.server_environment(base, device="cpu")["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(here / "cpu_stubs"), str(here / "cpu_plugin"), "/mine"]
+    assert sglang_server.server_environment(base, device="cuda")["PYTHONPATH"] == "/mine"
+    assert base == {"PYTHONPATH": "/mine"}
+
+
+def test_float32_is_refused_on_gpus_before_the_server_starts_and_dies() -> None:
+    with pytest.raises(ConfigError, match=r'model.dtype: SGLang has no float32.*"bfloat16"'):
+        sglang_server.check_dtype("float32", device="cuda", server_arguments={"device": "cuda"})
+    for dtype, device, arguments in (
+        ("bfloat16", "cuda", {}),
+        ("float32", "cpu", {}),
+        ("float32", "cuda", {"--dtype": "bfloat16"}),
+        ("float32", "cuda", {"device": "cpu"}),
+    ):
+        sglang_server.check_dtype(dtype, device=device, server_arguments=arguments)
+
+
+def test_a_model_that_the_cpu_server_gets_wrong_is_refused_on_a_cpu_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma3ForCausalLM"]}')
+    sglang_server.check_architecture(tmp_path, device="cuda")
+    with pytest.raises(ConfigError, match=r"with a Gemma3ForCausalLM SGLang's CPU server samples .* use a GPU or"):
+        sglang_server.check_architecture(tmp_path, device="cpu")
+    sglang_server.check_architecture(tmp_path / "none", device="cpu")
+
+
+def test_attention_heads_that_gpus_cannot_share_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8, "num_key_value_heads": 2}')
+    for tensor_parallel in (1, 2, 4, 8):  # of two key-value heads 4 and 8 have copies
+        sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
+    for tensor_parallel in (3, 16):
+        with pytest.raises(ConfigError, match=f"{tensor_parallel} does not divide the model's num_attention_heads, 8"):
+            sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=tensor_parallel)
+    sglang_server.check_architecture(tmp_path, device="cpu", tensor_parallel=3)
+    apart = Options(tensor_parallel=3, server_arguments={"enable_dp_attention": True})
+    sglang_server.check_architecture(tmp_path, device="cuda", tensor_parallel=apart.attention_parallel)
