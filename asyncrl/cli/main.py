@@ -153,11 +153,12 @@ def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
         description="Fully asynchronous reinforcement learning for language models.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument("--version", action="version", version=f"asyncrl {VERSION}")
     subparsers = made.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, summary in VERBS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        subparser = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in verbs:
             load(name).add_arguments(subparser)
     return made

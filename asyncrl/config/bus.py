@@ -67,8 +67,10 @@ class BusSection:
         require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
         require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
         require(
-            bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
+            bool(self.url) or not (self.credentials or self.tls_ca or self.tls_certificate),
+            "credentials, tls_ca and tls_certificate are for a server at url",
         )
+        require(bool(self.tls_certificate) or not self.tls_key, "tls_key is of tls_certificate, which is empty")
         require(
             bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
             f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",

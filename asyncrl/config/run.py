@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import MOST_WORKERS, positive, require
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
@@ -141,7 +141,10 @@ class RolloutSection:
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
-        require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
+        require(
+            0 <= self.workers <= MOST_WORKERS,
+            f"workers must be in 0..{MOST_WORKERS} (a nats-server takes no more connections), got {self.workers}",
+        )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")

@@ -13,6 +13,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures
+from asyncrl.messages.topics import ROLES
 
 _SCHEMES = ("nats://", "tls://")
 
@@ -22,6 +23,7 @@ class NatsAdapter(BusAdapter):
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         _check_url(run.bus.url)
+        _check_files(run)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
@@ -35,14 +37,7 @@ class NatsAdapter(BusAdapter):
         return await JetStreamBus.connect(
             url,
             run=run.run.name,
-            access=Credentials(
-                role=role,
-                token="" if section.credentials else token,
-                credentials=section.credentials,
-                tls_ca=section.tls_ca,
-                tls_certificate=section.tls_certificate,
-                tls_key=section.tls_key,
-            ),
+            access=_credentials(run, role=role, token=token),
             max_prompts=run.window,
             max_log_bytes=section.max_log_bytes,
             ack_seconds=section.ack_seconds,
@@ -70,11 +65,38 @@ class NatsAdapter(BusAdapter):
         return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes)
 
 
+def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
+    section = run.bus
+    return Credentials(
+        role=role,
+        token="" if section.credentials else token,
+        credentials=section.credentials,
+        tls_ca=section.tls_ca,
+        tls_certificate=section.tls_certificate,
+        tls_key=section.tls_key,
+    )
+
+
+def _check_files(run: RunConfig) -> None:
+    """What [bus] names can be read for some role at least: a machine may have the files of one role only."""
+    problems = []
+    for role in ROLES:
+        try:
+            _credentials(run, role=role).options()
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(ROLES):
+        raise problems[0]
+
+
 def _check_url(url: str) -> None:
     if url and not url.startswith(_SCHEMES):
         raise ConfigError(f"bus: url must start with {' or '.join(_SCHEMES)}, got {url.partition(':')[0]}:...")
     for address in servers(url):
         try:
-            _ = urlsplit(address).port
+            parts = urlsplit(address)
+            has_host, _ = bool(parts.hostname), parts.port
         except ValueError:
             raise ConfigError(f"bus: url {without_secrets(address)}: the port must be in 1..65535") from None
+        if address and not has_host:
+            raise ConfigError(f"bus: url {without_secrets(address)}: names no host; write nats://HOST:PORT")
