@@ -69,6 +69,8 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
         return float(value)
     if isinstance(hint, type):
         _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
+        if type(value) is str:  # no path may, and texts go to programs as C strings
+            _typed("\0" not in value, where, key, "text without NUL characters", value)
         if type(value) is int:  # TOML has no more, but Python reads more, and no message carries it
             _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
     return value

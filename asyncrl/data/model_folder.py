@@ -36,6 +36,8 @@ REFUSED_ARCHITECTURES = {
 """Known ones that are not trained, and why."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
+"""A folder may go without; transformers and engines take defaults for one that does not parse, without a word."""
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
 """Largest header the safetensors format allows."""
@@ -85,6 +87,9 @@ def check_model(path: Path) -> ModelFolder:
     if problem := model_sizes.problem(config, shapes):
         raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
     find_tokenizer(path)
+    for name in _FURTHER_TABLES:
+        if (path / name).exists():
+            _read_table(path / name)
     return ModelFolder(
         path=path,
         architecture=architecture,
@@ -121,17 +126,20 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not (path / "config.json").exists():
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{path}: no config.json, so not a Hugging Face model folder; there is {there}") from None
-    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no config.json, so not a Hugging Face model folder; there is {there}")
+    return _read_table(path / "config.json")
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: must be a JSON object, is {type(config).__name__}")
-    return config
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: must be a JSON object, is {type(table).__name__}")
+    return table
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, Final
@@ -43,11 +44,21 @@ def problem(config: Mapping[str, Any], shapes: Shapes) -> str:
     if experts and chosen and chosen > experts:
         return f"num_experts_per_tok {chosen} is more than its {experts} experts"
     return (
-        _of_heads(config, shapes)
+        _of_end(config)
+        or _of_heads(config, shapes)
         or _of_matrix(config, shapes, "model.embed_tokens.weight", ("vocab_size", "hidden_size"))
         or _of_matrix(config, shapes, "model.layers.0.mlp.down_proj.weight", ("hidden_size", "intermediate_size"))
         or _of_layers(config, {int(found[1]) for name in shapes if (found := _LAYER.match(name))})
     )
+
+
+def _of_end(config: Mapping[str, Any]) -> str:
+    """An end token that the model cannot sample would end no answer."""
+    ends, size = config.get("eos_token_id"), config.get("vocab_size")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and (type(end) is not int or not 0 <= end < (size or math.inf)):
+            return f"eos_token_id {end!r} is none of the {size} tokens of vocab_size"
+    return ""
 
 
 def _of_heads(config: Mapping[str, Any], shapes: Shapes) -> str:

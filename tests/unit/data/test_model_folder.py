@@ -93,6 +93,9 @@ def _missing_shard(folder: Path) -> None:
         (lambda f: _rewrite(f, num_hidden_layers=3), "num_hidden_layers is 3, and the weights have no layer 2"),
         (lambda f: _rewrite(f, num_hidden_layers=1), "num_hidden_layers is 1, and the weights have 2 layers"),
         (lambda f: _rewrite(f, max_position_embeddings="4k"), "max_position_embeddings must be a whole number >= 1"),
+        (lambda f: _rewrite(f, eos_token_id=[1, 8]), "eos_token_id 8 is none of the 8 tokens of vocab_size"),
+        (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json: Expecting"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must be a JSON object"),
         (lambda f: _rewrite(f, num_experts=2, num_experts_per_tok=4), "num_experts_per_tok 4 is more than its 2"),
         (
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
