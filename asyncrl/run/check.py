@@ -70,6 +70,11 @@ def check_before_torch(run: RunConfig) -> None:
     _check_directory("run.directory", run.run_directory)
     if run.weights.directory:
         _check_directory("weights.directory", run.weights_directory)
+        if run.weights_directory.resolve() == run.run_directory.resolve():
+            raise ConfigError(
+                f"weights.directory: {run.weights_directory} is the run's own folder; name another, or leave it empty "
+                "for weights/ in it"
+            )
     _check_of_worker_before_torch(run)
     launcher = registry.launcher_class(run)
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +30,7 @@ class NatsAdapter(BusAdapter):
     def check_machine(cls, run: RunConfig) -> None:
         if not run.bus.url:
             find_binary()
+            _check_disk(run)
 
     @classmethod
     async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> JetStreamBus:
@@ -75,6 +77,19 @@ def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
         tls_certificate=section.tls_certificate,
         tls_key=section.tls_key,
     )
+
+
+def _check_disk(run: RunConfig) -> None:
+    """A new server takes no stream of more than three quarters of what is free when it starts."""
+    store = run.run_directory / "nats"
+    if run.bus.store == "memory" or store.exists():
+        return
+    there = next(path for path in store.absolute().parents if path.is_dir())
+    if (most := shutil.disk_usage(there).free // 4 * 3) < run.bus.max_log_bytes:
+        raise ConfigError(
+            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, and nats-server takes at most {most:,}, three quarters of "
+            f"what is free at {there}; lower it, or name another run.directory"
+        )
 
 
 def _check_files(run: RunConfig) -> None:
