@@ -292,10 +292,7 @@ class RunConfig:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
         self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
         late = [step for step in self.learner.profile_steps if step > self.run.steps]
-        require(
-            not late,
-            f"learner: profile_steps: step {late and late[0]} is behind the last, run.steps = {self.run.steps}",
-        )
+        require(not late, f"learner: profile_steps: step {late[:1]} is behind the last, run.steps = {self.run.steps}")
         overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
         require(
             overlong <= longest,

@@ -317,7 +317,7 @@ MISTAKES = {
     "centuries": ("bus.connect_seconds=1e10", "connect_seconds must be at most 1e9"),
     "logits beyond float32": ("rollout.temperature=1e-30", "temperature must be in 0.001..1000"),
     "beyond float32": ("learner.learning_rate=1e300", "learning_rate must be within float32"),
-    "profiled after the end": ("learner.profile_steps=[101]", "step 101 is behind the last, run.steps = 100"),
+    "profiled after the end": ("learner.profile_steps=[101]", "step [101] is behind the last, run.steps = 100"),
     "no host": ("bus.url=nats://", "url nats://: names no host"),
     "NUL in a path": (r'run.directory="a\u0000b"', "directory must be text without NUL characters"),
     "path too long": (f"data.path={'x' * 5000}", "File name too long"),
