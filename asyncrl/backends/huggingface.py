@@ -38,6 +38,10 @@ def read_shape(folder: Path, *, where: str = "model.path") -> ModelShape:
         raise ConfigError(
             f"{where}: {folder}: the megatron backend does not support {architecture} with {error}"
         ) from None
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # of a value of another kind
+        raise ConfigError(
+            f"{where}: {folder / 'config.json'} describes no {architecture}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _read_config(folder: Path, where: str) -> Any:

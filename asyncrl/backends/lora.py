@@ -94,7 +94,13 @@ def check(run: RunConfig) -> None:
         return
     if run.learner.freeze or run.learner.train_only:
         raise ConfigError("learner.lora: only adapters are trained; remove learner.freeze and train_only, name modules")
-    maps = weight_map(huggingface.read_shape(Path(run.model.path)))
+    shape = huggingface.read_shape(Path(run.model.path))
+    if settings.rank > shape.hidden_size:
+        raise ConfigError(
+            f"learner.lora.rank: {settings.rank} is more than the model's hidden_size, {shape.hidden_size}, which no "
+            "matrix of its layers needs; use fewer"
+        )
+    maps = weight_map(shape)
     known = sorted({module for entry in maps for name in entry.huggingface if (module := module_of(name))})
     for module in settings.modules:
         if module not in (ALL, *known):

@@ -50,7 +50,9 @@ ENGINES: Final[dict[str, Callable[[], list[str]]]] = {"inprocess": list, "sglang
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="bin/demo", description="The whole loop learns a small task on a CPU.")
+    parser = argparse.ArgumentParser(
+        prog="bin/demo", description="The whole loop learns a small task on a CPU.", allow_abbrev=False
+    )
     parser.add_argument("--engine", choices=ENGINES, default="inprocess", help="(default: inprocess)")
     parser.add_argument(
         "--model", choices=MODELS, default="dense", help="dense: a Qwen3; moe: a mixture of experts (default: dense)"

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import difflib
+import errno
 import importlib
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol, cast
+from typing import Any, Final, NoReturn, Protocol, cast
 
 from asyncrl.errors import INTERRUPTED, PIPE_CLOSED, AsyncRLError, ConfigError, exit_code_of, leaves
 from asyncrl.version import VERSION
@@ -79,6 +82,10 @@ _VENDORS_ENVIRONMENT: Final = {
 }
 
 
+_LONGEST_SHOWN: Final = 300
+"""Characters of a path."""
+
+
 class Verb(Protocol):
     """What the file of a verb defines."""
 
@@ -94,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in words if not word.startswith("-")), "")
     try:
-        options = parser([name] if name in VERBS else []).parse_args(words)
+        options, unknown = parser([name] if name in VERBS else []).parse_known_args(words)
+        if unknown:
+            _refuse(name, unknown)
     except SystemExit as ended:  # --help, --version or a mistake, which argparse has printed
         return ended.code if isinstance(ended.code, int) else 0
     except KeyboardInterrupt:  # while the verb is imported
@@ -117,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = PIPE_CLOSED
     except OSError as error:  # the machine's, not ours
         logging.getLogger("asyncrl").debug("traceback", exc_info=True)
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{str(error.filename)[:_LONGEST_SHOWN]}: " if error.filename else ""
         print(f"asyncrl {name}: {where}{error.strerror or error}", file=sys.stderr)
-        code = exit_code_of(error)
+        code = ConfigError.exit_code if error.errno == errno.ENAMETOOLONG else exit_code_of(error)
     except Exception as error:
         logging.getLogger("traceback").exception("ended by")  # to this process's log file; stderr where there is none
         said = dict.fromkeys(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))  # "a TaskGroup" says nothing
@@ -148,7 +157,7 @@ def _is_left_by_reader() -> bool:
 
 def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
     """The command line. Only ``verbs`` have their arguments, as this imports their files; of the others the summary."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="asyncrl",
         description="Fully asynchronous reinforcement learning for language models.",
         epilog=EXAMPLES,
@@ -161,6 +170,25 @@ def parser(verbs: Iterable[str] = VERBS) -> argparse.ArgumentParser:
         if name in verbs:
             load(name).add_arguments(subparser)
     return made
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake gets one line, without the usage before it; an option is written out."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says more\n")
+
+
+def _refuse(name: str, unknown: Sequence[str]) -> NoReturn:
+    """End with the first word that the verb does not know, and the option that was meant perhaps."""
+    asked = _Parser(prog=f"asyncrl {name}")
+    load(name).add_arguments(asked)
+    known = re.findall(r"--[a-z][a-z-]+", asked.format_help())
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+    asked.error(f"unknown argument {unknown[0]}{f', did you mean {near[0]}' if near else ''}")
 
 
 def load(name: str) -> Verb:

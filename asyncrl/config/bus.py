@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from asyncrl.config.checks import positive, require
+
+_LARGEST_MESSAGE: Final = 2**30
+"""nats-server counts the bytes of a message, headers included, in 31 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,12 @@ class BusSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-        positive(self, "max_message_bytes", "max_log_bytes", "connect_seconds", "ack_seconds")
+        positive(self, "max_message_bytes", "max_log_bytes", "connect_seconds")
+        require(
+            self.max_message_bytes <= _LARGEST_MESSAGE,
+            f"max_message_bytes must be at most {_LARGEST_MESSAGE:,}, got {self.max_message_bytes:,}",
+        )
+        require(self.ack_seconds >= 0.1, f"ack_seconds must be >= 0.1, got {self.ack_seconds}")
         require(self.sync_seconds >= 0, f"sync_seconds must be 0 or more, got {self.sync_seconds}")
         require(
             not self.url or "://" in self.url,
@@ -67,8 +75,10 @@ class BusSection:
         require(self.replicas in (1, 3, 5), f"replicas must be 1, 3 or 5, got {self.replicas}")
         require(bool(self.url) or self.replicas == 1, "replicas are for a cluster of servers at url")
         require(
-            bool(self.url) or not (self.credentials or self.tls_ca), "credentials and tls_ca are for a server at url"
+            bool(self.url) or not (self.credentials or self.tls_ca or self.tls_certificate),
+            "credentials, tls_ca and tls_certificate are for a server at url",
         )
+        require(bool(self.tls_certificate) or not self.tls_key, "tls_key is of tls_certificate, which is empty")
         require(
             bool(re.fullmatch("([0-9a-f]{64})?", self.learner_key)),
             f"learner_key must be 64 hexadecimal digits, got {self.learner_key[:80]!r}",

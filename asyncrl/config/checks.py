@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 from asyncrl.errors import ConfigError
+
+MOST_WORKERS: Final = 65_536
+"""Connections that a nats-server takes, unless it is told another number; a worker has one at least."""
+MOST_THREADS: Final = 4096
+"""Of one process: no machine has as many CPUs."""
 
 
 def require(condition: bool, problem: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import MOST_WORKERS, positive, require
 from asyncrl.config.data import require_template
 from asyncrl.config.reward import RewardSection
 
@@ -187,6 +187,11 @@ class EvaluationSection:
             self.place != "dedicated" or self.workers > 0,
             f'evaluation: place = "dedicated" with workers = {self.workers} leaves no engine to evaluate on; use 1 or '
             "more",
+        )
+        require(
+            self.workers <= MOST_WORKERS,
+            f"evaluation: workers must be at most {MOST_WORKERS} (a nats-server takes no more connections), got "
+            f"{self.workers}",
         )
         require(
             not best or self.place != "folder",

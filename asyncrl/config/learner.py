@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.checks import compiled, positive, require
+from asyncrl.config.checks import MOST_THREADS, compiled, positive, require
 from asyncrl.config.layout import Layout
 
 
@@ -151,8 +151,8 @@ class LearnerSection:
             self.decay_steps == 0 or self.decay_steps > self.warmup_steps,
             f"decay_steps must be > warmup_steps ({self.warmup_steps}), got {self.decay_steps}",
         )
+        require(0 <= self.threads <= MOST_THREADS, f"threads must be in 0..{MOST_THREADS}, got {self.threads}")
         for name in (
-            "threads",
             "warmup_steps",
             "decay_steps",
             "weight_decay",

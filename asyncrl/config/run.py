@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from asyncrl.config.bus import BusSection
-from asyncrl.config.checks import positive, require
+from asyncrl.config.checks import MOST_WORKERS, positive, require
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.data import DataSection
 from asyncrl.config.evaluation import EvaluationSection
@@ -58,7 +58,8 @@ class RunSection:
         require(
             len(self.name) <= _LONGEST_NAME, f"name must have at most {_LONGEST_NAME} characters, got {len(self.name)}"
         )
-        positive(self, "steps", "stall_seconds")
+        positive(self, "steps")
+        require(self.stall_seconds >= 1, f"stall_seconds must be >= 1, got {self.stall_seconds}")
         require(self.restarts >= 0, f"restarts must be >= 0, got {self.restarts}")
         require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
 
@@ -129,10 +130,14 @@ class RolloutSection:
     run.mode."""
 
     def __post_init__(self) -> None:
-        positive(self, "group_size", "max_new_tokens", "temperature", "max_running", "max_attempts")
+        positive(self, "group_size", "max_new_tokens", "max_running", "max_attempts")
         require(
-            self.partial_save_seconds >= 0,
-            f"partial_save_seconds must be >= 0 (0 is off), got {self.partial_save_seconds}",
+            1e-3 <= self.temperature <= 1e3,
+            f"temperature must be in 0.001..1000 (logits divided by it are float32), got {self.temperature:g}",
+        )
+        require(
+            self.partial_save_seconds == 0 or self.partial_save_seconds >= 0.01,
+            f"partial_save_seconds must be >= 0.01, or 0 (off), got {self.partial_save_seconds:g}",
         )
         require(
             self.min_group == 0 or 2 <= self.min_group <= self.group_size,
@@ -141,7 +146,10 @@ class RolloutSection:
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
-        require(self.workers >= 0, f"workers must be >= 0, got {self.workers}")
+        require(
+            0 <= self.workers <= MOST_WORKERS,
+            f"workers must be in 0..{MOST_WORKERS} (a nats-server takes no more connections), got {self.workers}",
+        )
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be >= 0 (0 is off), got {self.top_k}")
         require(all(self.stop), "stop holds an empty text, which every answer contains")
@@ -283,6 +291,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.staleness.check(mode=self.run.mode, group_size=self.rollout.group_size)
         self.evaluation.check(best=self.checkpoint.best, workers=self.rollout.workers)
+        late = [step for step in self.learner.profile_steps if step > self.run.steps]
+        require(not late, f"learner: profile_steps: step {late[:1]} is behind the last, run.steps = {self.run.steps}")
         overlong, longest = self.algorithm.overlong_tokens, self.rollout.max_new_tokens
         require(
             overlong <= longest,

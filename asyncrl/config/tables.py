@@ -13,12 +13,17 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from asyncrl.config.secret_values import HIDDEN, hidden
 from asyncrl.errors import ConfigError
 
 T = TypeVar("T")
+
+_LARGEST_FLOAT32: Final = 3.4e38
+"""Torch and kernels compute with them."""
+_LONGEST_SECONDS: Final = 1e9
+"""Thirty years: nats-server counts nanoseconds in 64 bits."""
 
 
 def build(kind: type[T], table: Mapping[str, Any], where: str) -> T:
@@ -66,9 +71,13 @@ def _value(value: Any, hint: Any, where: str, key: str) -> Any:
     if hint is float:
         _typed(isinstance(value, int | float) and not isinstance(value, bool), where, key, "a number", value)
         _typed(math.isfinite(value), where, key, "finite", value)
+        _typed(abs(value) <= _LARGEST_FLOAT32, where, key, "within float32, at most 3.4e38", value)
+        _typed(abs(value) <= _LONGEST_SECONDS or not key.endswith("_seconds"), where, key, "at most 1e9", value)
         return float(value)
     if isinstance(hint, type):
         _typed(type(value) is hint, where, key, _TOML_NAMES.get(hint, hint.__name__), value)
+        if type(value) is str:  # no path may, and texts go to programs as C strings
+            _typed("\0" not in value, where, key, "text without NUL characters", value)
         if type(value) is int:  # TOML has no more, but Python reads more, and no message carries it
             _typed(-(2**63) <= value < 2**63, where, key, "a whole number of 64 bits", value)
     return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.data import model_sizes
 from asyncrl.errors import ConfigError
 
 SUPPORTED_ARCHITECTURES = (
@@ -34,9 +35,9 @@ REFUSED_ARCHITECTURES = {
 }
 """Known ones that are not trained, and why."""
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of config.json; transformers 5 writes the second for Qwen3-MoE, which was published with the first."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_FURTHER_TABLES = ("generation_config.json", "tokenizer_config.json")
+"""A folder may go without; transformers and engines take defaults for one that does not parse, without a word."""
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 * 2**20
 """Largest header the safetensors format allows."""
@@ -80,24 +81,30 @@ def check_model(path: Path) -> ModelFolder:
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ConfigError(f"{path / 'config.json'}: vocab_size must be a whole number > 0, got {vocab_size!r}")
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(path):
-        _check_safetensors(file)
+        shapes |= _safetensors_shapes(file)
+    if problem := model_sizes.problem(config, shapes):
+        raise ConfigError(f"{path / 'config.json'}: {problem}; take this file and the weights from the same model")
     find_tokenizer(path)
+    for name in _FURTHER_TABLES:
+        if (path / name).exists():
+            _read_table(path / name)
     return ModelFolder(
         path=path,
         architecture=architecture,
         vocab_size=vocab_size,
-        context_tokens=int(config.get("max_position_embeddings") or 2**31),
+        context_tokens=config.get("max_position_embeddings") or 2**31,
         experts=_experts(config),
     )
 
 
 def _experts(config: dict[str, Any]) -> ExpertCounts | None:
-    num_experts = next((config[name] for name in _NUM_EXPERTS if config.get(name)), None)
+    num_experts = next((config[name] for name in model_sizes.EXPERTS if config.get(name)), None)
     per_token, num_layers = config.get("num_experts_per_tok"), config.get("num_hidden_layers")
     if not (num_experts and per_token and num_layers):
         return None
-    return ExpertCounts(num_experts=int(num_experts), experts_per_token=int(per_token), num_layers=int(num_layers))
+    return ExpertCounts(num_experts=num_experts, experts_per_token=per_token, num_layers=num_layers)
 
 
 def check_model_at(key: str, path: Path) -> ModelFolder:
@@ -119,17 +126,20 @@ def find_tokenizer(path: Path) -> Path:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    if not (path / "config.json").exists():
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-        raise ConfigError(f"{path}: no config.json, so not a Hugging Face model folder; there is {there}") from None
-    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no config.json, so not a Hugging Face model folder; there is {there}")
+    return _read_table(path / "config.json")
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file}: must be a JSON object, is {type(config).__name__}")
-    return config
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: must be a JSON object, is {type(table).__name__}")
+    return table
 
 
 def _architecture(path: Path, config: dict[str, Any]) -> str:
@@ -164,8 +174,8 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
     raise ConfigError(f"{path}: no weights (model.safetensors or {_INDEX}){there}")
 
 
-def _check_safetensors(file: Path) -> None:
-    """The header parses and the file is as long as the header says: catches torn downloads and Git LFS pointers."""
+def _safetensors_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name from the header of a file as long as it says: catches torn downloads and Git LFS pointers."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -175,10 +185,13 @@ def _check_safetensors(file: Path) -> None:
                     f"{file}: not a safetensors file ({size} bytes); a Git LFS pointer or a torn download?"
                 )
             header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: not a safetensors file: {type(error).__name__}: {error}") from None
     if size != 8 + length + end:
         raise ConfigError(f"{file}: has {size} bytes and should have {8 + length + end}; download or copy it again")
+    return shapes

@@ -181,6 +181,11 @@ class PromptDataset:
             self._too_long.add(found.key)
             return PromptRow(epoch=found.epoch, prompt=text[:_LONGEST_TOKEN], tokens=_NO_TOKENS, key=found.key)
         answer, mask = self._response(response)
+        if (largest := max([*tokens, *answer.tolist()])) >= self._limits.vocabulary:
+            raise ConfigError(
+                f"{where}: the tokenizer makes token {largest} of it, and the model's last is "
+                f"{self._limits.vocabulary - 1}; take both from the same model"
+            )
         return PromptRow(
             epoch=found.epoch,
             prompt=text,

@@ -119,9 +119,10 @@ class RowCheck:
 
     def _check_label(self, label: Any, where: str, *, reward: str) -> None:
         key = self._data.label_key
-        if _holds_nan(label):
+        if (number := _non_finite(label)) is not None:
             is_it = "is" if isinstance(label, float) else "holds"
-            raise ConfigError(f"{where}: {key!r} {is_it} NaN; write the label, or leave the row out")
+            shown = "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+            raise ConfigError(f"{where}: {key!r} {is_it} {shown}; write the label, or leave the row out")
         if label is None and reward:
             raise ConfigError(
                 f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
@@ -194,11 +195,12 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
     return {name: getattr(section, name) for name in made}
 
 
-def _holds_nan(value: Any, *, depth: int = 0) -> bool:
-    """Of a value that is too deep ``_size`` says it."""
+def _non_finite(value: Any, *, depth: int = 0) -> float | None:
+    """The first number of ``value`` that is NaN or infinite. Of a value that is too deep ``_size`` says it."""
     if isinstance(value, dict | list) and depth <= _DEEPEST:
-        return any(_holds_nan(item, depth=depth + 1) for item in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float) and math.isnan(value)
+        items = value.values() if isinstance(value, dict) else value
+        return next((one for item in items if (one := _non_finite(item, depth=depth + 1)) is not None), None)
+    return value if isinstance(value, float) and not math.isfinite(value) else None
 
 
 _DEEPEST = 128

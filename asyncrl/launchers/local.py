@@ -16,8 +16,9 @@ from pathlib import Path
 
 from asyncrl import os_process
 from asyncrl.errors import LaunchError
+from asyncrl.launchers import placement
 from asyncrl.launchers.adapter import LauncherAdapter
-from asyncrl.launchers.placement import visible_devices
+from asyncrl.protocols.adapter import RunConfig
 from asyncrl.protocols.launcher import ProcessSpec
 
 LOOPBACK = "127.0.0.1"
@@ -47,6 +48,16 @@ class LocalProcess:
 class LocalLauncher(LauncherAdapter):
     def __init__(self, *, run_name: str, log_directory: Path, options: None = None) -> None:
         self._running: list[LocalProcess] = []
+
+    @classmethod
+    def check_machine(cls, run: RunConfig) -> None:
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        placement.check_memory(
+            ranks=run.learner.ranks,
+            workers=run.rollout.workers,
+            evaluation_workers=run.num_evaluation_workers,
+            machine_bytes=machine,
+        )
 
     def connect(self) -> str:
         return LOOPBACK
@@ -85,4 +96,4 @@ class LocalLauncher(LauncherAdapter):
 def _visible(spec: ProcessSpec) -> dict[str, str]:
     """Its GPUs and no others, at every restart; a process without GPUs sees what we see."""
     variable = "CUDA_VISIBLE_DEVICES"
-    return {variable: visible_devices(spec.gpus, inherited=os.environ.get(variable))} if spec.gpus else {}
+    return {variable: placement.visible_devices(spec.gpus, inherited=os.environ.get(variable))} if spec.gpus else {}

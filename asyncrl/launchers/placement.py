@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from asyncrl.errors import ConfigError, NoRoom
 
 Gpus = tuple[int, ...]
+
+SMALLEST_PROCESS_BYTES: Final = 16 * 2**20
+"""Memory of a Python process that has connected to the bus, and no more; an engine or a backend takes far more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,18 @@ def place(
             _deal(own, worker * gpus_per_worker, gpus_per_worker) for worker in range(evaluation_workers)
         )
     return Placement(learner=learner, workers=dealt[:workers], evaluation_workers=evaluating)
+
+
+def check_memory(*, ranks: int, workers: int, evaluation_workers: int, machine_bytes: int) -> None:
+    """Raise ConfigError for more processes than a machine of ``machine_bytes`` could hold even without a model."""
+    asked = {"learner.ranks": ranks, "rollout.workers": workers, "evaluation.workers": evaluation_workers}
+    most = machine_bytes // SMALLEST_PROCESS_BYTES
+    if sum(asked.values()) > most:
+        key = max(asked, key=lambda name: asked[name])
+        raise ConfigError(
+            f"{key}: {asked[key]:,} processes, and this machine's {machine_bytes / 2**30:,.0f} GiB of memory have no "
+            f"room for more than {most:,} even without a model; use fewer, or more machines"
+        )
 
 
 def _learner(num_gpus: int, ranks: int, given: Sequence[int]) -> Gpus:

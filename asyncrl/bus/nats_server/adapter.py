@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.addresses import servers, without_secrets
 from asyncrl.errors import ConfigError
 from asyncrl.messages.signing import Signatures
+from asyncrl.messages.topics import ROLES
 
 _SCHEMES = ("nats://", "tls://")
 
@@ -22,11 +24,13 @@ class NatsAdapter(BusAdapter):
     def check(cls, run: RunConfig) -> None:
         cls.options(run)
         _check_url(run.bus.url)
+        _check_files(run)
 
     @classmethod
     def check_machine(cls, run: RunConfig) -> None:
         if not run.bus.url:
             find_binary()
+            _check_disk(run)
 
     @classmethod
     async def connect(cls, run: RunConfig, *, url: str, token: str, role: str, signatures: Signatures) -> JetStreamBus:
@@ -35,14 +39,7 @@ class NatsAdapter(BusAdapter):
         return await JetStreamBus.connect(
             url,
             run=run.run.name,
-            access=Credentials(
-                role=role,
-                token="" if section.credentials else token,
-                credentials=section.credentials,
-                tls_ca=section.tls_ca,
-                tls_certificate=section.tls_certificate,
-                tls_key=section.tls_key,
-            ),
+            access=_credentials(run, role=role, token=token),
             max_prompts=run.window,
             max_log_bytes=section.max_log_bytes,
             ack_seconds=section.ack_seconds,
@@ -70,11 +67,51 @@ class NatsAdapter(BusAdapter):
         return EmbeddedServer(store, max_message_bytes=run.bus.max_message_bytes)
 
 
+def _credentials(run: RunConfig, *, role: str, token: str = "") -> Credentials:
+    section = run.bus
+    return Credentials(
+        role=role,
+        token="" if section.credentials else token,
+        credentials=section.credentials,
+        tls_ca=section.tls_ca,
+        tls_certificate=section.tls_certificate,
+        tls_key=section.tls_key,
+    )
+
+
+def _check_disk(run: RunConfig) -> None:
+    """A new server takes no stream of more than three quarters of what is free when it starts."""
+    store = run.run_directory / "nats"
+    if run.bus.store == "memory" or store.exists():
+        return
+    there = next(path for path in store.absolute().parents if path.is_dir())
+    if (most := shutil.disk_usage(there).free // 4 * 3) < run.bus.max_log_bytes:
+        raise ConfigError(
+            f"bus.max_log_bytes: {run.bus.max_log_bytes:,}, and nats-server takes at most {most:,}, three quarters of "
+            f"what is free at {there}; lower it, or name another run.directory"
+        )
+
+
+def _check_files(run: RunConfig) -> None:
+    """What [bus] names can be read for some role at least: a machine may have the files of one role only."""
+    problems = []
+    for role in ROLES:
+        try:
+            _credentials(run, role=role).options()
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(ROLES):
+        raise problems[0]
+
+
 def _check_url(url: str) -> None:
     if url and not url.startswith(_SCHEMES):
         raise ConfigError(f"bus: url must start with {' or '.join(_SCHEMES)}, got {url.partition(':')[0]}:...")
     for address in servers(url):
         try:
-            _ = urlsplit(address).port
+            parts = urlsplit(address)
+            has_host, _ = bool(parts.hostname), parts.port
         except ValueError:
             raise ConfigError(f"bus: url {without_secrets(address)}: the port must be in 1..65535") from None
+        if address and not has_host:
+            raise ConfigError(f"bus: url {without_secrets(address)}: names no host; write nats://HOST:PORT")

@@ -152,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Write a nats-server configuration in which every role of every run has an account of its own, "
         "a password, and no more rights than it needs. Passwords that are there are kept: repeat it with more runs, "
         "then `nats-server --signal reload`, twice: it connects new accounts at the second.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="run.name of each run the server may carry")

@@ -42,6 +42,8 @@ T = TypeVar("T")
 
 _PASSED_OVER_STEPS = 4
 """Prefills are batched; after this many decode steps even a single waiting request is prefilled."""
+_MOST_THREADS = 4096
+"""No machine has as many CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,8 @@ class Options:
         for name in ("max_batch_size", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.threads < 0:
-            raise ConfigError(f"threads must be >= 0, got {self.threads}")
+        if not 0 <= self.threads <= _MOST_THREADS:
+            raise ConfigError(f"threads must be in 0..{_MOST_THREADS}, got {self.threads}")
 
 
 @dataclass(slots=True, eq=False)

@@ -32,7 +32,9 @@ def milliseconds(sandbox: Sandbox, command: list[str], *, repeats: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--json", type=Path, help="write one object a line")
     options = parser.parse_args()

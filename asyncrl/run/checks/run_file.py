@@ -27,10 +27,11 @@ log = logging.getLogger("asyncrl.check")
 
 def check(run: RunConfig) -> None:
     """Refuse, with a ConfigError that says what to change, what `asyncrl run` could not do here. Starts nothing."""
-    _check_settings(run)
+    registry.check_names(run)
     registry.bus_class(run).check_machine(run)
     launcher = registry.launcher_class(run)
     launcher.check_machine(run)
+    _check_settings(run)
     if launcher.places:  # on other machines: each process looks at its own
         if run.learner.machines > 1:
             raise ConfigError(
@@ -63,8 +64,17 @@ def check_worker(run: RunConfig) -> None:
 def check_before_torch(run: RunConfig) -> None:
     """What ``check`` can refuse of a whole run without torch, whose import takes many seconds on a busy machine."""
     _check_data(run)
+    for key, folder in run.model_paths.items():
+        check_model_at(key, folder)
     _check_evaluation_paths(run)
-    _check_directory(run.run_directory)
+    _check_directory("run.directory", run.run_directory)
+    if run.weights.directory:
+        _check_directory("weights.directory", run.weights_directory)
+        if run.weights_directory.resolve() == run.run_directory.resolve():
+            raise ConfigError(
+                f"weights.directory: {run.weights_directory} is the run's own folder; name another, or leave it empty "
+                "for weights/ in it"
+            )
     _check_of_worker_before_torch(run)
     launcher = registry.launcher_class(run)
     for section, gpus in (("learner", run.learner.gpus), ("rollout", run.rollout.gpus)):
@@ -134,13 +144,13 @@ def _check_data(run: RunConfig) -> None:
         raise ConfigError(f'data.sampling_key: rollout.function = "{run.rollout.function}" samples nothing; remove it')
 
 
-def _check_directory(directory: Path) -> None:
-    """The run's folder is there, or can be made."""
+def _check_directory(key: str, directory: Path) -> None:
+    """The run's folder for its files at ``key`` is there, or can be made."""
     there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     if not there.is_dir():
-        raise ConfigError(f"run.directory: {there} is a file; the run's files go to {directory}")
+        raise ConfigError(f"{key}: {there} is a file; the run's files go to {directory}")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.directory: cannot write to {there}, where {directory} is to be; name another")
+        raise ConfigError(f"{key}: cannot write to {there}, where {directory} is to be; name another")
 
 
 def _check_of_worker_before_torch(run: RunConfig) -> None:

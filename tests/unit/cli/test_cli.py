@@ -191,6 +191,13 @@ def test_a_command_line_that_is_wrong_gives_exit_code_2(capsys: pytest.CaptureFi
     assert (code, "invalid choice: 'chekc'" in err) == (2, True)
     code, _, err = asyncrl(capsys=capsys)
     assert (code, "the following arguments are required: VERB" in err) == (2, True)
+    for name in cli.VERBS:
+        code, _, err = asyncrl(name, "--hel", capsys=capsys)
+        assert (code, err.count("\n")) == (2, 1), name  # --help, abbreviated, is not guessed
+    assert asyncrl("run", "a.toml", "--resum", capsys=capsys)[::2] == (
+        2,
+        "asyncrl run: unknown argument --resum, did you mean --resume; `asyncrl run --help` says more\n",
+    )
     assert asyncrl("--version", capsys=capsys)[:2] == (0, f"asyncrl {__version__}\n")
 
 
@@ -302,6 +309,19 @@ MISTAKES = {
     "no gpu": ("learner.device=cuda", "no GPU that torch sees"),
     "bad url": ("bus.url=localhost", "url must start with nats://"),
     "bad port": ("bus.url=nats://me:secret@host:99999", "url nats://host:99999: the port must be in 1..65535"),
+    "more than the disk": (f"bus.max_log_bytes={2**62}", "three quarters of what is free at"),
+    "message beyond nats-server's": ("bus.max_message_bytes=2000000000", "must be at most 1,073,741,824"),
+    "years of waiting": ("bus.ack_seconds=1e300", "ack_seconds must be "),
+    "always redelivered": ("bus.ack_seconds=1e-9", "ack_seconds must be >= 0.1"),
+    "always stalled": ("run.stall_seconds=1e-9", "stall_seconds must be >= 1"),
+    "centuries": ("bus.connect_seconds=1e10", "connect_seconds must be at most 1e9"),
+    "logits beyond float32": ("rollout.temperature=1e-30", "temperature must be in 0.001..1000"),
+    "beyond float32": ("learner.learning_rate=1e300", "learning_rate must be within float32"),
+    "profiled after the end": ("learner.profile_steps=[101]", "step [101] is behind the last, run.steps = 100"),
+    "no host": ("bus.url=nats://", "url nats://: names no host"),
+    "NUL in a path": (r'run.directory="a\u0000b"', "directory must be text without NUL characters"),
+    "path too long": (f"data.path={'x' * 5000}", "File name too long"),
+    "too deep": (f"run.steps={'[' * 5000}", "too deep to be read"),
     "long name": (f"run.name={'x' * 129}", "name must have at most 128 characters, got 129"),
     "over 64 bits": ("run.steps=99999999999999999999", "steps must be a whole number of 64 bits"),
     "odd ranks": ("learner.tensor_parallel=2", "ranks must be a multiple of tensor_parallel (2), got 1"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from asyncrl.data.model_folder import check_model
-from asyncrl.data.tiny_model import CHARACTERS, make_tiny_model
+from asyncrl.data.tiny_model import CHARACTERS, Architecture, make_tiny_model
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.errors import ConfigError
 
@@ -45,6 +45,11 @@ def test_a_tiny_model_of_each_architecture_loads_and_speaks(
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
 
 
+@pytest.mark.parametrize("architecture", get_args(Architecture))
+def test_the_sizes_of_every_architecture_go_with_its_weights(tmp_path: Path, architecture: Any) -> None:
+    check_model(make_tiny_model(tmp_path, architecture=architecture))
+
+
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     made = [make_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     first, same, other = ((folder / "model.safetensors").read_bytes() for folder in made)
@@ -77,6 +82,21 @@ def _missing_shard(folder: Path) -> None:
         (lambda f: _rewrite(f, architectures=["Qwen3VLForCausalLM"]), "Qwen3ForCausalLM is near"),
         (lambda f: _rewrite(f, architectures=None), "names no architecture"),
         (lambda f: _rewrite(f, vocab_size="many"), "vocab_size must be a whole number"),
+        (lambda f: _rewrite(f, vocab_size=9), "vocab_size is 9, and model.embed_tokens.weight has the shape .8, 64."),
+        (lambda f: _rewrite(f, hidden_size=32), "hidden_size is 32, and model.embed_tokens.weight has the shape"),
+        (lambda f: _rewrite(f, intermediate_size=1), "intermediate_size is 1, and model.layers.0.mlp.down_proj.weight"),
+        (lambda f: _rewrite(f, num_attention_heads=0), "num_attention_heads must be a whole number >= 1, got 0"),
+        (lambda f: _rewrite(f, num_attention_heads=5), "heads 5 is no multiple of num_key_value_heads 2"),
+        (lambda f: _rewrite(f, num_attention_heads=6), "num_attention_heads 6 of head_dim 16 does not divide the 64"),
+        (lambda f: _rewrite(f, num_attention_heads=6, head_dim=None), "num_attention_heads 6 does not divide the 64"),
+        (lambda f: _rewrite(f, num_key_value_heads=1), "num_key_value_heads 1 of head_dim 16 does not divide the 32"),
+        (lambda f: _rewrite(f, num_hidden_layers=3), "num_hidden_layers is 3, and the weights have no layer 2"),
+        (lambda f: _rewrite(f, num_hidden_layers=1), "num_hidden_layers is 1, and the weights have 2 layers"),
+        (lambda f: _rewrite(f, max_position_embeddings="4k"), "max_position_embeddings must be a whole number >= 1"),
+        (lambda f: _rewrite(f, eos_token_id=[1, 8]), "eos_token_id 8 is none of the 8 tokens of vocab_size"),
+        (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json: Expecting"),
+        (lambda f: (f / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: must be a JSON object"),
+        (lambda f: _rewrite(f, num_experts=2, num_experts_per_tok=4), "num_experts_per_tok 4 is more than its 2"),
         (
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
             "no weights.*pytorch_model.bin is not read",

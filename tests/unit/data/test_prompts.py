@@ -255,6 +255,8 @@ def test_parquets_tools_have_no_keys_of_other_rows_tools(tmp_path: Path) -> None
         (b'{"prompt": "a", "metadata": {"k": 1, "k": 2}}\n', {}, "data.jsonl:1: the key 'k' is there twice"),
         (b'{"prompt": "a", "label": NaN}\n', {}, "data.jsonl:1: 'label' is NaN"),
         (b'{"prompt": "a", "label": {"of": [1, NaN]}}\n', {}, "data.jsonl:1: 'label' holds NaN"),
+        (b'{"prompt": "a", "label": -Infinity}\n', {}, "data.jsonl:1: 'label' is -Infinity"),
+        (b'{"prompt": "a", "label": [1e999]}\n', {}, "data.jsonl:1: 'label' holds Infinity"),
         (b'{"prompt": "a", "label": 1000000000000000000000}\n', {}, "data.jsonl:1: the whole number 1000000000"),
         (b'{"prompt": "a", "metadata": {"k": "\\ud800"}}\n', {}, r"data.jsonl:1: half of a surrogate pair, '.ud800'"),
         (b'{"prompt": "\\ud800"}\n', {}, "data.jsonl:1: half of a surrogate pair"),
@@ -390,3 +392,9 @@ def test_the_demo_makes_what_its_run_file_names(tmp_path: Path) -> None:
     rows = [at(dataset, position) for position in range(dataset.num_rows)]
     assert {(row.prompt, row.label) for row in rows} >= {("7", "0123"), ("67", "0123"), ("4567", "0123")}
     assert all(len(row.tokens) == len(row.prompt) for row in rows)
+
+
+def test_a_prompt_with_a_token_that_the_model_has_not_is_refused(open_rows: Open) -> None:
+    rows = open_rows(numbered(1), limits=RowLimits(vocabulary=6))
+    with pytest.raises(ConfigError, match="data.jsonl:1: the tokenizer makes token .* the model's last is 5"):
+        rows.look()

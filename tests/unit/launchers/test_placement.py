@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launchers.placement import Placement, place, visible_devices
+from asyncrl.launchers.placement import Placement, check_memory, place, visible_devices
 
 
 def placed(num_gpus: int, **changes: Any) -> Placement:
@@ -74,6 +74,15 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError) as refused:
         placed(**({"num_gpus": 2} | changes))
     assert message in str(refused.value)
+
+
+def test_no_more_processes_than_the_memory_could_hold_without_any_model() -> None:
+    counts = {"ranks": 1, "workers": 60, "evaluation_workers": 3}
+    check_memory(**counts, machine_bytes=2**30)  # 64 of 16 MiB
+    with pytest.raises(
+        ConfigError, match="evaluation.workers: 100 processes, and this machine's 1 GiB .* than 64 even"
+    ):
+        check_memory(**counts | {"evaluation_workers": 100}, machine_bytes=2**30)
 
 
 def test_a_child_names_its_gpus_as_its_parent_sees_them() -> None:

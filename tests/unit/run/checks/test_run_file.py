@@ -250,6 +250,38 @@ def test_a_folder_as_data_is_said_to_be_one(make_run: RunMaker, tmp_path: Path) 
         check(make_run(f"data.path={tmp_path}"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["bus.tls_ca=/none/ca.pem"], "bus.tls_ca: cannot read /none/ca.pem: .*No such file"),
+        (["bus.tls_ca={folder}/prompts.jsonl"], "bus.tls_ca: cannot read .*no certificate"),
+        (["bus.tls_certificate=/none/{{role}}.pem"], "bus.tls_certificate: cannot read /none/learner.pem or its key"),
+        (["bus.tls_key=/none/key.pem"], "bus: tls_key is of tls_certificate, which is empty"),
+        (["bus.credentials=/none/{{role}}"], "bus.credentials: cannot read /none/learner: No such file"),
+        (['bus.url="nats://"'], "bus: url nats://: names no host"),
+        (["weights.directory={folder}/prompts.jsonl"], "weights.directory: .*/prompts.jsonl is a file"),
+        (["rollout.workers=1000000"], "rollout: workers must be in 0..65536"),
+        (["rollout.workers=65536"], "rollout.workers: 65,536 processes, and this machine's"),
+        (["learner.ranks=1000000"], "learner.ranks: 1,000,000 processes, and this machine's"),
+        (["learner.threads=5000"], "learner: threads must be in 0..4096"),
+        (["engine.options.threads=5000"], "engine.options: threads must be in 0..4096"),
+        (["reference.kl_coef=0.1", "reference.path=/none"], "reference.path: /none: no such model folder"),
+    ],
+)
+def test_a_file_that_is_not_there_or_a_count_that_no_machine_has_is_refused(
+    make_run: RunMaker, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], problem: str
+) -> None:
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 64 * 2**30 // 4096}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    with pytest.raises(ConfigError, match=problem):
+        check(make_run('bus.url="tls://127.0.0.1:4222"', *(one.format(folder=folder) for one in settings)))
+
+
+def test_a_machine_needs_the_credentials_of_one_role_only(make_run: RunMaker, tmp_path: Path) -> None:
+    (tmp_path / "rollout-worker").write_text("worker:secret")
+    check(make_run("bus.url=nats://127.0.0.1:4222", f'bus.credentials="{tmp_path}/{{role}}"'))
+
+
 def test_a_run_directory_that_is_a_file_is_refused(make_run: RunMaker, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="run.directory: .*/taken is a file; the run's files go to"):

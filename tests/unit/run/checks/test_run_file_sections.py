@@ -106,6 +106,7 @@ def test_a_mistake_about_what_is_trained_is_refused_in_one_line(
         (["learner.lora={rank=-1}"], r"rank must be >= 0 \(0 is off\), got -1"),
         (["learner.lora={publish='adapter'}"], 'publish = "adapter" needs a rank > 0'),
         (["learner.lora={rank=4, dropout=0.1}"], "unknown key 'dropout'"),
+        (["learner.lora={rank=65}"], "learner.lora.rank: 65 is more than the model's hidden_size, 64"),
         (["learner.lora={rank=4, modules=['qproj']}"], "the model has no 'qproj'; did you mean 'q_proj'?"),
         (["learner.lora={rank=4, modules=['q_proj']}"], "k_proj, q_proj, v_proj are one parameter"),
         (["learner.lora={rank=4}", "learner.freeze=['embed']"], "remove learner.freeze and train_only"),
