@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from asyncrl import config
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan
 from asyncrl.policies.batching.batch import histogram
 from asyncrl.protocols import Generation
-from benchmarks.gpu import arm, lengths, plans, shapes, timeline, window
+from benchmarks.gpu import lengths, plans, shapes, timeline, window
 from benchmarks.gpu.estimate import arm_seconds
 from benchmarks.gpu.learner import layout_of
 from benchmarks.gpu.learner_step import Variant, documents
-from benchmarks.gpu.modes import arguments, assignments
-from benchmarks.gpu.rows import command
-from benchmarks.gpu.sweep import RUN_FILE, Scene
 
 LENGTHS = lengths.Lengths(mean=100.0, sigma=1.0, maximum=800, seed=3)
 
@@ -278,103 +274,6 @@ def test_a_document_that_fills_the_row_is_alone_in_it() -> None:
     (alone,) = documents(Variant(shape="tiny", tokens=4096, length=4096), vocabulary=100, seed=0)
     assert 0.97 * 4096 < len(alone) <= 4096
     assert len(documents(Variant(shape="tiny", tokens=4096, length=512), vocabulary=100, seed=0)) > 4
-
-
-# -- run files and processes -------------------------------------------------------------------------------------------
-
-
-def scene(directory: Path) -> Scene:
-    options = arguments(["--set", "learner.micro_batch_tokens=1024"])
-    return Scene(
-        shape="0.6B",
-        model=directory,
-        data=directory / "prompts.jsonl",
-        dtype="bfloat16",
-        lengths=LENGTHS,
-        gpus=4,
-        groups_per_batch=64,
-        group_size=8,
-        max_staleness=4,
-        running=256,
-        channel="nccl",
-        window_seconds=20.0,
-        warmup=0,
-        max_steps=60,
-        limit_seconds=100.0,
-        seed=0,
-        settings=options.set,
-        out=directory,
-        scratch=directory,
-        command="",
-    )
-
-
-@pytest.mark.parametrize("text", ["async@2+2", "async_drain@1+3", "one_step_off@2+2", "sync@3+1", "sync_colocated"])
-def test_every_arm_is_a_run_file(text: str, tmp_path: Path) -> None:
-    plan = plans.parse_arm(text, gpus=4)
-    run = config.load(RUN_FILE, arm.settings(scene(tmp_path).overrides(plan)))
-    assert run.max_staleness == {"async": 4, "one_step_off": 1, "sync": 0}[run.run.mode]
-    assert run.load == {"async": "in_flight", "async_drain": "drain"}.get(plan.arm, "on_demand")
-    assert run.weights.channel == ("files" if plan.is_colocated else "nccl")
-    assert run.learner.micro_batch_tokens == 1024
-    assert run.rollout.max_running * plan.workers >= 512
-
-
-def test_an_arm_says_what_becomes_of_answers_that_get_too_old(tmp_path: Path) -> None:
-    def run_of(text: str) -> config.RunConfig:
-        return config.load(RUN_FILE, arm.settings(scene(tmp_path).overrides(plans.parse_arm(text, gpus=4))))
-
-    plain, wait, partial = run_of("async@1+3"), run_of("async_wait@1+3"), run_of("async_partial@1+3")
-    assert (plain.staleness.eviction, plain.staleness.stragglers) == ("drop", "wait_whole")
-    assert (wait.staleness.eviction, wait.staleness.stragglers) == ("wait", "wait_whole")
-    assert (partial.staleness.eviction, partial.staleness.stragglers) == ("drop", "partial")
-    assert {plain.load, wait.load, partial.load} == {"in_flight"}
-
-
-def test_settings_reach_the_run_file_as_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[model]\npath = "m"\n[data]\npath = "d"\n')
-    given = {"model.path": tmp_path, "learner.betas": [0.5, 0.9], "engine.options": {"a-b": True}, "run.steps": 7}
-    run = config.load(file, arm.settings(given))
-    assert (run.model.path, run.learner.betas, run.run.steps) == (str(tmp_path), (0.5, 0.9), 7)
-    assert run.engine.options == {"a-b": True}
-
-
-def test_options_of_the_command_line_are_toml() -> None:
-    assert assignments(["a.b=3", "c=true", "d=word", 'e="3"']) == {"a.b": 3, "c": True, "d": "word", "e": "3"}
-    with pytest.raises(ValueError, match="not KEY=VALUE"):
-        assignments(["nonsense"])
-
-
-def test_a_row_says_the_command_that_repeats_it_and_no_place_of_this_machine() -> None:
-    given = ["--gpus", "4", "--json", "/there/rows.jsonl", "--arms", "async@1+3", "--out=/there", "--window", "15"]
-    assert command("benchmarks.gpu.modes", given) == (
-        "python -m benchmarks.gpu.modes --gpus 4 --arms async@1+3 --window 15"
-    )
-
-
-def test_an_arm_that_fails_is_a_result_with_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = arm.run_arm(
-        [],
-        run_file=tmp_path / "missing.toml",
-        overrides={},
-        name="broken",
-        learner_gpus=[],
-        directory=tmp_path,
-        limit_seconds=60.0,
-        bus=arm.BusAddress(url="nats://127.0.0.1:1", token="secret"),
-    )
-    assert (result.ended, result.exit_code, result.rows) == ("failed", 2, [])
-    assert result.problem.startswith("learner ended with exit code 2: asyncrl: ")
-    assert "no such run file" in result.problem
-    assert result.problem in capfd.readouterr().out
-
-
-def test_a_half_written_row_is_not_read(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert arm.read_rows(file) == []
-    file.write_text('{"step": 1}\n{"step": 2')
-    assert arm.read_rows(file) == [{"step": 1}]
 
 
 # -- shapes and pictures -----------------------------------------------------------------------------------------------

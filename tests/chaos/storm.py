@@ -43,14 +43,7 @@ from tests.chaos.moments import Moments, soon
 from tests.chaos.outage import Outage
 from tests.chaos.run_files import ANSWERS, DISK_MEGABYTES, SMALL_DISKS
 from tests.chaos.seen import Seen
-from tests.chaos.victims import (
-    FAULTS,
-    LEAST_STOPPED_SECONDS,
-    MOST_SHORT_SECONDS,
-    MOST_STOPPED_SECONDS,
-    Kind,
-    deal,
-)
+from tests.chaos.victims import FAULTS, LEAST_STOPPED_SECONDS, MOST_SHORT_SECONDS, MOST_STOPPED_SECONDS, Kind, deal
 from tests.harness.faults.injections import small_disk
 from tests.harness.forked import LAUNCHER, ForkedCommand, ForkServer
 from tests.harness.processes import processes_below

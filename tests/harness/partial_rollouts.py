@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from tests.harness import fakes
 from tests.harness.buses import first
 
 MAX_STALENESS = 4
+PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
+FIRST_CALL = (0, hashlib.sha256(PROMPT_TOKENS.tobytes()).digest(), 0)  # of sample 0
 
 
 @dataclass(eq=False)
@@ -138,3 +141,11 @@ async def publish_prompt(bus: Bus, number: int, *, group_size: int = 2, max_new_
         group_id=number, prompt_tokens=[5, 6, 4 + number], group_size=group_size, sampling=sampling, label=0
     )
     await bus.publish(PROMPTS, prompt, key=str(number))
+
+
+async def killed_after_a_save(bus: Bus, **options: Any) -> None:
+    await publish_prompt(bus, 0)
+    async with Worker(bus, "w0", version=3, **options).working() as dying:
+        await dying.begun(2)
+        await dying.engine.steps(41)
+        await dying.partial_rollouts.save()

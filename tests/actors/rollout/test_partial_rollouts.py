@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
-from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
 from asyncrl.bus.memory.bus import MemoryBus
-from asyncrl.messages import Progress, PromptGroup, SamplingParams, Trajectory, VersionSpan, replace
-from asyncrl.messages.segments import GroupSegment
+from asyncrl.messages import Progress, PromptGroup, Trajectory
 from asyncrl.messages.topics import PROGRESS, SEGMENTS
-from asyncrl.protocols import Bus, Generate, Generation, PartialGeneration
+from asyncrl.protocols import Bus, Generate, Generation
 from asyncrl.rollouts.builtin import single_turn
 from tests.conftest import BUS_SIZES
-from tests.harness.buses import first_event, taken
-from tests.harness.partial_rollouts import FakeGeneration, Worker, publish_prompt
-
-PROMPT_TOKENS = np.array([5, 6, 4], np.int32)  # of group 0
-FIRST_CALL = (0, hashlib.sha256(PROMPT_TOKENS.tobytes()).digest(), 0)  # of sample 0
+from tests.harness.buses import first_event
+from tests.harness.partial_rollouts import Worker, killed_after_a_save, publish_prompt
 
 
 @pytest.mark.parametrize("killed_at", [300, 701, 1999])
@@ -213,14 +207,6 @@ async def test_a_function_that_asks_otherwise_the_second_time_begins_anew(
 # -- what is not taken over --------------------------------------------------------------------------------------------
 
 
-async def killed_after_a_save(bus: Bus, **options: Any) -> None:
-    await publish_prompt(bus, 0)
-    async with Worker(bus, "w0", version=3, **options).working() as dying:
-        await dying.begun(2)
-        await dying.engine.steps(41)
-        await dying.partial_rollouts.save()
-
-
 @pytest.mark.parametrize(("learner_at", "begins"), [(7, [40, 40]), (8, [0, 0])])
 async def test_saved_tokens_too_old_to_be_trained_are_sampled_anew(
     bus: Bus, learner_at: int, begins: list[int]
@@ -266,164 +252,3 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
         (group,) = await worker.until_published(bus, 1)
     assert len(group.trajectories) == 2
     assert len([record for record in caplog.records if "saved no more" in record.message]) == 1
-
-
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-def begun(progress: GroupProgress, *, length: int = 1000) -> FakeGeneration:
-    """The answer to the first call of sample 0, which goes on from what is known of it."""
-    _, partial = progress.begin(0, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
-    done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-    answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
-    partial.follow(answer)
-    return answer
-
-
-async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:
-    progress = GroupProgress(0, attempt=1)
-    answer = begun(progress)
-    for _ in range(3):
-        answer.tokens += [4] * 100
-        await progress.save(bus, worker="w0")
-        await progress.save(bus, worker="w0")  # nothing new but the newest token
-    segments = await bus.states(SEGMENTS, under="0/1/")
-    held = [(key, one.calls[0].start, len(one.calls[0].tokens)) for key, one in sorted(segments.items())]
-    assert held == [("0/1/0", 0, 99), ("0/1/1", 99, 100), ("0/1/2", 199, 100)]
-    assert progress.num_unsaved == 1
-
-
-async def test_segments_are_put_together_again(bus: Bus) -> None:
-    progress = GroupProgress(0, attempt=1)
-    answer = begun(progress, length=8)
-    for _ in range(4):
-        answer.step()
-        answer.step()
-        if answer.done.done():
-            progress.finish(FIRST_CALL, answer.so_far())
-        await progress.save(bus, worker="w0")
-    found = await bus.states(SEGMENTS)
-    assert len(found) == 4
-    (call,) = assembled(found[key] for key in sorted(found)).values()
-    assert call.generation.tokens.tolist() == answer.so_far().tokens.tolist()
-    assert call.generation.version_spans == answer.so_far().version_spans
-    assert call.generation.finish_reason == "length"
-
-
-async def test_two_workers_at_one_group_do_not_mix(bus: Bus) -> None:
-    """The first was only slow, and goes on. Who comes third goes on from the second's, all of it."""
-    await publish_prompt(bus, 0)
-    sampling = SamplingParams(max_new_tokens=100)
-    prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling)
-    async with Worker(bus, "w0", max_attempts=9).working() as slow:
-        await slow.begun(2)
-        await slow.engine.steps(21)
-        await slow.partial_rollouts.save()
-        second = Worker(bus, "w1", max_attempts=9).partial_rollouts
-        answer = begun(await second.open(prompt, attempt=2), length=100)
-        answer.tokens += [13] * 11
-        await second.save()
-        await slow.engine.steps(50)
-        await slow.partial_rollouts.save()
-        third = await Worker(bus, "w2", max_attempts=9).partial_rollouts.open(prompt, attempt=3)
-        known = [third.begin(index, PROMPT_TOKENS, sampling)[1].prefix.tokens.tolist() for index in range(2)]
-        sampled = [answer.tokens[:20] for answer in slow.engine.answers]
-    assert known == [sampled[0] + [13] * 10, sampled[1]]  # sample 1 the second had not even begun again
-
-
-async def test_segments_of_somebody_who_was_not_lent_the_group_are_none(bus: Bus) -> None:
-    """Under the right keys, with a proof made with another group's ticket, of other words, or none."""
-    sampling = SamplingParams(max_new_tokens=100)
-    prompt = PromptGroup(group_id=0, prompt_tokens=PROMPT_TOKENS, group_size=2, sampling=sampling, ticket="ab" * 16)
-
-    async def known() -> int:
-        """Tokens that a worker takes over in the second attempt."""
-        progress = await Worker(bus, "w1").partial_rollouts.open(prompt, attempt=2)
-        found = len(progress.begin(0, PROMPT_TOKENS, sampling)[1].prefix.tokens)
-        assert progress.num_resumed(0) == found
-        return found
-
-    async def saved(ticket: str) -> GroupSegment:
-        answer = begun(progress := GroupProgress(0, attempt=1, ticket=ticket), length=100)
-        answer.tokens += [13] * 11
-        await progress.save(bus, worker="w0")
-        return (await bus.states(SEGMENTS))["0/1/0"]
-
-    honest = await saved("ab" * 16)
-    assert await known() == 10
-    await saved("cd" * 16)
-    assert await known() == 0
-    for forged in (replace(honest, worker="evil"), replace(honest, proof="")):
-        await bus.put(SEGMENTS, forged, key="0/1/0")
-        assert await known() == 0
-    await bus.put(SEGMENTS, honest, key="0/1/0")
-    assert await known() == 10
-
-
-async def test_an_engine_that_begins_anew_is_right_too(bus: Bus) -> None:
-    await killed_after_a_save(bus)
-    heir = Worker(bus, "w1")
-    generate = heir.engine.generate
-
-    async def ignoring(tokens: Any, sampling: SamplingParams, *, seed: int, partial: PartialGeneration) -> Generation:
-        made = await generate(tokens, sampling, seed=seed + 1)
-        await heir.partial_rollouts.save()
-        return made
-
-    heir.engine.generate = ignoring  # type: ignore[assignment]
-    async with heir.working():
-        await heir.begun(2)
-        (group,) = await heir.until_published(bus, 1)
-    assert [len(trajectory.tokens) for trajectory in group.trajectories] == [100, 100]
-    assert (heir.partial_rollouts.resumed_tokens, heir.partial_rollouts.discarded_tokens) == (0, 80)
-
-
-async def test_tokens_whose_logprobs_are_nan_are_not_saved() -> None:
-    class Broken:
-        def __len__(self) -> int:
-            return 4
-
-        def so_far(self, begin: int = 0) -> Generation:
-            logprobs = np.array([-1, -1, np.nan, -1], np.float32)[begin:]
-            tokens = np.arange(begin, 4, dtype=np.int32)
-            return Generation(tokens=tokens, logprobs=logprobs, version_spans=(), finish_reason="")
-
-    partial = PartialGeneration()
-    partial.follow(Broken())
-    assert partial.so_far().tokens.tolist() == [0, 1]
-    assert partial.so_far(1).tokens.tolist() == [1]
-
-
-def test_what_comes_after_some_tokens_joins_them_again() -> None:
-    spans = tuple(VersionSpan(start=start, incarnation=0, policy_version=start) for start in (0, 3, 4, 8))
-    tokens = np.arange(10, dtype=np.int32)
-    whole = Generation(tokens=tokens, logprobs=-tokens.astype(np.float32), version_spans=spans, finish_reason="stop")
-    for count in range(1, 10):
-        again = whole.first(count).then(whole.after(count))
-        assert again.tokens.tolist() == tokens.tolist()
-        assert again.version_spans == spans
-        assert whole.after(count).version_spans[0].start == 0
-        assert again.finish_reason == "stop"
-
-
-async def test_a_delivery_that_never_began_costs_nothing_of_what_was_sampled(bus: Bus) -> None:
-    """Two workers have the group ready and leave: it is delivered for the fourth time, and begins for the second."""
-    await killed_after_a_save(bus)
-    for _ in range(2):
-        async with taken(bus, 1):
-            pass
-    async with Worker(bus, "w1", version=3).working() as heir:
-        await heir.begun(2)
-        await heir.until_published(bus, 1)
-        assert await bus.states(SEGMENTS) == {}
-    assert [begin for _, _, begin in heir.engine.asked] == [40, 40]
-
-
-def test_segments_of_two_workers_that_counted_the_same_attempt_are_not_mixed() -> None:
-    """The bus lost the prompt, and it was published again while the first worker still held it."""
-
-    def segment(worker: str) -> GroupSegment:
-        return GroupSegment(group_id=7, worker=worker, calls=())
-
-    found = {"7/1/0": segment("w1"), "7/1/1": segment("w1"), "7/1/2": segment("w0"), "7/1/3": segment("w0")}
-    assert [one.worker for one in newest_attempt(found, 7, before=2)] == ["w1", "w1"]
