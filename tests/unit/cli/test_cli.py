@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,53 +14,10 @@ import pytest
 from asyncrl import __version__, config
 from asyncrl.cli import main as cli
 from asyncrl.config import tables
-from asyncrl.data import demo_task
 from asyncrl.errors import CheckpointError, ConfigError, EngineDied, HopelessError
-from asyncrl.run.processes.process_manager import Outcome
 from asyncrl.run.recorded import run_folder
 from tests import ROOT
-from tests.harness.forked import LAUNCHER, ForkServer
-
-RUN_FILE = """
-[run]
-name = "tiny"
-directory = "{directory}/runs"
-[model]
-path = "{directory}/model"
-[data]
-path = "{directory}/prompts.jsonl"
-[engine]
-kind = "inprocess"
-[reward]
-kind = "asyncrl.data.demo_task:reward"
-[learner]
-backend = "reference"
-groups_per_batch = 4
-[rollout]
-max_new_tokens = 8
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and its prompts."""
-    path = tmp_path_factory.mktemp("task")
-    demo_task.write(path)
-    return path
-
-
-@pytest.fixture
-def run_file(folder: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "run.toml"
-    path.write_text(RUN_FILE.format(directory=folder))
-    return path
-
-
-def asyncrl(*arguments: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command."""
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.harness.command import asyncrl
 
 
 def test_help_imports_neither_torch_nor_numpy() -> None:
@@ -94,6 +50,7 @@ BEFORE_TORCH = {
     "algorithm.filters": ("algorithm.filters=['easy']", "algorithm.filters: 'easy' is unknown"),
 }
 
+
 ROWS_BEFORE_TORCH = {
     "column": ("data.prompt_key=question", "prompts.jsonl:1: no column 'question' (data.prompt_key)"),
     "label": ("data.label_key=answer", "prompts.jsonl:1: no column 'answer' (data.label_key)"),
@@ -103,6 +60,8 @@ ROWS_BEFORE_TORCH = {
         "evaluation.datasets: held: ",
     ),
 }
+
+
 """Rows are looked at by `check` alone; the learner of `asyncrl run` reads its own."""
 
 
@@ -358,20 +317,6 @@ def test_a_run_file_that_is_not_there_or_not_toml(tmp_path: Path, capsys: pytest
     assert (code, "is a folder; name the run file" in err) == (2, True)
 
 
-def test_a_run_that_is_not_there_is_not_gone_on_with(
-    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A slip in its name would begin another one, from version 0."""
-    there = ("--set", f"run.directory={tmp_path}")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "history.jsonl").touch()
-    code, _, err = asyncrl("run", run_file, *there, "--set", "run.name=reel", "--resume", capsys=capsys)
-    assert code == 2
-    assert err == (
-        f"asyncrl: {tmp_path}/reel: no run to continue; in {tmp_path} there are real; leave out --resume to start one\n"
-    )
-
-
 def test_a_run_that_is_not_there_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = asyncrl("scale", tmp_path / "none", "--rollout-workers", "2", capsys=capsys)
     assert (code, err) == (2, f"asyncrl: {tmp_path / 'none'}: no such run folder or run file\n")
@@ -385,25 +330,6 @@ def test_no_correction_is_fine_when_nothing_is_stale_or_the_user_insists(
     assert asyncrl("check", run_file, *none, "--set", "algorithm.allow_uncorrected=true", capsys=capsys)[0] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["learner", "rollout-worker"])
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("run.name=tiny", "start that first"),
-        ("bus.url=nats://127.0.0.1:9", "nats://127.0.0.1:9"),
-    ],
-    ids=["no bus", "unreachable bus"],
-)
-def test_a_role_without_a_bus_says_what_to_start(
-    role: str, override: str, message: str, run_file: Path, forks: ForkServer
-) -> None:
-    code, said = forks.call(role, str(run_file), "--set", override, "--set", "bus.connect_seconds=0.3")
-    assert code == 2
-    assert message in said
-    assert len(said.splitlines()) == 1
-
-
 def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
     with pytest.raises(ConfigError, match="betas must be a list"):
         tables.build(config.LearnerSection, {"betas": 0.9}, "learner")
@@ -415,99 +341,3 @@ def test_every_key_of_the_configuration_has_a_type_the_loader_checks() -> None:
 def test_the_demo_run_file_names_every_section() -> None:
     made = config.load(ROOT / "examples" / "demo.toml")
     assert made.run.mode == "async"
-
-
-@pytest.fixture
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        ('{"step": 12, "metric": "held/mean@1", "value": 0.59499}', "held/mean@1 0.595 at step 12\n"),
-        ('{"step": 12, "metric": "other/mean@1", "value": 0.59499}', ""),
-        ('{"step": 12, "met', ""),
-        ("[]", ""),
-    ],
-)
-def test_a_run_that_is_done_says_where_its_best_model_is_and_how_good(
-    found: str,
-    line: str,
-    run_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path / "tiny"
-
-    async def launch(*_: Any, **__: Any) -> Outcome:
-        (folder / "best").mkdir(parents=True)
-        (folder / "best" / "evaluation.json").write_text(found)
-        return Outcome(exit_code=0, reason="")
-
-    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
-    monkeypatch.setattr("asyncrl.cli.run.check", lambda run: None)
-    held = tmp_path / "held.jsonl"
-    overrides = [
-        f"run.directory={folder.parent}",
-        f'evaluation.datasets=[{{name = "held", path = "{held}"}}]',
-        "checkpoint.best=held/mean@1",
-    ]
-    command = ["run", run_file, *(word for item in overrides for word in ("--set", item))]
-    expected = f"best model in {folder / 'best'}: {line}" if line else ""
-    assert asyncrl(*command, capsys=capsys) == (0, expected, "")
-
-
-@pytest.mark.parametrize(("code", "bus"), [(0, "nats"), (130, "nats"), (2, "nats"), (0, "memory"), (130, "memory")])
-def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
-    code: int,
-    bus: str,
-    run_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path / "a b" / "tiny"
-
-    async def launch(*_: Any, **__: Any) -> Outcome:
-        (folder / "weights" / "0-9").mkdir(parents=True)
-        (folder / "weights" / "0-12").mkdir()
-        (folder / "history.jsonl").touch()
-        return Outcome(exit_code=code, reason="")
-
-    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
-    override = f"run.directory={folder.parent}"
-    last_line = {
-        (0, "nats"): f"model in {folder}/weights/0-12\n",
-        (0, "memory"): f"model in {folder}/weights/0-12\n",
-        (130, "nats"): f"continue with: asyncrl run {run_file} --set '{override}' --set bus.kind=nats --resume\n",
-    }
-    command = ["run", run_file, "--set", override, "--set", f"bus.kind={bus}"]
-    assert asyncrl(*command, capsys=capsys) == (code, last_line.get((code, bus), ""), "")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
-    run_file: Path, folder: Path, environment: dict[str, str], forks: ForkServer
-) -> None:
-    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2", "--set", LAUNCHER]
-    environment = environment | forks.environment
-
-    def run(*extra: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
-
-    first = run("--set", "run.steps=3")
-    assert first.returncode == 0, first.stderr
-    assert "done: 3 steps" in first.stdout
-    assert first.stdout.endswith(f"model in {folder / 'runs' / 'tiny' / 'weights' / '0-3'}\n")
-    again = run("--set", "run.steps=5")
-    assert again.returncode == 2
-    assert "--resume" in again.stderr
-    resumed = run("--set", "run.steps=5", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert max(row["staleness/max"] for row in rows) <= 4
-    assert not (folder / "runs" / "tiny" / "bus.json").exists()

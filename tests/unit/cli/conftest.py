@@ -1,0 +1,43 @@
+"""A run file for the command, on the demo's task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.data import demo_task
+
+RUN_FILE = """
+[run]
+name = "tiny"
+directory = "{directory}/runs"
+[model]
+path = "{directory}/model"
+[data]
+path = "{directory}/prompts.jsonl"
+[engine]
+kind = "inprocess"
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 4
+[rollout]
+max_new_tokens = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model and its prompts."""
+    path = tmp_path_factory.mktemp("task")
+    demo_task.write(path)
+    return path
+
+
+@pytest.fixture
+def run_file(folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN_FILE.format(directory=folder))
+    return path

@@ -1,0 +1,145 @@
+"""`asyncrl run` and its roles, as a user meets them: what the last line says, and a run of real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.run.processes.process_manager import Outcome
+from tests.harness.command import asyncrl
+from tests.harness.forked import LAUNCHER, ForkServer
+
+
+def test_a_run_that_is_not_there_is_not_gone_on_with(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip in its name would begin another one, from version 0."""
+    there = ("--set", f"run.directory={tmp_path}")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "history.jsonl").touch()
+    code, _, err = asyncrl("run", run_file, *there, "--set", "run.name=reel", "--resume", capsys=capsys)
+    assert code == 2
+    assert err == (
+        f"asyncrl: {tmp_path}/reel: no run to continue; in {tmp_path} there are real; leave out --resume to start one\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["learner", "rollout-worker"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name=tiny", "start that first"),
+        ("bus.url=nats://127.0.0.1:9", "nats://127.0.0.1:9"),
+    ],
+    ids=["no bus", "unreachable bus"],
+)
+def test_a_role_without_a_bus_says_what_to_start(
+    role: str, override: str, message: str, run_file: Path, forks: ForkServer
+) -> None:
+    code, said = forks.call(role, str(run_file), "--set", override, "--set", "bus.connect_seconds=0.3")
+    assert code == 2
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        ('{"step": 12, "metric": "held/mean@1", "value": 0.59499}', "held/mean@1 0.595 at step 12\n"),
+        ('{"step": 12, "metric": "other/mean@1", "value": 0.59499}', ""),
+        ('{"step": 12, "met', ""),
+        ("[]", ""),
+    ],
+)
+def test_a_run_that_is_done_says_where_its_best_model_is_and_how_good(
+    found: str,
+    line: str,
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "tiny"
+
+    async def launch(*_: Any, **__: Any) -> Outcome:
+        (folder / "best").mkdir(parents=True)
+        (folder / "best" / "evaluation.json").write_text(found)
+        return Outcome(exit_code=0, reason="")
+
+    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
+    monkeypatch.setattr("asyncrl.cli.run.check", lambda run: None)
+    held = tmp_path / "held.jsonl"
+    overrides = [
+        f"run.directory={folder.parent}",
+        f'evaluation.datasets=[{{name = "held", path = "{held}"}}]',
+        "checkpoint.best=held/mean@1",
+    ]
+    command = ["run", run_file, *(word for item in overrides for word in ("--set", item))]
+    expected = f"best model in {folder / 'best'}: {line}" if line else ""
+    assert asyncrl(*command, capsys=capsys) == (0, expected, "")
+
+
+@pytest.mark.parametrize(("code", "bus"), [(0, "nats"), (130, "nats"), (2, "nats"), (0, "memory"), (130, "memory")])
+def test_the_last_line_of_a_run_says_where_its_model_is_or_how_to_continue_it(
+    code: int,
+    bus: str,
+    run_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "a b" / "tiny"
+
+    async def launch(*_: Any, **__: Any) -> Outcome:
+        (folder / "weights" / "0-9").mkdir(parents=True)
+        (folder / "weights" / "0-12").mkdir()
+        (folder / "history.jsonl").touch()
+        return Outcome(exit_code=code, reason="")
+
+    monkeypatch.setattr("asyncrl.cli.run.launch", launch)
+    override = f"run.directory={folder.parent}"
+    last_line = {
+        (0, "nats"): f"model in {folder}/weights/0-12\n",
+        (0, "memory"): f"model in {folder}/weights/0-12\n",
+        (130, "nats"): f"continue with: asyncrl run {run_file} --set '{override}' --set bus.kind=nats --resume\n",
+    }
+    command = ["run", run_file, "--set", override, "--set", f"bus.kind={bus}"]
+    assert asyncrl(*command, capsys=capsys) == (code, last_line.get((code, bus), ""), "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_of_real_processes_trains_resumes_and_refuses_to_overwrite(
+    run_file: Path, folder: Path, environment: dict[str, str], forks: ForkServer
+) -> None:
+    command = [sys.executable, "-m", "asyncrl", "run", str(run_file), "--set", "rollout.workers=2", "--set", LAUNCHER]
+    environment = environment | forks.environment
+
+    def run(*extra: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *extra], capture_output=True, text=True, env=environment, check=False)
+
+    first = run("--set", "run.steps=3")
+    assert first.returncode == 0, first.stderr
+    assert "done: 3 steps" in first.stdout
+    assert first.stdout.endswith(f"model in {folder / 'runs' / 'tiny' / 'weights' / '0-3'}\n")
+    again = run("--set", "run.steps=5")
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+    resumed = run("--set", "run.steps=5", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [json.loads(line) for line in (folder / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert max(row["staleness/max"] for row in rows) <= 4
+    assert not (folder / "runs" / "tiny" / "bus.json").exists()
