@@ -90,7 +90,7 @@ class PrometheusEndpoint(Actor):
                 return int(runner.addresses[0][1])
         tried = f"port {self._port}" if is_learners else f"the {MOST_PROCESSES} ports behind {self._port}"
         raise ConfigError(
-            f"metrics.prometheus: {tried} of {self._host} cannot be had ({problem}); name another HOST:PORT"
+            f"metrics.prometheus: {tried} of {self._host} cannot be used ({problem}); name another HOST:PORT"
         )
 
     def _announce(self) -> None:

@@ -117,7 +117,7 @@ class RunFeed:
             await looker.close()
 
     def _take_newest(self, view: View) -> None:
-        """The newest step and the newest evaluation, where there is no folder to read them from."""
+        """The newest step and the newest evaluation, where there is not a folder to read them from."""
         for name, newest in (("step", view.metrics), ("evaluation", view.evaluation)):
             if newest is not None and newest.step != self._newest.get(name):
                 self._newest[name] = newest.step

@@ -79,7 +79,7 @@ def table(made: Account, directory: Path) -> str:
     ]
     lines = [f"{directory}: every prompt group and what became of it"]
     lines += [f"  {name:22s}{count:>9,}  {meaning}".rstrip() for name, count, meaning in rows]
-    lines.append(f"staleness worked out anew from the log for {made.on_log:,} groups, as recorded for the others")
+    lines.append(f"staleness recomputed from the log for {made.on_log:,} groups, as recorded for the others")
     lines.append(f"compared with metrics.jsonl for {made.with_metrics:,} of {made.steps:,} steps")
     shown = made.problems[:SHOWN_PROBLEMS]
     lines += [f"  {problem}" for problem in shown]

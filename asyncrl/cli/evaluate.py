@@ -62,11 +62,11 @@ def run(options: argparse.Namespace) -> int:
     rows, is_complete, is_interrupted = [], True, False
     for model in models:
         if is_run and not options.again and results.has(model, questions=asked):
-            print(f"{model.folder}: evaluated already (--again does it once more)", file=sys.stderr)
+            print(f"{model.folder}: evaluated already (--again repeats it)", file=sys.stderr)
             continue
         metrics = evaluate(run_config, model)
         if metrics is None:
-            print(f"asyncrl evaluate: interrupted; nothing is noted of {model.folder}", file=sys.stderr)
+            print(f"asyncrl evaluate: interrupted; nothing is recorded of {model.folder}", file=sys.stderr)
             is_interrupted = True
             break
         is_complete &= bool(metrics["evaluation/complete"])

@@ -77,7 +77,7 @@ async def _read(run: RunConfig, *, token: str, signatures: Signatures) -> RunSet
             found = await anext(settings)
         if signatures.learner and not is_known:
             log.warning(
-                "run %s: its learner is believed as the first one heard; to be sure, --set bus.learner_key=%s",
+                "run %s: trusting the first learner heard; to be sure, --set bus.learner_key=%s",
                 run.run.name,
                 signatures.learner,
             )

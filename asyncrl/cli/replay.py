@@ -210,7 +210,7 @@ def _make_folder(directory: Path, out: Path | None) -> Path:
     try:
         out.mkdir(parents=True)
     except FileExistsError:
-        raise ConfigError(f"--out {out}: is there already; name a new folder") from None
+        raise ConfigError(f"--out {out}: already exists; name a new folder") from None
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be made: {error.strerror}") from None
     return out

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         pattern = re.compile(options.grep) if options.grep else None
     except re.error as error:
-        raise ConfigError(f"--grep {options.grep}: is no regular expression: {error}") from None
+        raise ConfigError(f"--grep {options.grep}: is not a regular expression: {error}") from None
 
     from asyncrl.run.recorded import run_folder  # imports numpy, which --help does without
     from asyncrl.run.recorded.samples import RunSamples

@@ -28,4 +28,4 @@ def compiled(pattern: str, name: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{name}: {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{name}: {pattern!r} is not a regular expression: {error}") from None

@@ -45,7 +45,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: lists and tables in each other, too deep to be read") from None
+        raise ConfigError(f"{path}: lists and tables are nested too deep to be read") from None
     for item in overrides:
         override(table, item)
     return from_table(_with_their_evaluation(table, where=str(path)), where=str(path))
@@ -89,7 +89,7 @@ def override(table: dict[str, Any], item: str) -> None:
     try:
         node[key] = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
-        raise ConfigError(f"--set {dotted}: lists and tables in each other, too deep to be read") from None
+        raise ConfigError(f"--set {dotted}: lists and tables are nested too deep to be read") from None
     except tomllib.TOMLDecodeError as error:
         if text.lstrip()[:1] in ("'", '"', "[", "{"):  # somebody meant TOML; it may be a secret, so it is not shown
             raise ConfigError(f"--set {dotted}: its value begins as a TOML value and is none: {error}") from None

@@ -17,4 +17,4 @@ def read(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None

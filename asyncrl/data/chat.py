@@ -45,7 +45,7 @@ def tools_of(row: Mapping[str, Any], data: config.DataSection, where: str) -> li
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise ConfigError(f"{where}: {data.tools_key!r} is no JSON: {error}") from None
+            raise ConfigError(f"{where}: {data.tools_key!r} is not JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{where}: {data.tools_key!r} must be a list of tools, each a JSON schema in an object")
     return tools

@@ -64,7 +64,7 @@ def import_model(
     """
     path = find_source(source)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination}: is there already; remove it or choose another folder")
+        raise ConfigError(f"{destination}: already exists; remove it or choose another folder")
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
     try:

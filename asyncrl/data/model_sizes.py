@@ -39,7 +39,7 @@ def problem(config: Mapping[str, Any], shapes: Shapes) -> str:
             return f"{name} must be a whole number >= {least}, got {value!r}"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and groups and heads % groups:
-        return f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+        return f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
     experts, chosen = next((config[name] for name in EXPERTS if config.get(name)), 0), config.get("num_experts_per_tok")
     if experts and chosen and chosen > experts:
         return f"num_experts_per_tok {chosen} is more than its {experts} experts"

@@ -97,7 +97,9 @@ class Score:
     def __call__(self, sample: Sample) -> float:
         name, entry = sample.metadata.get(_TASK), sample.metadata.get(_ENTRY)
         if name is None or entry is None:
-            raise ValueError("the row is none of reasoning-gym's: set data.source = asyncrl.data.reasoning_gym:Tasks")
+            raise ValueError(
+                "the row is not one of reasoning-gym's: set data.source = asyncrl.data.reasoning_gym:Tasks"
+            )
         if name not in self._sets:
             self._sets[name] = _data_set(name, {"size": 1, "seed": 0})
         found = _ANSWER.findall(sample.completion)

@@ -191,7 +191,7 @@ def sampling_of(row: dict[str, Any], data: config.DataSection, where: str, *, li
     if section.max_new_tokens > (most := limits.sampling["max_new_tokens"]):
         raise ConfigError(f"{at}: max_new_tokens {section.max_new_tokens} is over rollout.max_new_tokens ({most})")
     if unknown_ids := [token for token in section.stop_token_ids if not 0 <= token < limits.vocabulary]:
-        raise ConfigError(f"{at}: {unknown_ids[0]} is no token of the model's {limits.vocabulary:,}")
+        raise ConfigError(f"{at}: {unknown_ids[0]} is not a token of the model's {limits.vocabulary:,}")
     return {name: getattr(section, name) for name in made}
 
 
@@ -216,7 +216,7 @@ def _size(value: Any, *, depth: int = 0) -> int:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ValueError(f"the whole number {str(value)[:30]}... has more than 64 bits")
     if depth > _DEEPEST:
-        raise ValueError(f"lists and objects lie in each other, over {_DEEPEST} deep")
+        raise ValueError(f"lists and objects are nested over {_DEEPEST} deep")
     if isinstance(value, dict):
         return sum(_size(name) + _size(item, depth=depth + 1) for name, item in value.items())
     if isinstance(value, list):
@@ -233,7 +233,7 @@ def _check_text(value: Any) -> int:
     try:
         return len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
-        raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is no text") from None
+        raise ValueError(f"half of a surrogate pair, {value[error.start]!a}, is not text") from None
 
 
 _PLAIN = (str, int, float, bool, bytes, type(None))

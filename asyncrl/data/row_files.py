@@ -222,7 +222,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except ValueError:  # Python reads no whole number of so many digits
         raise ConfigError(f"{where}: a whole number has more than 64 bits; no message can carry it") from None
     except RecursionError:
-        raise ConfigError(f"{where}: lists and objects in each other, too deep to be read: {_excerpt(line)}") from None
+        raise ConfigError(f"{where}: lists and objects are nested too deep to be read: {_excerpt(line)}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: every line must be a JSON object, this one is {_excerpt(line)}")
     return value

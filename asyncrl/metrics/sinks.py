@@ -174,7 +174,8 @@ def _evaluated(step: int, metrics: Mapping[str, Metric]) -> str:
     more = len(parts) - _MOST_SHOWN
     found = ", ".join([*shown, *([f"and {more} more data sets"] if more > 0 else [])]) or "no answers"
     whole = "" if metrics["evaluation/complete"] else "  INCOMPLETE"
-    return f"evaluation of step {step}: {found}  {seconds:.1f} s, {lag:.0f} steps ago{whole}"
+    ago = "1 step" if lag == 1 else f"{lag:.0f} steps"
+    return f"evaluation of step {step}: {found}  {seconds:.1f} s, {ago} ago{whole}"
 
 
 def check_sinks(run: RunConfig) -> None:

@@ -112,7 +112,7 @@ class Loss:
     name       of it on the bus;  topics: names of those that it holds; empty for the object store
     problem    what became of it; follows its name
     is_gone    it is not there now
-    is_mended  it is as it was made again, though not what it held
+    is_mended  it is restored, though not what it held
     """
 
     name: str

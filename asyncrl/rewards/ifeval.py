@@ -58,7 +58,7 @@ def _instructions(table: Any) -> tuple[Sequence[str], Sequence[Mapping[str, Any]
         try:
             table = json.loads(table)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the label is no table of instructions: {error}") from None
+            raise ValueError(f"the label is not a table of instructions: {error}") from None
     kinds = table.get(_NAMES) if isinstance(table, Mapping) else None
     if not isinstance(kinds, list | tuple) or not kinds or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError(f"metadata or label must hold {_NAMES}, a list of names; the label is {str(table)[:60]!r}")

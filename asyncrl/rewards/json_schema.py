@@ -83,7 +83,7 @@ def _schema_of(label: Any) -> Any:
         try:
             label = json.loads(label)
         except ValueError as error:
-            raise ValueError(f"the label is no JSON Schema: {error}") from None
+            raise ValueError(f"the label is not a JSON Schema: {error}") from None
     if not isinstance(label, Mapping | bool):
         raise ValueError(f"the label must be a JSON Schema, is {str(label)[:60]!r}")
     return dict(label) if isinstance(label, Mapping) else label

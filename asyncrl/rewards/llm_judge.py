@@ -212,7 +212,7 @@ class JudgeReward:
                 said = answer["choices"][0]["message"]["content"]
                 self._num_tokens += int((answer.get("usage") or {}).get("total_tokens") or 0)
             except (ValueError, LookupError, TypeError, AttributeError):
-                raise self._error("the answer is no chat completion") from None
+                raise self._error("the answer is not a chat completion") from None
         return said if isinstance(said, str) else ""
 
     def _opened(self) -> aiohttp.ClientSession:

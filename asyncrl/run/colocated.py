@@ -31,7 +31,7 @@ def check(run: RunConfig) -> None:
         ("learner.backend", run.learner.backend, registry.backend_class(run).shares_gpus),
     ):
         if not can_leave:
-            raise ConfigError(f'run.colocated: {key} = "{name}" cannot leave its GPUs; use another, or remove it')
+            raise ConfigError(f'run.colocated: {key} = "{name}" cannot release its GPUs; use another, or remove it')
     if registry.channel_class(run).sends_from_memory:
         raise ConfigError(
             f'run.colocated: weights.channel = "{run.weights.channel}" sends from GPU to GPU, and only one side has '

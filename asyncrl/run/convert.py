@@ -31,7 +31,7 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     if destination.exists():
         raise ConfigError(f"{destination}: exists; name a folder that does not")
     if not destination.absolute().parent.is_dir():
-        raise ConfigError(f"{destination.parent}: is no folder; make it first")
+        raise ConfigError(f"{destination.parent}: is not a folder; make it first")
     checkpoint = _checkpoint_in(source)
     if checkpoint is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")

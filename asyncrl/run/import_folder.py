@@ -29,9 +29,11 @@ def import_folder(source: Path, destination: Path) -> int:
     is, and a destination that is there already.
     """
     if not dequantize.is_needed(_config(source)):
-        raise ConfigError(f"{source}: its weights are whole, nothing is to be imported; name it as model.path")
+        raise ConfigError(
+            f"{source}: its weights are not quantized, so there is nothing to import; name it as model.path"
+        )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination}: is there already; remove it or choose another folder")
+        raise ConfigError(f"{destination}: already exists; remove it or choose another folder")
     check_model(source)
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))

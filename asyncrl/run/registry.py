@@ -328,9 +328,9 @@ def own_address(directory: Path) -> tuple[str, str]:
     except FileNotFoundError:
         problem = f"bus.url is empty and no `asyncrl run` is up in {directory}"
     except OSError as error:
-        problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it anew"
+        problem = f"{path}: cannot be read: {error.strerror}; `asyncrl run` writes it again"
     except (ValueError, KeyError, TypeError):
-        problem = f"{path}: is damaged; `asyncrl run` writes it anew"
+        problem = f"{path}: is damaged; `asyncrl run` writes it again"
     raise NoSuchRun(
         f"{problem}; start that first, or give the address of a nats-server with --set bus.url=nats://HOST:PORT "
         "(a run that is over: `asyncrl audit`, `samples` and `board` read its folder)"

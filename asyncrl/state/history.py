@@ -270,5 +270,5 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
         *entry.sequences,
     )
     if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("it is no line of a history")
+        raise ValueError("it is not a line of a history")
     return entry

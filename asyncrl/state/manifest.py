@@ -117,7 +117,7 @@ def _problem(path: Path) -> str:
         try:
             json.loads(path.read_bytes())
         except ValueError as error:
-            return f"is no JSON: {error}"
+            return f"is not JSON: {error}"
     elif path.suffix == ".safetensors":
         return _problem_of_safetensors(path)
     elif path.suffix in (".pt", ".pth", ".zip", ".npz"):
@@ -125,7 +125,7 @@ def _problem(path: Path) -> str:
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
         except (zipfile.BadZipFile, zlib.error, ValueError, NotImplementedError, EOFError) as error:
-            return f"is no archive: {error}"
+            return f"is not an archive: {error}"
         return f"has wrong bytes in {bad}" if bad else ""
     return ""
 

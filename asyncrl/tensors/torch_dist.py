@@ -239,9 +239,11 @@ def _read_metadata(path: Path) -> Any:
         with path.open("rb") as file:
             made = _Unpickler(file).load()
         if not isinstance(made, dcp.Metadata) or not isinstance(made.storage_data, dict):
-            raise CheckpointError(f"{path}: is no metadata of a distributed checkpoint")
+            raise CheckpointError(f"{path}: is not the metadata of a distributed checkpoint")
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: is no distributed checkpoint of Megatron: has no {METADATA}") from None
+        raise CheckpointError(
+            f"{path.parent}: is not a distributed checkpoint of Megatron: has no {METADATA}"
+        ) from None
     except CheckpointError:
         raise
     except Exception as error:  # a pickle that is cut or changed raises anything

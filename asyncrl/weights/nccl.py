@@ -82,7 +82,7 @@ class Sender:
             group = before = self._groups.get(request.engine)
             if group is None or group.name != request.group:
                 if request.has_joined:
-                    raise WeightsError(f"the learner has no group {request.group}: it was started anew; join again")
+                    raise WeightsError(f"the learner has no group {request.group}: it was restarted; join again")
                 if group is None:
                     self._make_room(request.engine)
                 group = self._groups[request.engine] = self._opened(request, kind)

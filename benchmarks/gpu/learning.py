@@ -146,7 +146,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def scene(options: argparse.Namespace, scratch: Path) -> Scene:
-    """The model is imported on the way if it is no folder yet. Raises ConfigError."""
+    """The model is imported on the way if it is not a folder yet. Raises ConfigError."""
     model = Path(options.model)
     if not model.is_dir():
         model = import_model(options.model, scratch / "model", dtype=options.dtype).folder

@@ -51,7 +51,7 @@ class OtherRank:
 
     def run(self, worker: type[PartWorker], order: bytes) -> bytes:
         if self.dies:
-            raise BackendError(f"learner rank {self.rank} is gone, and its part of the weights")
+            raise BackendError(f"learner rank {self.rank} is gone with its part of the weights")
         made = self._workers.setdefault(worker, worker())
         return made(self.snapshot, order)
 

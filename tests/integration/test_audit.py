@@ -276,7 +276,7 @@ def test_what_cannot_be_replayed_gets_one_line(
 
     assert "has steps 1 to 6" in refused(run.run_directory, "--from-step", "7")
     assert "a replay has its batches already" in refused(run.run_directory, "--set", "rollout.group_size=2")
-    assert "is there already" in refused(run.run_directory, "--out", tmp_path)
+    assert "already exists" in refused(run.run_directory, "--out", tmp_path)
     before = set(run.run_directory.iterdir())
     assert "algorithm.name: 'gpso'" in refused(run.run_directory, "--from-step", "4", "--set", "algorithm.name=gpso")
     assert set(run.run_directory.iterdir()) == before

@@ -294,6 +294,6 @@ async def test_a_run_is_not_resumed_over_what_is_no_file_and_says_so_in_one_line
     resumed = demo_run(run.run_directory.parents[1], f"run.directory={copy.parent}", "run.steps=6")
     with pytest.raises(ConfigError) as refused:
         await build_learner(resumed, bus=memory_bus(), resume=True)
-    problem = "is a link to itself" if is_loop else "is no file"
+    problem = "is a link to itself" if is_loop else "is not a file"
     where = f"run.directory: {copy / name}"
     assert str(refused.value) == f"{where}: {problem}; one of the run belongs there, so move it away"

@@ -120,7 +120,7 @@ def test_an_evaluation_that_is_interrupted_says_so_and_notes_nothing(
     datasets.write_text(FILE + f'[[evaluation.datasets]]\nname = "counts"\npath = "{prompts}"\n')
     assert evaluate(demo / "model", "--datasets", datasets, "--set", "reward.kind=interrupting:reward") == 130
     told = capsys.readouterr()
-    assert told.err.endswith(f"asyncrl evaluate: interrupted; nothing is noted of {demo / 'model'}\n")
+    assert told.err.endswith(f"asyncrl evaluate: interrupted; nothing is recorded of {demo / 'model'}\n")
     assert told.out == ""
 
 

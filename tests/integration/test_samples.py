@@ -105,7 +105,7 @@ def test_of_a_group_without_text_it_says_what_is_known(folder: Path, capsys: pyt
 
 REFUSED = {
     ("--group", "77"): "--group 77: no such group is recorded; groups 0 to 5 have left the window",
-    ("--grep", "["): "--grep [: is no regular expression",
+    ("--grep", "["): "--grep [: is not a regular expression",
     ("--limit", "0"): "--limit 0: must be 1 or more",
 }
 

@@ -71,13 +71,13 @@ class BusKeeper:
                 await step()
             except (BusError, WeightsError, OSError) as error:  # the next look may do better
                 if str(error) != problem:
-                    log.warning("what was lost is not all there again: %s", error)
+                    log.warning("not all of what was lost is restored yet: %s", error)
                 problem = str(error)
             else:
                 problem = ""
 
     def _say(self, loss: Loss) -> None:
         if loss.is_mended:
-            log.warning("the bus: %s %s; it is as it was made again", loss.name, loss.problem)
+            log.warning("the bus: %s %s; it is restored", loss.name, loss.problem)
         elif self._said.get(loss.name) != loss.problem:
-            log.error("the bus: %s %s; all who need it wait, and it is tried again", loss.name, loss.problem)
+            log.error("the bus: %s %s; whoever needs it waits; it is retried", loss.name, loss.problem)

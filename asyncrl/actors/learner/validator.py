@@ -122,7 +122,7 @@ class Validator:
         record's key"""
         group, group_id = record.message, group_answered(record.key)
         if group_id is None or not is_published(group_id):
-            problem = f"key {record.key!r} is no group that this run asked for"
+            problem = f"key {record.key!r} is not of a group that this run asked for"
             if (named := group_id_of(record.key)) is not None and is_published(named):
                 problem = f"group {named} is answered without its ticket, by somebody who was not lent it"
             is_news = self._bus.rejections.note(TRAJECTORIES.name, problem, kind="key", sender=sender_of(group))

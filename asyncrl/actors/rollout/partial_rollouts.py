@@ -72,7 +72,7 @@ class PartialRollouts:
             await progress.save(self._bus, worker=self._worker)
         except (MessageTooLarge, MessageError) as error:
             progress.close()
-            self._log.warning("group %d is saved no more: %s", progress.group_id, error)
+            self._log.warning("group %d is no longer saved: %s", progress.group_id, error)
         except BusError as error:
             self._log.warning("group %d: could not save its partial rollouts: %s", progress.group_id, error)
 

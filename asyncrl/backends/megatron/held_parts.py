@@ -97,7 +97,7 @@ def _worker(address: str) -> PartWorker:
     module, _, name = address.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if not (isinstance(found, type) and issubclass(found, PartWorker)):
-        raise WeightsError(f"{address} is no PartWorker")
+        raise WeightsError(f"{address} is not a PartWorker")
     return found()
 
 
@@ -126,7 +126,7 @@ class PartLink:
                     raise EOFError
                 self._channel.send_bytes(codec.encode(asked))
             except (EOFError, OSError):
-                raise BackendError(f"learner rank {self.rank} is gone, and its part of the weights") from None
+                raise BackendError(f"learner rank {self.rank} is gone with its part of the weights") from None
         return answer.result()
 
     def _listen(self) -> None:
@@ -143,7 +143,7 @@ class PartLink:
         with self._lock:
             self._is_closed = True
             for waiting in self._waiting.values():
-                waiting.set_exception(BackendError(f"learner rank {self.rank} is gone, and its part of the weights"))
+                waiting.set_exception(BackendError(f"learner rank {self.rank} is gone with its part of the weights"))
             self._waiting.clear()
 
 

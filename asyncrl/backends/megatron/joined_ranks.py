@@ -174,7 +174,9 @@ def _admit(
         signed = receive(connection, largest=_LARGEST)
         said = _verified(seat.secret, nonce, signed)
         if said is None:
-            log.warning("somebody at %s is refused: another ASYNCRL_LEARNER_SECRET", connection.getpeername()[0])
+            log.warning(
+                "a connection from %s is refused: it has another ASYNCRL_LEARNER_SECRET", connection.getpeername()[0]
+            )
             send(connection, nonce)  # signed with nothing: it learns that we have another one
             return None
         hello = codec.decode(said, Hello)
@@ -182,7 +184,7 @@ def _admit(
         answer = Welcome(problem=problem) if problem else welcome
         send(connection, _signed(seat.secret, said, codec.encode(answer)))
     except (OSError, MessageError) as error:
-        log.warning("a connection to the learner's ranks came to nothing: %s", error)
+        log.warning("a connection to the learner's ranks failed: %s", error)
         return None
     if problem:
         log.warning("%s is refused: %s", _name(hello), problem)

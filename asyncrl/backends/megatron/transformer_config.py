@@ -124,7 +124,7 @@ def refuse_options(job: Job, shape: ModelShape) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"learner.megatron: {name} is no field of Megatron's TransformerConfig{hint}")
+            raise ConfigError(f"learner.megatron: {name} is not a field of Megatron's TransformerConfig{hint}")
         if name in own:
             raise ConfigError(f"learner.megatron: {name} is set by asyncrl, from the model or other keys; remove it")
         if _NOT_OURS.match(name):

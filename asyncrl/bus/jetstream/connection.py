@@ -368,7 +368,7 @@ class Connection:
         if (forbidden := _FORBIDDEN.search(text.lower())) is not None:
             problem = (
                 f"bus {self.name}: {text}; the role or run of bus.credentials or bus.token may not do this "
-                "(after an upgrade, write the server's roles anew with bin/nats-config)"
+                "(after an upgrade, write the server's roles again with bin/nats-config)"
             )
             is_known = self._pending.forbid(*forbidden.groups(), problem=problem)
         if text != self._said and not self._is_starting:

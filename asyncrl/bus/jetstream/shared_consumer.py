@@ -80,7 +80,7 @@ class SharedConsumer:
             return False
         except Forbidden:
             raise ConfigError(
-                f"bus {self._connection.name}: its roles are of an older asyncrl; write the server's roles anew with "
+                f"bus {self._connection.name}: its roles are of an older asyncrl; write the server's roles again with "
                 "bin/nats-config, then `nats-server --signal reload`, twice"
             ) from None
         return True

@@ -47,7 +47,7 @@ def node(text: str) -> Node:
     """HOST[:PORT[:ROUTE_PORT]]; an IPv6 address in brackets. Raises ValueError."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]\s/@]+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
-        raise ValueError(f"{text!r} is no HOST[:PORT[:ROUTE_PORT]]")
+        raise ValueError(f"{text!r} is not HOST[:PORT[:ROUTE_PORT]]")
     return Node(match[1], int(match[2] or _PORT), int(match[3] or _ROUTE_PORT))
 
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for run in options.runs:
         if not re.fullmatch("[A-Za-z0-9_-]+", run):
-            parser.error(f"{run!r} is no run.name: letters, digits, - and _")
+            parser.error(f"{run!r} is not a run.name: letters, digits, - and _")
     try:
         nodes = [node(text) for text in options.cluster or ()]
     except ValueError as error:

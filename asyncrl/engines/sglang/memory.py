@@ -24,7 +24,7 @@ def check_installed() -> None:
     """Raises ConfigError."""
     if importlib.util.find_spec("torch_memory_saver") is None:
         raise ConfigError(
-            "run.colocated: SGLang leaves GPUs by torch-memory-saver, which is not installed; "
+            "run.colocated: SGLang releases GPUs with torch-memory-saver, which is not installed; "
             "pip install torch-memory-saver, or remove it"
         )
 

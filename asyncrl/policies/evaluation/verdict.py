@@ -65,5 +65,5 @@ def _on_its_own(answers: EvaluationAnswers, evaluation: Evaluation, *, num_sampl
     if len(answers.answers) != num_samples:
         return "malformed", f"{len(answers.answers)} answers, {num_samples} were asked for"
     if not all(math.isfinite(one.reward) for one in answers.answers):
-        return "malformed", "a reward is no number"
+        return "malformed", "a reward is not a number"
     return "good", ""

@@ -92,4 +92,4 @@ def state_problem(state: Any) -> str:
             return f"pass_rates has the row {row!r}"
         if not 0 <= row[2] <= 1 or row[3] < 0:
             return f"pass_rates has the row {row!r}"
-    return "" if type(state["num_rested"]) is int and state["num_rested"] >= 0 else "num_rested is no count"
+    return "" if type(state["num_rested"]) is int and state["num_rested"] >= 0 else "num_rested is not a count"

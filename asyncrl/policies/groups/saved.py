@@ -113,7 +113,7 @@ _NUMBERS: Final = (
 def _problem_of_ledger(name: str, ledger: Any) -> str:
     """As ``Ledger.as_json`` gives it."""
     if not isinstance(ledger, dict) or ledger.keys() != {"watermark", "beyond"}:
-        return f"{name} is no ledger"
+        return f"{name} is not a ledger"
     watermark, beyond = ledger["watermark"], ledger["beyond"]
     if not _is_count(watermark) or not isinstance(beyond, list) or not all(map(_is_count, beyond)):
         return f"{name} has a number below 0 or none"

@@ -261,7 +261,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         found = json.loads(await request.read() or b"{}")
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
-        raise _refused(400, f"the body is no JSON: {error}") from None
+        raise _refused(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise _refused(400, "the body must be an object")
     return found

@@ -68,7 +68,7 @@ def open_set(
             f"({max_new_tokens:,}), which holds where the data set has no max_new_tokens; give it one"
         )
     if unknown := [token for token in dataset.stop_token_ids if token >= vocabulary]:
-        raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is no token of the model's {vocabulary:,}")
+        raise ConfigError(f"{where}: stop_token_ids: {unknown[0]} is not a token of the model's {vocabulary:,}")
     metadata = plain(dataset.metadata, where, "metadata")
     try:
         prompts = PromptDataset.open(

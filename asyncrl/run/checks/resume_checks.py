@@ -69,7 +69,7 @@ def refuse_others(run: RunConfig) -> None:
     for name in (HISTORY_FILE, IN_PROGRESS_FILE, "metrics.jsonl"):
         path = run.run_directory / name
         try:
-            problem = "" if stat.S_ISREG(path.stat().st_mode) else "is no file"
+            problem = "" if stat.S_ISREG(path.stat().st_mode) else "is not a file"
         except OSError as error:  # not there yet, or it may be over soon
             problem = "is a link to itself" if error.errno == errno.ELOOP else ""
         if problem:

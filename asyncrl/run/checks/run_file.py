@@ -304,7 +304,7 @@ def _check_context(run: RunConfig, model: ModelFolder) -> None:
 def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
     rollout = run.rollout
     if unknown := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
-        raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is no token of the model's {model.vocab_size:,}")
+        raise ConfigError(f"rollout.stop_token_ids: {unknown[0]} is not a token of the model's {model.vocab_size:,}")
     samples = rollout_functions.traits(rollout.function).samples
     if (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens) and not samples:
         raise ConfigError(

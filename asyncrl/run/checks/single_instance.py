@@ -55,7 +55,7 @@ async def _alone(
                 questions = await stack.enter_async_context(bus.serve(service))
         except Forbidden as error:
             log.warning(
-                "cannot see whether another is up: %s; write the server's roles anew with bin/nats-config", error
+                "cannot see whether another is up: %s; write the server's roles again with bin/nats-config", error
             )
         if questions is None:
             yield

@@ -31,7 +31,7 @@ def load(folder: Path) -> dict[Place, Order]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s: cannot be read: %s; it is written anew", folder / _NAME, error)
+        log.warning("%s: cannot be read: %s; it is written again", folder / _NAME, error)
         return {}
 
 

@@ -168,7 +168,7 @@ def _secret(folder: Path) -> SigningKey | None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"{folder / 'learner'}: cannot read the learner's key: {reason}; put it back from a copy, or remove "
-            f"{folder}: a run that has begun goes on unsigned"
+            f"{folder}: a run that has begun continues unsigned"
         ) from None
 
 
@@ -179,7 +179,7 @@ def _public(folder: Path) -> str:
         return ""
     if not is_public_key(text):
         raise ConfigError(
-            f"{folder / 'learner.pub'}: is no key of 64 hexadecimal digits; remove it: the learner writes it again "
+            f"{folder / 'learner.pub'}: is not a key of 64 hexadecimal digits; remove it: the learner writes it again "
             "when it starts"
         )
     return text

@@ -29,4 +29,4 @@ def _is_finite(value: Any) -> bool:
 
 
 def _refused(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")

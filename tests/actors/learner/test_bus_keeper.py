@@ -79,12 +79,12 @@ async def test_what_cannot_be_made_again_is_said_once(caplog: pytest.LogCaptureF
         rig.bus.lost = [loss("prompts", is_mended=False)]
         await rig.keeper.mend()
     assert [record.getMessage() for record in caplog.records] == [
-        "the bus: a-stream was deleted; all who need it wait, and it is tried again"
+        "the bus: a-stream was deleted; whoever needs it waits; it is retried"
     ]
     assert rig.suspected == 0
     rig.bus.lost = [loss("prompts")]
     await rig.keeper.mend()
-    assert "it is as it was made again" in caplog.text
+    assert "it is restored" in caplog.text
     assert rig.suspected == 1
 
 

@@ -385,7 +385,7 @@ async def test_roles_of_an_older_version_are_refused_in_one_line_that_mends_them
     async with connected(old_server, "learner") as learner, connected(old_server, "observer") as observer:
         await learner.put(PROGRESS, progress(1))
         assert (await observer.states(PROGRESS))[""].step == 1
-        with pytest.raises(ConfigError, match="write the server's roles anew with bin/nats-config") as error:
+        with pytest.raises(ConfigError, match="write the server's roles again with bin/nats-config") as error:
             async with asyncio.timeout(60), connected(old_server, "rollout-worker"):
                 pass
     assert "\n" not in str(error.value)

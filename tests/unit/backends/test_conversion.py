@@ -122,7 +122,7 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path: Path, capsys: pytest.
         (["empty", "x"], "empty: is neither a Hugging Face model folder"),
         (["nowhere", "x"], "nowhere: is neither a Hugging Face model folder"),
         (["model", "empty"], "empty: exists"),
-        (["model", "a/b/x"], "is no folder; make it first"),
+        (["model", "a/b/x"], "is not a folder; make it first"),
         (["other", "x"], "holds a GPT2LMHeadModel; the megatron backend supports"),
         (["model", "x", "--model", str(folder)], "which has its own config.json"),
         (["megatron/release", "x"], "does not say which model it is of; --model FOLDER"),

@@ -163,6 +163,6 @@ def test_the_command_imports_a_folder_and_says_what_is_wrong_with_one(
 ) -> None:
     assert main(["import-model", str(published), str(tmp_path / "imported")]) == 0
     assert main(["import-model", str(published), str(tmp_path / "imported")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["import-model", str(tmp_path), str(tmp_path / "other")]) == 2
     assert "has no config.json" in capsys.readouterr().err

@@ -169,7 +169,7 @@ def test_a_recorded_run_reads_their_file_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, yaml_text, problem",
     [
-        ("", "eval: [", "eval.yaml: is no YAML: "),
+        ("", "eval: [", "eval.yaml: is not YAML: "),
         ("", "learning_rate: 1", "eval.yaml: no evaluation file"),
         ("", "eval: {datasets: [{name: a}]}", "eval.yaml: datasets: a has no path"),
         ('[[evaluation.datasets]]\nname = "gpqa"\npath = "own.jsonl"\n', SLIME, "datasets: two are called 'gpqa'"),

@@ -152,7 +152,7 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"how": {"max_new_tokens": 9}}, {"sampling_key": "how"}, r"9 is over rollout.max_new_tokens \(8\)"),
         ({"how": {"stop": "x"}}, {"sampling_key": "how"}, "stop must be a list, got 'x'"),
         ({"how": {"max_new_tokens": 2}}, {"sampling_key": "how"}, r"min_new_tokens must be >= 0 and <= .*\(2\), got 3"),
-        ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is no token of the model's 44"),
+        ({"how": {"stop_token_ids": [44]}}, {"sampling_key": "how"}, "44 is not a token of the model's 44"),
         ({"how": {"stop": list("abc" * 11)}}, {"sampling_key": "how"}, "stop may hold 32 texts, got 33"),
         ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
         ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),

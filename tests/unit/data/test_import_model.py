@@ -147,7 +147,7 @@ def test_a_failed_import_leaves_nothing(tmp_path: Path, tiny: Path, monkeypatch:
 
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path, tiny: Path) -> None:
     file = write_gguf(tmp_path / "t.gguf", tiny, architecture="llama")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         import_model(file, tiny)
 
 

@@ -86,7 +86,7 @@ def _missing_shard(folder: Path) -> None:
         (lambda f: _rewrite(f, hidden_size=32), "hidden_size is 32, and model.embed_tokens.weight has the shape"),
         (lambda f: _rewrite(f, intermediate_size=1), "intermediate_size is 1, and model.layers.0.mlp.down_proj.weight"),
         (lambda f: _rewrite(f, num_attention_heads=0), "num_attention_heads must be a whole number >= 1, got 0"),
-        (lambda f: _rewrite(f, num_attention_heads=5), "heads 5 is no multiple of num_key_value_heads 2"),
+        (lambda f: _rewrite(f, num_attention_heads=5), "heads 5 is not a multiple of num_key_value_heads 2"),
         (lambda f: _rewrite(f, num_attention_heads=6), "num_attention_heads 6 of head_dim 16 does not divide the 64"),
         (lambda f: _rewrite(f, num_attention_heads=6, head_dim=None), "num_attention_heads 6 does not divide the 64"),
         (lambda f: _rewrite(f, num_key_value_heads=1), "num_key_value_heads 1 of head_dim 16 does not divide the 32"),

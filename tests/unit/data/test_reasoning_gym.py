@@ -87,5 +87,5 @@ def test_a_mistake_is_told_in_one_line(options: dict[str, Any], problem: str) ->
 
 
 async def test_a_row_of_another_source_fails_its_group() -> None:
-    with pytest.raises(ValueError, match="none of reasoning-gym's"):
+    with pytest.raises(ValueError, match="not one of reasoning-gym's"):
         Score()(sample_of("<answer>1</answer>"))

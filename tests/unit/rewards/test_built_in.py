@@ -216,7 +216,7 @@ async def test_a_pattern_that_would_search_for_ever_is_a_wrong_answer() -> None:
     [
         ({"type": "objct"}, "the schema is none: 'objct'"),
         ({"$ref": "#/nowhere"}, "refers to what is not in it"),
-        ("{", "the label is no JSON Schema"),
+        ("{", "the label is not a JSON Schema"),
         (3, "the label must be a JSON Schema, is '3'"),
     ],
 )
@@ -237,7 +237,7 @@ async def test_a_schema_that_is_none_fails_its_group(label: Any, problem: str) -
         ("dapo", {"tail_characters": 0}, "tail_characters must be >= 1, got 0"),
         ("gpqa", {"letters": "AAB"}, "letters must be different letters"),
         ("f1", {"metric": "f2"}, "metric must be one of 'f1', 'exact_match'"),
-        ("f1", {"extract": "("}, "is no regular expression"),
+        ("f1", {"extract": "("}, "is not a regular expression"),
         ("random", {"probability": 2.0}, "probability must be in 0..1"),
         ("json_schema", {"schema": "/nowhere.json"}, "schema: /nowhere.json: "),
         ("deepscaler", {"processes": 0}, "must be >= 1"),

@@ -133,7 +133,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"template": "{answer} {reference}"}, "template: {reference} is unknown"
     yield {"template": "{answer"}, "template: .*brace"
     yield {"pattern": "Score"}, "has no group for the grade"
-    yield {"pattern": "("}, "is no regular expression"
+    yield {"pattern": "("}, "is not a regular expression"
     yield {"highest": 0.0}, "highest must be above lowest"
     yield {"at_once": 0}, "at_once must be > 0"
 

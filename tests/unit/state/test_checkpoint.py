@@ -124,7 +124,7 @@ def test_an_archive_with_damaged_compressed_bytes_is_damaged(directory: Path) ->
     data[start : start + 8] = b"\xff" * 8
     archive.write_bytes(data)
     step, said = resumed(directory)
-    assert step == 10 and "optimizer.pt is no archive: Error -3" in said[0]
+    assert step == 10 and "optimizer.pt is not an archive: Error -3" in said[0]
 
 
 def test_when_several_are_damaged_the_newest_whole_one_is_taken(directory: Path) -> None:

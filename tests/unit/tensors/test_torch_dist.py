@@ -61,7 +61,7 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda folder: (folder / ".metadata").unlink(), "is no distributed checkpoint of Megatron"),
+        (lambda folder: (folder / ".metadata").unlink(), "is not a distributed checkpoint of Megatron"),
         (lambda folder: os.truncate(folder / ".metadata", 40), "cannot be read"),
         (lambda folder: os.truncate(folder / "__0_0.distcp", 90), "matrix cannot be read"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "matrix cannot be read"),

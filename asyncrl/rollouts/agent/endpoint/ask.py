@@ -108,7 +108,9 @@ def _part(part: Any, where: str) -> str:
     if "text" not in given and given.get("type") == "refusal":
         return text(given.get("refusal"), f"{where}.refusal")
     if "text" not in given:
-        raise Refused(f"{where}: a part of type {short(given.get('type'))} is no text; images and files cannot be read")
+        raise Refused(
+            f"{where}: a part of type {short(given.get('type'))} is not text; images and files cannot be read"
+        )
     return text(given["text"], f"{where}.text")
 
 

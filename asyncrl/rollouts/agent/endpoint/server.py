@@ -158,14 +158,14 @@ def _body(raw: bytes) -> Json:
     try:
         found = json.loads(raw, parse_constant=_no_number)
     except ValueError as error:
-        raise Refused(f"the body is no JSON: {error}") from None
+        raise Refused(f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise Refused("the body must be an object")
     return found
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _retries(request: web.Request) -> int:

@@ -67,7 +67,7 @@ class Template:
             text = self._text(messages, tools)
             text.encode()
         except UnicodeError:
-            raise Refused("a message holds half of a surrogate pair: that is no text") from None
+            raise Refused("a message holds half of a surrogate pair: that is not text") from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise Refused(f"the model's chat template refuses these messages: {error}") from None
         ids = self.encode(text)

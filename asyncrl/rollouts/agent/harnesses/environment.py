@@ -60,13 +60,13 @@ def check_names(environment: Mapping[str, object]) -> None:
 def check_venv(venv: str) -> None:
     """Raises ConfigError unless there is a virtual environment."""
     if venv and not os.access(Path(venv) / "bin" / "python", os.X_OK):
-        raise ConfigError(f"venv: {venv} is no virtual environment (it has no bin/python); make one: python -m venv")
+        raise ConfigError(f"venv: {venv} is not a virtual environment (it has no bin/python); make one: python -m venv")
 
 
 def check_program(program: str, *, directory: str, path: str) -> None:
     """Raises ConfigError unless it can be started."""
     if directory and not os.path.isdir(directory):
-        raise ConfigError(f"directory: {directory} is no folder")
+        raise ConfigError(f"directory: {directory} is not a folder")
     where = os.path.join(directory, program) if os.sep in program else program
     if shutil.which(where, path=path) is None:
         looked = "it is not there, or not executable" if os.sep in program else f"it is not on PATH ({path})"

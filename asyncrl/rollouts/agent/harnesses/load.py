@@ -44,5 +44,5 @@ def _address(name: str, where: str) -> str:
         return name
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise ConfigError(f"{where}.harness: {name!r} is no address; write package.module:Harness")
+        raise ConfigError(f"{where}.harness: {name!r} is not an address; write package.module:Harness")
     return f"{_HERE}.python_harness:PythonHarness"

@@ -101,7 +101,7 @@ async def test_an_environment_plays_the_task_of_a_row(tmp_path: Path, files: dic
 
 def test_a_venv_without_verifiers_is_refused(tmp_path: Path) -> None:
     venv.create(tmp_path, with_pip=False)
-    for folder, problem in ((tmp_path, "has no verifiers"), (tmp_path / "none", "is no virtual environment")):
+    for folder, problem in ((tmp_path, "has no verifiers"), (tmp_path / "none", "is not a virtual environment")):
         with pytest.raises(ConfigError, match=problem):
             Options(environment="sums", venv=str(folder))
 

@@ -82,7 +82,7 @@ def test_metadata_of_the_data_set_is_put_over_the_rows(tmp_path: Path) -> None:
             {"min_new_tokens": 9},
             "min_new_tokens = 9 is over rollout.max_new_tokens (8), which holds where the data set",
         ),
-        ({"stop_token_ids": (4, 12)}, "stop_token_ids: 12 is no token of the model's 12"),
+        ({"stop_token_ids": (4, 12)}, "stop_token_ids: 12 is not a token of the model's 12"),
         ({"metadata": {"from": dt.date(2026, 1, 1)}}, "'metadata' holds a date; write it as text or a number"),
         ({"max_prompt_tokens": 3}, "prompt 2 has 4 tokens, more than max_prompt_tokens = 3, and an evaluation"),
         ({"max_prompt_tokens": 1}, "prompt 1 has 2 tokens, more than max_prompt_tokens = 1"),

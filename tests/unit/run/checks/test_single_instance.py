@@ -153,4 +153,4 @@ async def test_a_server_whose_roles_are_older_lets_workers_in_and_is_named(caplo
     async with single_instance.worker(bus, "w0", run="mine"):
         pass
     (line,) = caplog.messages
-    assert "write the server's roles anew with bin/nats-config" in line
+    assert "write the server's roles again with bin/nats-config" in line

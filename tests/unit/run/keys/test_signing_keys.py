@@ -153,7 +153,7 @@ def test_keys_that_a_disk_did_not_take_are_made_at_the_next_start(
 def test_a_public_key_that_is_none_is_refused_in_one_line_until_the_learner_writes_it(run: RunConfig) -> None:
     key = signing_keys.learner_key(run)
     (run.run_directory / "keys" / "learner.pub").write_text("no key")
-    with pytest.raises(ConfigError, match="learner.pub: is no key of 64 hexadecimal digits; remove it"):
+    with pytest.raises(ConfigError, match="learner.pub: is not a key of 64 hexadecimal digits; remove it"):
         signing_keys.signatures(run, role="rollout-worker")
     signing_keys.signatures(run, role="learner")
     assert signing_keys.signatures(run, role="rollout-worker").learner == key
