@@ -333,7 +333,7 @@ def main(given: Sequence[str] | None = None) -> int:
         try:
             values[name] = float(number)
         except ValueError:
-            parser.error(f"--set {item}: {number!r} is no number")
+            parser.error(f"--set {item}: {number!r} is not a number")
     taken = assumptions(values)
     made = {name: markdown(table) for name, table in tables(taken)}
     made["assumptions"] = assumptions_table(taken)

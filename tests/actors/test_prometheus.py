@@ -81,7 +81,7 @@ async def test_a_port_that_is_taken_costs_the_learner_one_line(bus: MemoryBus, p
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        with pytest.raises(ConfigError, match=f"metrics.prometheus: port {port} of 127.0.0.1 cannot be had"):
+        with pytest.raises(ConfigError, match=f"metrics.prometheus: port {port} of 127.0.0.1 cannot be used"):
             async with endpoint(bus, port, tmp_path, "learner", step_numbers=dict):
                 pass
 

@@ -251,4 +251,4 @@ async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing
                 await worker.engine.steps(5)
         (group,) = await worker.until_published(bus, 1)
     assert len(group.trajectories) == 2
-    assert len([record for record in caplog.records if "saved no more" in record.message]) == 1
+    assert len([record for record in caplog.records if "no longer saved" in record.message]) == 1

@@ -157,7 +157,7 @@ def test_a_column_that_no_row_has_is_refused_and_one_that_some_have_is_not(tmp_p
         ({"how": 3}, {"sampling_key": "how"}, "must be an object of max_new_tokens"),
         ({"rm": "maths"}, {"reward_key": "rm"}, "names the reward 'maths', which is none of math, style"),
         ({"rm": "math"}, {"reward_key": "rm"}, "reward.kind = 'math' compares with one"),
-        ({"tools": "{"}, {"tools_key": "tools", "chat_template": True}, "'tools' is no JSON"),
+        ({"tools": "{"}, {"tools_key": "tools", "chat_template": True}, "'tools' is not JSON"),
         ({"tools": ["add"]}, {"tools_key": "tools", "chat_template": True}, "must be a list of tools"),
         ({"talk": "hi"}, {"conversation_key": "talk", "chat_template": True}, "must be a list of chat messages"),
         ({"talk": TALK[:1]}, {"conversation_key": "talk", "chat_template": True}, "no message of the assistant"),

@@ -48,9 +48,9 @@ def test_a_harness_is_found_by_name_or_address_and_a_mistake_is_told_in_one_line
     load_harness("no_such_package.module:Harness", {"processes": 2}, limits=Limits())  # a child is to import it
     for name, options, problem in (
         ("comand", {}, "rollout.options.harness: 'comand' is unknown; did you mean 'command'?"),
-        ("my pkg:Harness", {}, "rollout.options.harness: 'my pkg:Harness' is no address"),
+        ("my pkg:Harness", {}, "rollout.options.harness: 'my pkg:Harness' is not an address"),
         ("command", {"program": "x"}, "rollout.options.harness_options: unknown key 'program'"),
-        ("my_pkg:Harness", {"venv": "/nowhere"}, "rollout.options.harness_options: venv: /nowhere is no virtual"),
+        ("my_pkg:Harness", {"venv": "/nowhere"}, "rollout.options.harness_options: venv: /nowhere is not a virtual"),
     ):
         with pytest.raises(ConfigError) as raised:
             load_harness(name, options, limits=Limits())
