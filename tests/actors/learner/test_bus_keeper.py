@@ -129,5 +129,5 @@ async def test_a_bus_that_refuses_a_look_is_said_once_and_asked_again(
             await looks.acquire()
         keeping.cancel()
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "what was lost is not all there again: no quorum"
+        "not all of what was lost is restored yet: no quorum"
     ]
