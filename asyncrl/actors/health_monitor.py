@@ -28,6 +28,7 @@ from asyncrl.messages.topics import ACTORS, PROGRESS
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.policies.health.faults import (
     BUS_SECONDS,
+    LEARNER,
     Finding,
     Observation,
 )
@@ -68,6 +69,7 @@ class HealthMonitor:
         self._silent = self._refuses = 0.0
         self._server_pid = 0
         self._listened = 0.0
+        self._leaderless = math.inf  # seconds since a learner was heard
         self._pause = LOOK_SECONDS
         self._is_finished = False
         self._since = Since()
@@ -112,6 +114,8 @@ class HealthMonitor:
             if not self._losses.is_blind:
                 self._listened += heard
                 self._presence.hear(beats, seconds=heard, elapsed=elapsed, launched=self._launched())
+                learners = [one.seconds for one in self._presence.present().values() if one.beat.role == LEARNER]
+                self._leaderless = min(learners, default=self._leaderless + heard)
             is_stored = self._losses.is_blind or await self._stores()
             self._refuses = 0.0 if is_stored else self._refuses + self._passed()
         self._looked = time.monotonic()
@@ -120,6 +124,7 @@ class HealthMonitor:
         return Observation(
             actors=self._presence.present(),
             listened=self._listened,
+            leaderless=self._leaderless,
             bus_silent=self._silent,
             bus_refuses=self._refuses,
             bus_problem=str(self.error or ""),
@@ -156,8 +161,9 @@ class HealthMonitor:
 
     async def _read(self) -> tuple[dict[str, Heartbeat], bool]:
         assert self._bus is not None
+        beats = await self._bus.states(ACTORS)  # first: a learner that finishes says so before its beat is gone
         progress = (await self._bus.states(PROGRESS)).get("")
-        return await self._bus.states(ACTORS), progress is not None and progress.finished
+        return beats, progress is not None and progress.finished
 
     def _miss_own(self, beats: Mapping[str, Heartbeat]) -> None:
         """An own beat has gone before its time: somebody removed all, and by now the others have sent new ones."""

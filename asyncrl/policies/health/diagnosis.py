@@ -45,12 +45,12 @@ from asyncrl.policies.health.faults import (
 def diagnose(observation: Observation) -> list[Finding]:
     """Every fault, what holds up the learner first. Empty: the run goes on."""
     seen = observation
+    if seen.is_finished:
+        return []  # its server may be gone, too
     if seen.bus_silent > BUS_SECONDS:
         return [faults.deaf(seen)]  # nothing can be known of anybody
     if seen.bus_refuses > BUS_SECONDS:
         return [faults.refused(seen)]
-    if seen.is_finished:
-        return []
     if seen.is_bus_blind:
         return losses.present(seen)
     chains = _Chains(seen)
@@ -109,8 +109,13 @@ class _Chains:
     def missing(self) -> Iterable[Finding]:
         """A run without a learner stands still, or soon will, whoever waits for it."""
         has_learner = any(seen.beat.role == LEARNER for seen in self.actors.values())
-        if not has_learner and self.observation.listened > PATIENCE_SECONDS:
-            yield faults.nobody(LEARNER, self.observation.listened)
+        if not has_learner and self._is_learner_missed:
+            yield faults.nobody(LEARNER, min(self.observation.listened, self.observation.leaderless))
+
+    @property
+    def _is_learner_missed(self) -> bool:
+        """One that has just left may have ended its run: whoever started it knows before long."""
+        return min(self.observation.listened, self.observation.leaderless) > PATIENCE_SECONDS
 
     def with_victims(self, finding: Finding) -> Finding:
         """The finding with who waits for it: the learner, then workers, by name."""
@@ -153,7 +158,9 @@ class _Chains:
         if not candidates and wait.on in (PROMPT_SOURCE, SENDER):  # it comes with the learner, which may be starting
             candidates = self._others(LEARNER, name)
         if not candidates:
-            return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds)) if wait.on != FOLLOWER else None
+            if wait.on == FOLLOWER or (wait.on != WORKER and not self._is_learner_missed):
+                return None
+            return self._end(faults.nobody(wait.on, wait.seconds + seen.seconds))
         found: set[_Key] = set()
         for other in candidates:
             position = next((i for i, (passed, _) in enumerate(path) if passed == other), None)

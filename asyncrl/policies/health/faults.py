@@ -6,6 +6,7 @@ rule there, and a row of the table in tests/unit/policies/health/test_diagnosis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -130,11 +131,12 @@ class Observation:
 
     bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
     bus_losses   what of it was lost lately;  is_bus_blind: of whom we listen to nothing is there
-    listened     seconds that the watcher has heard
+    listened     seconds that the watcher has heard;  leaderless: since it last heard a learner, infinite if it never did
     """
 
     actors: Mapping[str, Seen]
     listened: float
+    leaderless: float = math.inf
     bus_silent: float = 0.0
     bus_refuses: float = 0.0
     bus_problem: str = ""

@@ -221,6 +221,49 @@ async def test_a_watcher_leaves_nothing_behind_and_sees_that_the_run_is_finished
     assert await bus.states(ACTORS) == {}
 
 
+class Finishing(Flaky):
+    """A bus whose learner finishes, and leaves, while a watcher looks."""
+
+    async def states(self, topic: Any) -> Any:
+        found = await super().states(topic)
+        await self.bus.put(PROGRESS, replace(buses.progress(3), finished=True))
+        await self.bus.forget(ACTORS, key="learner")
+        return found
+
+
+async def test_a_learner_that_finishes_during_a_look_is_not_missed(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+    for number in range(10):
+        clock.now += 1
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        await watcher.look()
+    finishing = Finishing()
+    finishing.bus = bus.bus
+    bus.states = finishing.states  # type: ignore[method-assign]
+    observation = await watcher.look()
+    assert observation.is_finished
+    assert diagnose(observation) == []
+    await watcher.close()
+
+
+async def test_a_learner_that_leaves_in_order_is_missed_after_some_seconds(clock: Clock) -> None:
+    bus = Flaky()
+    watcher = HealthMonitor(lambda: _ready(bus))
+    for number in range(10):
+        clock.now += 1
+        await bus.put(ACTORS, beat("learner", number, role=LEARNER, host="there"), key="learner")
+        await watcher.look()
+    await bus.forget(ACTORS, key="learner")
+    named = []
+    for _ in range(9):
+        clock.now += 1
+        named.append([one.fault for one in diagnose(await watcher.look())])
+    assert named[:5] == [[]] * 5
+    assert named[-1] == ["no learner"]
+    await watcher.close()
+
+
 async def test_nobody_is_accused_by_a_watcher_that_was_frozen_itself(clock: Clock) -> None:
     bus = Flaky()
     watcher = HealthMonitor(lambda: _ready(bus))

@@ -341,10 +341,16 @@ def test_faults_that_hold_up_the_learner_come_first() -> None:
     assert [bool(finding.victims) for finding in found] == [True, True, False]
 
 
-def test_a_finished_run_has_no_findings_but_of_its_bus() -> None:
+def test_a_finished_run_has_no_findings_and_its_server_may_be_gone() -> None:
     observation = observed(TABLE["there is no worker at all"])
     assert diagnose(replace(observation, is_finished=True)) == []
-    assert [one.fault for one in diagnose(replace(observation, is_finished=True, bus_silent=9.0))] == ["bus"]
+    assert diagnose(replace(observation, is_finished=True, bus_silent=9.0)) == []
+
+
+def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
+    observation = observed(TABLE["there is no learner"])
+    assert diagnose(replace(observation, leaderless=3.0)) == []
+    assert [one.fault for one in diagnose(replace(observation, leaderless=7.0))] == ["no learner"]
 
 
 @pytest.mark.parametrize(
