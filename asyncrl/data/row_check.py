@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ class RowLimits:
                    data.max_prompt_tokens are
     row_bytes      of label, metadata, response and messages: more does not fit into a message of the bus
     labelled_for   the reward.kind that compares with a label; "" for one that needs none
+    check_label    raises ValueError for the label and metadata of a row that reward.kind cannot use
     rewards        the names that data.reward_key may hold -> whether that reward compares with a label
     sampling       what [rollout] says of SAMPLING and ignore_eos, which a row may override
     vocabulary     of the model: stop_token_ids are below it
@@ -32,6 +33,7 @@ class RowLimits:
     prompt_tokens: int = 2**31
     row_bytes: int = 2**31
     labelled_for: str = ""
+    check_label: Callable[[Any, Mapping[str, Any]], None] = lambda label, metadata: None
     rewards: Mapping[str, bool] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"max_new_tokens": 2**31})
     vocabulary: int = 2**31
@@ -80,6 +82,8 @@ class RowCheck:
         if metadata is not None and not isinstance(metadata, dict):
             raise ConfigError(f"{where}: {data.metadata_key!r} must be an object, got {short(metadata)}")
         self._check_label(row.get(data.label_key), where, reward=self._check_reward(row, where))
+        if not (data.reward_key and row.get(data.reward_key)):
+            self._check_use(row.get(data.label_key), metadata or {}, where)
         sampling_of(row, data, where, limits=self._limits)
         chat.tools_of(row, data, where)
         parts = {data.label_key: row.get(data.label_key), data.metadata_key: metadata}
@@ -128,6 +132,12 @@ class RowCheck:
                 f"{where}: no label ({self._limits.keys}label_key = {key!r}), and reward.kind = {reward!r} compares "
                 "with one"
             )
+
+    def _check_use(self, label: Any, metadata: Mapping[str, Any], where: str) -> None:
+        try:
+            self._limits.check_label(label, metadata)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {self._data.label_key!r}: {error}") from None
 
     def _check_response(self, row: dict[str, Any], where: str) -> None:
         key = self._data.response_key

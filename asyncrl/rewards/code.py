@@ -15,6 +15,7 @@ own process: one that exits early fails, but one that goes looking for what a te
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -126,8 +127,11 @@ class CodeReward:
             problem = said[-1] if said else outcome.stopped or f"exit code {outcome.code}"
             raise ConfigError(f"python: {self._python[0]} does not run in the sandbox: {problem}")
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        tests_of(label, metadata)
+
     def __call__(self, sample: Sample) -> Reward:
-        tests = tests_of(sample)
+        tests = tests_of(sample.label, sample.metadata)
         answer = after_thinking(sample.completion)
         program = last_block(answer, *_LANGUAGES)
         passed = self._num_passed(answer if program is None else program, tests)
@@ -163,14 +167,13 @@ class CodeReward:
         return self._sandbox.run([*self._python, *arguments], limits=limits, stdin=_bytes(stdin), files=files)
 
 
-def tests_of(sample: Sample) -> list[Test]:
+def tests_of(label: Any, metadata: Mapping[str, Any]) -> list[Test]:
     """The tests that a label says; at least one. Raises ValueError with what is wrong with it."""
-    label = sample.label
     if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError):  # statements may begin with a bracket
             label = json.loads(label)
     if isinstance(label, str) and label.strip():
-        return [Test(statements=_called(label, sample.metadata.get("entry_point")))]
+        return [Test(statements=_called(_tested(label), metadata.get("entry_point")))]
     found = list(_tests(label))
     if not found:
         raise ValueError(f"the label holds no tests: {str(label)[:60]!r}")
@@ -190,7 +193,7 @@ def _tests(label: Any) -> Iterator[Test]:
             if isinstance(one, Mapping) and "input" in one and "output" in one:
                 yield Test(stdin=_lines(one["input"]), expected=_lines(one["output"]))
             elif isinstance(one, str):
-                yield Test(statements=one)
+                yield Test(statements=_tested(one))
             else:
                 raise ValueError(f"a test must be a statement or have input and output, is {str(one)[:60]!r}")
 
@@ -201,6 +204,17 @@ def _call(name: str, given: Any, expected: Any) -> Test:
     if not isinstance(given, list | tuple):
         raise ValueError(f"inputs of {name} must be lists of arguments, one is {str(given)[:60]!r}")
     return Test(statements=_CALL.format(name=name, arguments=json.dumps(given), expected=json.dumps(expected)))
+
+
+def _tested(statements: str) -> str:
+    """Raises ValueError for text that any program would pass, or none."""
+    try:
+        parsed = ast.parse(statements)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"a test is neither JSON nor Python statements: {statements[:60]!r}") from None
+    if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(parsed)):
+        raise ValueError(f"a test has no assert and no call, so that every program would pass: {statements[:60]!r}")
+    return statements
 
 
 def _called(statements: str, entry_point: Any) -> str:

@@ -8,6 +8,7 @@ the choices is the data's: shuffle them there.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +41,9 @@ class GpqaReward:
         self._stated = re.compile(_STATED.format(letters=letters))
         self._alone = re.compile(_ALONE.format(letters=letters + letters.lower()))
         self._leading = re.compile(_LEADING.format(letters=letters), re.DOTALL)
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        self._letter(label, metadata.get("choices"))
 
     def __call__(self, sample: Sample) -> float:
         return float(self.vote(sample.completion) == self._letter(sample.label, sample.metadata.get("choices")))

@@ -32,6 +32,9 @@ class IfEvalReward:
     def __init__(self, options: Options) -> None:
         self._options = options
 
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        _instructions(metadata if _NAMES in metadata else label)
+
     def __call__(self, sample: Sample) -> Reward:
         kinds, values = _instructions(sample.metadata if _NAMES in sample.metadata else sample.label)
         response = after_thinking(sample.completion)

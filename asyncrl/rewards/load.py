@@ -17,7 +17,7 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableSequence, Sequence
 from typing import Any, Final
 
 from asyncrl import config
@@ -151,6 +151,12 @@ def needs_label(section: config.RewardSection) -> bool:
     Raises ConfigError.
     """
     return bool(getattr(load_reward(section).function, "needs_label", False))
+
+
+def label_check(section: config.RewardSection) -> Callable[[Any, Mapping[str, Any]], None]:
+    """``check_label`` of the reward's object, if it has one: it raises ValueError for the label and metadata of a row
+    that it cannot judge anything by. Raises ConfigError."""
+    return getattr(load_reward(section).function, "check_label", lambda label, metadata: None)
 
 
 def takes_group(function: Callable[..., Any], *, name: str) -> bool:

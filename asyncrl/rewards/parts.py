@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.errors import RewardError
 from asyncrl.protocols import Reward, Sample
@@ -49,6 +50,13 @@ class WeightedParts:
         except ExceptionGroup as error:
             raise error.exceptions[0] from error.exceptions[0].__cause__
         return [self._sum({name: task.result()[at] for name, task in tasks.items()}) for at in range(len(samples))]
+
+    def check_label(self, label: Any, metadata: Mapping[str, Any]) -> None:
+        for name, one in self._parts.items():
+            try:
+                getattr(one.reward.function, "check_label", lambda label, metadata: None)(label, metadata)
+            except ValueError as error:
+                raise ValueError(f"reward.parts.{name}: {error}") from None
 
     def check_machine(self) -> None:
         """Raises ConfigError."""

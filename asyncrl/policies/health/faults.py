@@ -131,7 +131,7 @@ class Observation:
 
     bus_silent   seconds since the bus last answered;  bus_refuses: since it last stored something;  bus_problem: why
     bus_losses   what of it was lost lately;  is_bus_blind: of whom we listen to nothing is there
-    listened     seconds that the watcher has heard;  leaderless: since it last heard a learner, infinite if it never did
+    listened     seconds that the watcher has heard;  leaderless: since it last heard a learner; infinite: it never did
     """
 
     actors: Mapping[str, Seen]

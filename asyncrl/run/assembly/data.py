@@ -16,7 +16,7 @@ from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, indexed
 from asyncrl.data.row_check import SAMPLING, RowLimits
 from asyncrl.data.tokenizer import load_tokenizer
-from asyncrl.rewards.load import needs_label, row_labels
+from asyncrl.rewards.load import label_check, needs_label, row_labels
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run.assembly.evaluation_sets import look_at_rows, open_set, require_space, row_limits
 
@@ -70,6 +70,7 @@ def _limits_of_set(run: RunConfig, reward: RewardSection) -> RowLimits:
     return row_limits(
         row_bytes=run.bus.max_message_bytes // 2,
         labelled_for=reward.kind if needs_label(reward) else "",
+        check_label=label_check(reward),
         keeps_messages=_keeps_messages(run),
     )
 
@@ -82,6 +83,7 @@ def _limits(run: RunConfig) -> RowLimits:
         prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
         row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
+        check_label=label_check(run.reward),
         rewards=row_labels(run.reward) if run.data.reward_key else {},
         sampling={name: _as_toml(getattr(run.rollout, name)) for name in (*SAMPLING, "ignore_eos")},
         vocabulary=model.vocab_size,

@@ -22,10 +22,15 @@ ANSWER_BYTES: Final = 512
 """Of an answer in the log: a vote of 64 characters, and some numbers; as much again for the prompt that it is of."""
 
 
-def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False) -> RowLimits:
+def row_limits(*, row_bytes: int, labelled_for: str, keeps_messages: bool = False, **more: Any) -> RowLimits:
     """As in RowLimits. A prompt that is too long is refused by ``open_set``."""
     return RowLimits(
-        prompt_tokens=_ANY, row_bytes=row_bytes, labelled_for=labelled_for, keys="", keeps_messages=keeps_messages
+        prompt_tokens=_ANY,
+        row_bytes=row_bytes,
+        labelled_for=labelled_for,
+        keys="",
+        keeps_messages=keeps_messages,
+        **more,
     )
 
 

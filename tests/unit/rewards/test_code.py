@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.config import DataSection, RewardSection
+from asyncrl.config.reward import RewardPart
+from asyncrl.data.prompts import indexed
+from asyncrl.data.row_check import RowLimits
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols import Sample
 from asyncrl.rewards.guard import GuardedReward
+from asyncrl.rewards.load import label_check
 from tests.harness.rewards import load, sample, values
 
 PLAIN = {"sandbox": "none", "seconds": 100.0, "total_seconds": 100.0, "processes": 64}
@@ -107,6 +113,12 @@ async def test_what_was_thought_is_not_run() -> None:
         ([3], "a test must be a statement or have input and output, is '3'"),
         ({"fn_name": "a b", "inputs": [[1]], "outputs": [1]}, "fn_name must be a function's name"),
         ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "must be lists of arguments"),
+        ("1234", "no assert and no call, so that every program would pass: '1234'"),
+        ("x = 3", "no assert and no call"),
+        ("Paris", "no assert and no call"),
+        ("the sum is 3", "neither JSON nor Python statements: 'the sum is 3'"),
+        ('{"inputs": ["1"], "outputs": ["2"', "neither JSON nor Python statements"),
+        (["assert add(1, 2) == 3", "3"], "no assert and no call"),
     ],
 )
 async def test_a_label_that_is_no_test_fails_its_group_with_the_reason(label: Any, problem: str) -> None:
@@ -150,3 +162,20 @@ def test_an_interpreter_that_does_not_start_is_refused_by_check(tmp_path: Any) -
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load("code", **options)
+
+
+def test_labels_that_rewards_cannot_use_are_refused_before_the_run_with_their_row(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    labels = ["assert add(1, 2) == 3", "3"]
+    rows.write_text("".join(json.dumps({"prompt": "add", "label": label}) + "\n" for label in labels))
+    kinds = {
+        "code": "every program would pass: '3'",
+        "ifeval": "not a table of instructions",
+        "gpqa": "is none of A, B, C, D",
+    }
+    for kind, problem in kinds.items():
+        for section in (RewardSection(kind=kind), RewardSection(kind="parts", parts={"p": RewardPart(kind=kind)})):
+            limits = RowLimits(labelled_for=kind, check_label=label_check(section))
+            with pytest.raises(ConfigError, match=problem) as caught:
+                indexed(DataSection(path=str(rows)), seed=0, limits=limits)
+            assert str(rows) in str(caught.value)
