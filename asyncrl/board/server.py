@@ -194,7 +194,7 @@ class Board:
 
     def _feed(self, request: web.Request) -> RunFeed:
         number = request.match_info["run"]
-        if not number.isdecimal() or int(number) >= len(self.feeds):
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self.feeds):
             raise web.HTTPNotFound(text="no such run\n")
         return self.feeds[int(number)]
 

@@ -15,6 +15,11 @@ def no_reward(sample: Sample) -> float:
     """
     trajectory = sample.trajectory
     if math.isnan(trajectory.reward):
+        if trajectory.reward_parts.get("timeout"):  # of a harness that was ended (rollouts/agent/harnesses/limits.py)
+            raise RewardError(
+                "reward none: the sample took longer than rollout.options.timeout_seconds, and nothing says its "
+                'reward; set rollout.options.timeout_reward, or on_timeout = "fail"'
+            )
         raise RewardError(
             "reward none: the rollout function set no reward; give one to trajectory(reward=...), 0 if the algorithm "
             "looks at none, or choose another reward.kind"

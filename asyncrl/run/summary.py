@@ -71,10 +71,10 @@ class Summary:
 
     @property
     def num_trained_prompts(self) -> int:
-        """Prompts that the run trains, counted as often as they are trained; at most those of data.epochs."""
-        of_steps = self.settings.run.steps * self.settings.learner.groups_per_batch
-        epochs = self.settings.data.epochs
-        return min(of_steps, epochs * self.num_prompts) if epochs else of_steps
+        """Prompts that the run trains, counted as often as they are trained: those of whole batches in data.epochs."""
+        of_batch, epochs = self.settings.learner.groups_per_batch, self.settings.data.epochs
+        of_steps = self.settings.run.steps * of_batch
+        return min(of_steps, epochs * self.num_prompts // of_batch * of_batch) if epochs else of_steps
 
     @property
     def samples_per_step(self) -> int:

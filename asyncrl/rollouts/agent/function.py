@@ -74,6 +74,13 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be from 0 to {2**16 - 1}, got {self.port}")
+        self._limits()
+
+    def _limits(self) -> Limits:
+        """Raises ConfigError."""
+        return Limits(
+            timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
+        )
 
     def check_machine(self) -> None:
         """Raises ConfigError if the harness's program or virtual environment is not here."""
@@ -81,10 +88,7 @@ class Options:
 
     def load_harness(self) -> Limited:
         """The harness within its limits; starts nothing. Raises ConfigError."""
-        limits = Limits(
-            timeout_seconds=self.timeout_seconds, on_timeout=self.on_timeout, timeout_reward=self.timeout_reward
-        )
-        return load_harness(self.harness, self.harness_options, limits=limits)
+        return load_harness(self.harness, self.harness_options, limits=self._limits())
 
 
 class Agent:

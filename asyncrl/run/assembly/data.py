@@ -16,6 +16,7 @@ from asyncrl.data.model_folder import check_model_at
 from asyncrl.data.prompts import PromptDataset, indexed
 from asyncrl.data.row_check import SAMPLING, RowLimits
 from asyncrl.data.tokenizer import load_tokenizer
+from asyncrl.errors import ConfigError
 from asyncrl.rewards.load import label_check, needs_label, row_labels
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run.assembly.evaluation_sets import look_at_rows, open_set, require_space, row_limits
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
 
 
 def index_rows(run: RunConfig) -> Positions:
-    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt."""
-    return indexed(run.data, seed=run.run.seed, limits=_limits(run))
+    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt, and
+    where there are too few for one step."""
+    rows = indexed(run.data, seed=run.run.seed, limits=_limits(run))
+    if run.data.epochs and rows.num_rows * run.data.epochs < run.learner.groups_per_batch:
+        raise ConfigError(
+            f"data.epochs: {rows.num_rows} rows x {run.data.epochs} are no batch of learner.groups_per_batch = "
+            f"{run.learner.groups_per_batch}, so nothing would be trained; lower it, or raise data.epochs (0 repeats)"
+        )
+    return rows
 
 
 def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:

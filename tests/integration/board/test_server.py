@@ -86,6 +86,7 @@ async def test_what_is_not_there_is_not_found(recorded: Path, open_board: OpenBo
     paths = [
         "/api/runs/1/lanes",
         "/api/runs/x/lanes",
+        "/api/runs/" + "9" * 5000 + "/lanes",
         "/api/runs/0/actors/w9",
         "/api/runs/0/groups/-1",
         "/static/../server.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,15 @@ async def test_a_rollout_function_that_sets_no_reward_fails_its_group_with_the_r
     assert (metrics["reward/mean"], metrics["staleness/failed_groups"]) == (1.0, 1)
     with pytest.raises(RewardError, match=r"the rollout function set no reward; give one to trajectory\(reward="):
         await load_reward(config.RewardSection(kind="none"))([sample_of(reward=float("nan"))])
+
+
+async def test_a_sample_that_took_too_long_and_has_no_reward_says_so() -> None:
+    late = sample_of(reward=float("nan"))
+    late = replace(late, trajectory=replace(late.trajectory, reward_parts={"timeout": 1.0}))
+    with pytest.raises(
+        RewardError, match=r"longer than rollout.options.timeout_seconds.*set rollout.options.time"
+    ):
+        await load_reward(config.RewardSection(kind="none"))([late])
 
 
 async def test_the_built_in_functions_need_no_reward(tmp_path: Path) -> None:

@@ -368,3 +368,13 @@ def test_a_rollout_function_of_ones_own_says_that_it_samples_nothing(make_run: R
 @described(samples=False, gives_one=True)
 async def copied(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
     return await given(prompt, generate, index=index)
+
+
+def test_data_that_ends_before_one_batch_is_refused_and_whole_batches_are_promised(
+    make_run: RunMaker, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "few.jsonl").write_text("".join((folder / "prompts.jsonl").read_text().splitlines(keepends=True)[:3]))
+    few = [f"data.path={tmp_path / 'few.jsonl'}", "run.steps=100"]
+    with pytest.raises(ConfigError, match=r"data.epochs: 3 rows x 1 are no batch of learner.groups_per_batch = 4"):
+        summarize(make_run(*few, "data.epochs=1"))
+    assert summarize(make_run(*few, "data.epochs=3")).num_trained_prompts == 8  # of 9
