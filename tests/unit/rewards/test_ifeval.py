@@ -108,7 +108,7 @@ async def test_loose_looks_past_an_introduction() -> None:
         (label(("detectable_format:title", {"num_bullets": 1})), "cannot take"),
         ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}, "a list of 1 tables"),
         ({"kwargs": []}, "must hold instruction_id_list, a list of names"),
-        ("[", "no table of instructions"),
+        ("[", "not a table of instructions"),
     ],
 )
 async def test_an_instruction_that_cannot_be_checked_fails_by_name(wrong: Any, reason: str) -> None:
