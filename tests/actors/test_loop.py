@@ -16,8 +16,9 @@ from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTOR
 from asyncrl.policies.health.faults import SPACE_IN_LOG
 from asyncrl.protocols import Reward, Sample
 from tests.harness import fakes
-from tests.harness.fakes import Engine, Loop, Rows, run_all, run_worker, until, worker
+from tests.harness.fakes import Engine, Loop, run_all, run_worker, until, worker
 from tests.harness.metric_names import is_known
+from tests.harness.rows import Rows
 
 
 async def test_the_loop_trains_every_step_and_everybody_ends(loop: Loop, bus_factory: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command in this process."""
+"""The command in this process, and a run file for it on the demo's task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from typing import Any
 import pytest
 
 from asyncrl.cli import main as cli
+
+RUN_FILE = """
+[run]
+name = "tiny"
+directory = "{directory}/runs"
+[model]
+path = "{directory}/model"
+[data]
+path = "{directory}/prompts.jsonl"
+[engine]
+kind = "inprocess"
+[reward]
+kind = "asyncrl.data.demo_task:reward"
+[learner]
+backend = "reference"
+groups_per_batch = 4
+[rollout]
+max_new_tokens = 8
+"""
 
 
 def asyncrl(*arguments: Any, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

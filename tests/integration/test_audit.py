@@ -29,10 +29,10 @@ from asyncrl.run import registry
 from asyncrl.run.recorded.account import account_with
 from asyncrl.run.recorded.run_folder import RecordedRun
 from tests.harness import buses, fakes
+from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.histories import forge
 from tests.harness.learning import DEMO, demo_run, is_same, train, weights
-from tests.unit.cli.test_cli import asyncrl
 
 
 async def account_of(loop: Loop) -> Account:

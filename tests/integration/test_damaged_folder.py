@@ -25,10 +25,10 @@ from asyncrl.run.assembly.build_learner import build_learner
 from asyncrl.run.watched.group_index import rows_as_json
 from asyncrl.run.watched.watched_run import WatchedRun
 from asyncrl.state import checkpoint
+from tests.harness.command import asyncrl
 from tests.harness.damage import spoil
 from tests.harness.learning import demo_run, memory_bus
 from tests.integration.test_audit import train_there
-from tests.unit.cli.test_cli import asyncrl
 
 
 @pytest.fixture(scope="module")

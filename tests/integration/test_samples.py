@@ -17,8 +17,8 @@ from asyncrl.run.recorded.samples import RunSamples
 from asyncrl.state.history import HISTORY_FILE, History
 from asyncrl.state.samples import SampleFile
 from tests.harness import buses
+from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
-from tests.unit.cli.test_cli import asyncrl
 
 SETTINGS = {"model": {"path": "nowhere"}, "data": {"path": "d"}, "bus": {"kind": "memory"}}
 

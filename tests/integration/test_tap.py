@@ -16,7 +16,7 @@ from asyncrl.cli import tap
 from asyncrl.messages import Event, Progress, StepMetrics
 from asyncrl.messages.topics import EVENTS, PROGRESS, PROMPTS, TRAJECTORIES
 from tests.harness import buses
-from tests.unit.cli.test_cli import asyncrl
+from tests.harness.command import asyncrl
 
 
 async def test_new_entries_of_a_log_are_shown_and_older_ones_are_not(bus_factory: Any) -> None:

@@ -98,9 +98,7 @@ class SGLangEngine(EngineAdapter):
         if not options.url:
             check_arguments(options.server_arguments)
         elif run.run.colocated:
-            raise ConfigError(
-                "run.colocated: a server of your own (engine.options.url) cannot be told to release its GPUs"
-            )
+            raise ConfigError("run.colocated: a server of your own (engine.options.url) does not release its GPUs")
 
     @classmethod
     def check_joined(cls, options: Mapping[str, Any]) -> None:

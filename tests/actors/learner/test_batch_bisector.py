@@ -17,8 +17,9 @@ from asyncrl.policies.batching.packing import MicroBatch
 from asyncrl.protocols import StepResult
 from tests.actors.learner.test_liar import events
 from tests.conftest import BUS_SIZES
-from tests.harness.fakes import Backend, Engine, Loop, Rows, run_worker, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_worker, worker
 from tests.harness.groups import group
+from tests.harness.rows import Rows
 
 Shards = Sequence[Sequence[MicroBatch]]
 

@@ -20,7 +20,8 @@ from asyncrl.state.in_progress import IN_PROGRESS_FILE
 from tests.actors.learner.test_batch_bisector import Picky, prompts_of, with_prompt
 from tests.actors.learner.test_liar import events
 from tests.conftest import BUS_SIZES
-from tests.harness.fakes import Engine, Loop, Rows, run_worker, worker
+from tests.harness.fakes import Engine, Loop, run_worker, worker
+from tests.harness.rows import Rows
 
 
 class Deadly(Picky):

@@ -18,7 +18,8 @@ from asyncrl.messages.topics import EVENTS, PROMPTS, TRAJECTORIES
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.protocols import Bus
-from tests.harness.fakes import Engine, Loop, Rows, run_worker, until, worker
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+from tests.harness.rows import Rows
 
 
 def group(group_id: int, *, version: int = 0, members: int = 2) -> TrajectoryGroup:

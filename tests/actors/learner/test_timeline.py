@@ -15,8 +15,8 @@ from asyncrl.messages import Heartbeat, Wait
 from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE, rows_of
 from asyncrl.state.samples import RotatedLines
 from tests.harness import fakes
+from tests.harness.command import asyncrl
 from tests.harness.fakes import Engine, Loop, run_all, worker
-from tests.unit.cli.test_cli import asyncrl
 
 
 def timeline(directory: Path) -> Timeline:

@@ -23,7 +23,8 @@ from asyncrl.policies.trust.logprob_mismatch import LogprobMismatch
 from asyncrl.policies.trust.validation import GroupValidation
 from asyncrl.protocols import Bus, Generation
 from tests.conftest import BUS_SIZES
-from tests.harness.fakes import Backend, Engine, Loop, Rows, run_worker, until, worker
+from tests.harness.fakes import Backend, Engine, Loop, run_worker, until, worker
+from tests.harness.rows import Rows
 
 
 class Trainer(Backend):

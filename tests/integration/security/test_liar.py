@@ -33,7 +33,8 @@ from asyncrl.state.history import HISTORY_FILE
 from tests.actors.learner.test_batch_bisector import Picky, Shards
 from tests.conftest import BUS_SIZES
 from tests.harness import lies
-from tests.harness.fakes import Engine, Loop, Rows, run_worker, until, worker
+from tests.harness.fakes import Engine, Loop, run_worker, until, worker
+from tests.harness.rows import Rows
 from tests.integration.security.test_hostile import CASES
 
 MESSAGES = 100

@@ -42,7 +42,7 @@ from asyncrl.messages.topics import (
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
 from asyncrl.policies.health.diagnosis import diagnose
 from asyncrl.run.checks import single_instance
-from tests.harness.buses import group, heartbeat, progress, prompt, taken
+from tests.harness.buses import group, heartbeat, progress, prompt
 from tests.harness.fakes import Engine, Loop, run_worker, worker
 from tests.harness.roles import RUNS, Server, connected
 
@@ -361,47 +361,3 @@ async def test_a_watcher_that_may_not_write_does_not_take_the_bus_for_full(serve
             seen = [await watcher.look() for _ in range(2)]
             assert watcher.error is None
             assert not [finding for finding in diagnose(seen[-1]) if finding.fault == "bus storage"]
-
-
-@pytest.fixture
-def old_server(tmp_path: Path) -> Iterator[Server]:
-    """As an older asyncrl configured it: one account for all roles, in which workers make their consumer."""
-    made = Server(tmp_path / "server", layout=one_account)
-    yield made
-    made.close()
-
-
-def one_account(config: dict[str, Any]) -> dict[str, Any]:
-    for run in RUNS:
-        users = [user for role in ROLES for user in config["accounts"].pop(account_name(run, role))["users"]]
-        for user in users[1:]:
-            allowed = user["permissions"]["publish"]["allow"]
-            user["permissions"]["publish"]["allow"] = [one for one in allowed if "CONSUMER.INFO" not in one]
-        config["accounts"][run] = {"jetstream": "enabled", "users": users}
-    return config
-
-
-async def test_roles_of_an_older_version_are_refused_in_one_line_that_mends_them(old_server: Server) -> None:
-    async with connected(old_server, "learner") as learner, connected(old_server, "observer") as observer:
-        await learner.put(PROGRESS, progress(1))
-        assert (await observer.states(PROGRESS))[""].step == 1
-        with pytest.raises(ConfigError, match="write the server's roles again with bin/nats-config") as error:
-            async with asyncio.timeout(60), connected(old_server, "rollout-worker"):
-                pass
-    assert "\n" not in str(error.value)
-
-
-async def test_a_server_gets_new_roles_by_two_reloads_and_loses_nothing(old_server: Server) -> None:
-    """nats-server connects accounts that a reload brought at the next one."""
-    async with connected(old_server, "learner") as learner:
-        await learner.publish(PROMPTS, prompt(1), key="1")
-        old_server.write_anew()
-        await asyncio.to_thread(old_server.reload)
-        with pytest.raises(ConfigError, match="after bin/nats-config, reload it twice"):
-            async with asyncio.timeout(60), connected(old_server, "rollout-worker"):
-                pass
-        await asyncio.to_thread(old_server.reload)
-        async with connected(old_server, "rollout-worker") as rollout, taken(rollout, 1) as (delivery,):
-            assert delivery.key == "1"
-            await delivery.ack()
-        assert await learner.depth(PROMPTS) == 0

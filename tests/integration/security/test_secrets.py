@@ -21,9 +21,9 @@ from asyncrl.data import demo_task
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.metrics.wandb import WandB
 from asyncrl.run.summary import summarize
+from tests.harness.command import RUN_FILE
 from tests.harness.forked import LAUNCHER, ForkServer
 from tests.harness.roles import Server
-from tests.unit.cli.test_cli import RUN_FILE
 
 PACKAGE = Path(asyncrl.__file__).parent
 SECRET = "hunter2-hunter2"

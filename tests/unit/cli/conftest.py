@@ -7,25 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.data import demo_task
-
-RUN_FILE = """
-[run]
-name = "tiny"
-directory = "{directory}/runs"
-[model]
-path = "{directory}/model"
-[data]
-path = "{directory}/prompts.jsonl"
-[engine]
-kind = "inprocess"
-[reward]
-kind = "asyncrl.data.demo_task:reward"
-[learner]
-backend = "reference"
-groups_per_batch = 4
-[rollout]
-max_new_tokens = 8
-"""
+from tests.harness.command import RUN_FILE
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.test_cli import asyncrl
+from tests.harness.command import asyncrl
 
 
 class Server(HTTPServer):

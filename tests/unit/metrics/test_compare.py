@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.metrics.compare import difference
 from asyncrl.state.history import HISTORY_FILE, History
-from tests.unit.cli.test_cli import asyncrl
+from tests.harness.command import asyncrl
 
 Rows = dict[int, dict[str, Any]]
 

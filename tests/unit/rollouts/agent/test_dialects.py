@@ -202,7 +202,7 @@ async def test_a_history_of_many_megabytes_is_read() -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ("/inference/v1/generate", {"token_ids": [1, 10**6]}, "token_ids\\[1\\] must be a whole number from 0"),
         ("/v1/chat/completions", b"{", "not JSON"),
-        ("/v1/chat/completions", b"[" * 100_000, "nested|no JSON"),
+        ("/v1/chat/completions", b"[" * 100_000, "nested|not JSON"),
         ("/v1/chat/completions", b"[]", "must be an object"),
         ("/v1/chat/completions", b'{"messages": NaN}', "NaN"),
     ],

@@ -1,0 +1,42 @@
+"""Rows of prompts that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Row:
+    tokens: NDArray[np.int32]
+    prompt: str
+    label: Any
+    metadata: dict[str, Any]
+    epoch: int
+    response: NDArray[np.int32]
+    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    messages: tuple[dict[str, Any], ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    reward: str = ""
+    dataset: str = ""
+    key: tuple[int, int] = (0, 0)
+
+
+class Rows:
+    """``count`` prompts, for ever or once; ``overlong`` positions are over the limit."""
+
+    def __init__(self, count: int = 5, *, epochs: int = 0, overlong: frozenset[int] = frozenset()) -> None:
+        self._count, self._epochs, self._overlong = count, epochs, overlong
+
+    def at(self, position: int) -> Row | None:
+        epoch, index = divmod(position, self._count)
+        if self._epochs and epoch >= self._epochs:
+            return None
+        tokens = np.zeros(0, np.int32) if position in self._overlong else np.array([1, 4 + index], np.int32)
+        response = np.array([4 + index, 5, 3], np.int32)
+        return Row(
+            tokens=tokens, prompt=f"p{index}", label=index, metadata={}, epoch=epoch, response=response, key=(0, index)
+        )
