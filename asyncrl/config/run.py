@@ -123,7 +123,8 @@ class RolloutSection:
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
     the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
-    the backend replays them, algorithm.correction is not "none", and a group fits into a message."""
+    the backend replays them, algorithm.correction is not "none", and a group fits into a message; on: also one that is
+    stored in pieces."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker loads new weights. in_flight (default of async): at once, between two tokens. drain: after its
     running samples. on_demand (default of sync and one_step_off): when a prompt asks for them. Empty: the default of
@@ -341,7 +342,12 @@ class RunConfig:
         return self.rollout.load or ("in_flight" if self.run.mode == "async" else "on_demand")
 
     @property
-    def largest_message_bytes(self) -> int:
+    def largest_prompt_bytes(self) -> int:
+        """Upper bound of a prompt group without its row's label and metadata: its tokens and text."""
+        return 16 * self.data.max_prompt_tokens + 4096
+
+    @property
+    def largest_group_bytes(self) -> int:
         """Upper bound of one trajectory group: 4 B token + 4 B logprob + 1 B mask, and some overhead."""
         response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096
