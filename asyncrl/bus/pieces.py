@@ -112,9 +112,9 @@ class Pieces:
             raise MessageError(f"its pieces have {len(body):,} bytes, it says {whole.num_bytes:,}")
         return bytes(body)
 
-    async def tidy(self, topic: Topic[Any], *, is_over: Callable[[str], bool]) -> None:
+    async def tidy(self, topic: Topic[Any], *, is_over: Callable[[str], bool] | None) -> None:
         """Remove the pieces under public parts of keys that are over, and that no entry of the log has."""
-        if not topic.is_in_pieces:
+        if not topic.is_in_pieces or is_over is None:
             return
         stored = await self._bus.keys(PIECES)
         if over := {name for name in map(_owner, stored) if is_over(name)}:

@@ -167,13 +167,13 @@ class Bus(Protocol):
         ...
 
     async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] = lambda key: False
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
     ) -> None:
         """Delete log entries up to and including sequence ``through``, and pieces (``Topic.is_in_pieces``) of keys that
         are over, unless an entry is left under them.
 
         log      identity (LogState) of the log whose sequence that is: another one is left alone; empty is any
-        is_over  of the public part of a key: whether nothing is published under it any more
+        is_over  of the public part of a key: whether nothing is published under it any more; None leaves all pieces
         """
         ...
 

@@ -185,7 +185,7 @@ class JetStreamBus:
         return await log_state(self._connection, await self._stream(topic), mark)
 
     async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] = lambda key: False
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
     ) -> None:
         stream = await self._stream(topic)
         note = functools.partial(self._keeper.trims, stream)

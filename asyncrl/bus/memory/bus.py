@@ -108,7 +108,7 @@ class MemoryBus:
         return LogState(identity=log.identity, first=log.first_sequence, problem="it is a new log" if is_other else "")
 
     async def trim(
-        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] = lambda key: False
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
     ) -> None:
         await _let_others_run()
         kept = self._log(topic)
