@@ -118,6 +118,12 @@ class RolloutSection:
     min_group: int = 0
     """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
     counted (staleness/failed_samples). 0: a sample that fails fails its group."""
+    extra_samples: int = 0
+    """Samples that are begun of each group besides group_size. The first group_size that finish make the group, the
+    others are cancelled: the longest, so lengths are biased (rollout/extra_samples counts them)."""
+    group_seconds: float = 0.0
+    """Deadline of a group: so long after it was begun it goes with the samples that are finished, ``min_group`` or
+    more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
@@ -144,6 +150,12 @@ class RolloutSection:
             self.min_group == 0 or 2 <= self.min_group <= self.group_size,
             f"min_group must be 0 (a sample that fails fails its group), or from 2 (one answer has nothing to compare "
             f"with) to group_size ({self.group_size}), got {self.min_group}",
+        )
+        require(self.extra_samples >= 0, f"extra_samples must be >= 0, got {self.extra_samples}")
+        require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
+        require(
+            not self.group_seconds or self.min_group > 0,
+            "group_seconds lets a group go with the samples that are finished: min_group must say how many at least",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")

@@ -18,8 +18,8 @@ SCHEMA: dict[str, str] = {
     "staleness/in_queue": "versions that passed while a group waited to be trained, mean over groups",
     "staleness/weight": "what staleness.weight left of the loss weights, mean over trained tokens; when it is set",
     "staleness/bound": "versions of slack that admission gives after this step: max_staleness, or the adapted bound",
-    "staleness/cancelled": "answers that the batch's groups go without: staleness.stragglers cut them off, the longest "
-    "ones, or they failed (rollout.min_group)",
+    "staleness/cancelled": "answers that the batch's groups go without: staleness.stragglers or rollout.group_seconds "
+    "cut them off, the longest ones, or they failed (rollout.min_group)",
     "staleness/failed_samples": "how many of staleness/cancelled failed",
     "staleness/old_parts": "trajectories of the batch that were too old and trained nothing; with staleness.parts",
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
@@ -59,6 +59,7 @@ SCHEMA: dict[str, str] = {
     "rollout/idle_ratio": "share of time with nothing being decoded, mean over workers",
     "rollout/running": "sequences being decoded",
     "rollout/queued": "sequences waiting for a place in an engine",
+    "rollout/extra_samples": "samples that were begun of the batch's groups besides those asked for, and not trained",
     "rollout/resumed_tokens": "tokens of partial rollouts that workers resumed from other workers, since they started",
     "rollout/discarded_tokens": "tokens of partial rollouts that could not be resumed: too old, or not asked for again",
     "rollout/unsaved_tokens": "tokens in progress that are not saved to the bus: lost if their workers died now",

@@ -311,6 +311,11 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
             "rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "
             f'"{rollout.function}" generates nothing; remove them'
         )
+    if (rollout.extra_samples or rollout.group_seconds) and not samples:
+        raise ConfigError(
+            "rollout.extra_samples and group_seconds are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise ConfigError(
             f"rollout: top_p={rollout.top_p} top_k={rollout.top_k} sample from a truncated distribution whose logprobs "
