@@ -204,6 +204,12 @@ class AlgorithmSection:
     filters: tuple[str, ...] = ()
     """Groups not worth training are released and others generated in their place: names, or
     "package.module:function" of a TrajectoryGroup, True to keep."""
+    filter_cap: int = 0
+    """Groups that the filters pass over between two steps, at most; what more of them means, filter_cap_action says. 0:
+    only 1,000 groups in a row, or 20 windows if that is more, end the run."""
+    filter_cap_action: Literal["end", "keep"] = "end"
+    """At the cap: end the run with the reason, or train what the filters would pass over until the step has its groups
+    (staleness/kept_at_cap counts them)."""
     overlong_tokens: int = 0
     """DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by overlong_factor."""
     overlong_factor: float = 1.0
@@ -221,8 +227,9 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _joined(self.options))
-        for name in ("entropy_coef", "overlong_tokens", "overlong_factor"):
+        for name in ("entropy_coef", "overlong_tokens", "overlong_factor", "filter_cap"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require(bool(self.filters) or not self.filter_cap, "filter_cap is for filters, and there are none")
 
 
 def _joined(options: Mapping[str, Any]) -> dict[str, Any]:

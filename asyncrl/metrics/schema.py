@@ -25,6 +25,7 @@ SCHEMA: dict[str, str] = {
     "staleness/dropped_groups": "groups dropped as too stale, since the start",
     "staleness/dropped_share": "share dropped as too stale of the answers trained or dropped in the last ten steps",
     "staleness/filtered_groups": "groups that algorithm.filters found nothing to learn from, since the start",
+    "staleness/kept_at_cap": "groups kept at algorithm.filter_cap that the filters reject, since this learner started",
     "staleness/failed_groups": "groups that could not be made (engine or reward failed for good), since the start",
     "buffer/groups": "groups that have arrived and wait to be trained",
     "buffer/tokens": "their response tokens",

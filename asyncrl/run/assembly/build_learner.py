@@ -153,7 +153,13 @@ def assemble_learner(
         progress=progress,
         changed=changed,
         validator=ports.validator,
-        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered, max_raised=ports.most_failed),
+        filters=GroupFilters(
+            ports.filters,
+            max_in_a_row=ports.most_filtered,
+            max_raised=ports.most_failed,
+            cap=run.algorithm.filter_cap,
+            keeps_at_cap=run.algorithm.filter_cap_action == "keep",
+        ),
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
         tickets=ports.tickets,
@@ -347,10 +353,7 @@ def _are_sampled(run: RunConfig) -> bool:
 async def _starting_point(
     run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
 ) -> tuple[LearnerState, Path | None]:
-    """Where the learner starts, and the backend folder to restore.
-
-    ``last_heard``: the newest incarnation on the bus, or -1.
-    """
+    """Where the learner starts, and the backend folder to restore.  last_heard: newest incarnation on the bus, or -1"""
     if not resume:
         if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
             raise ConfigError(
