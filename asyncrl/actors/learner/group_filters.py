@@ -72,7 +72,7 @@ class GroupFilters:
         """Raises HopelessError where the cap ends the run."""
         if not self._keeps_at_cap:
             raise HopelessError(
-                f"algorithm.filter_cap: {self._cap} groups were filtered since the last step, and so would be the next, "
+                f"algorithm.filter_cap: {self._cap} groups were filtered since the last step, and the next would be "
                 f'by {self.rejected_by}, with rewards {group.rewards}; raise it, or set filter_cap_action = "keep"'
             )
         self._in_a_row = 0

@@ -45,6 +45,7 @@ from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -141,6 +142,7 @@ def assemble_learner(
         state,
         bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
         pass_rates=PassRates(**dataclasses.asdict(run.curriculum)),
+        replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )
     in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
