@@ -13,7 +13,7 @@
     ├── BusError           the bus refused or lost us
     │   ├── BusFull        a topic holds as many messages as it may; try again when some were taken
     │   ├── ObjectGone     a large object is not in the store, or not any more
-    │   ├── MessageTooLarge  a message is over the server's max_payload
+    │   ├── MessageTooLarge  a message is over the server's max_payload, or a group over bus.max_group_bytes
     │   └── MessageError   bytes that are not the message they should be
     ├── EngineError        one request failed; the prompt group is tried again elsewhere
     │   ├── PromptError     no engine can answer this prompt; the group is failed
@@ -121,7 +121,8 @@ class ObjectGone(BusError):
 
 
 class MessageTooLarge(BusError):
-    """A message is larger than the server takes. Nothing was stored; trying again cannot help."""
+    """A message is larger than the server takes, or a trajectory group than the user allows. Nothing was stored; trying
+    again cannot help."""
 
 
 class MessageError(BusError, ValueError):

@@ -27,7 +27,11 @@ class Each(AsyncIterator[T], Generic[T]):
 
 def encoded(message: object, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
     """The message as bytes, signed. Raises MessageTooLarge."""
-    data = encode(message)
+    return sealed(encode(message), topic=topic, key=key, limit=limit, signatures=signatures)
+
+
+def sealed(data: bytes, *, topic: Topic[Any], key: str, limit: int, signatures: Signatures) -> bytes:
+    """A message's bytes, signed. Raises MessageTooLarge."""
     if len(data) > limit:
         raise MessageTooLarge(
             f"{topic.name} {key}: the message has {len(data):,} bytes, the bus allows {limit:,}; raise "
@@ -39,19 +43,28 @@ def encoded(message: object, *, topic: Topic[Any], key: str, limit: int, signatu
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[M]):
-    """The decoded message, or None and the reason."""
+    """The decoded message, or None and the reason.  is_missing: some of its bytes are not there"""
 
     message: M | None
     problem: str = ""
+    is_missing: bool = False
 
 
-def opened(data: bytes, topic: Topic[M], *, key: str, signatures: Signatures, seen: Seen | None = None) -> Opened[M]:
-    """``seen``: as in ``Signatures.open``."""
+def opened(
+    data: bytes,
+    topic: Topic[M],
+    *,
+    key: str,
+    signatures: Signatures,
+    seen: Seen | None = None,
+    body: bytes | None = None,
+) -> Opened[M]:
+    """seen: as in ``Signatures.open``;  body: the message's bytes, where ``data`` but names them (pieces.py)"""
     content = signatures.open(topic, key, data, seen=seen)
     if content.problem:
         return Opened(None, content.problem)
     try:
-        message = decode(content.data, topic.message_type)
+        message = decode(content.data if body is None else body, topic.message_type)
         if topic.speaker:
             name = getattr(message, topic.speaker)
             if problem := signatures.impostor(topic, key, data, name=name):

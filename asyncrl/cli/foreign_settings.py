@@ -24,7 +24,7 @@ from asyncrl.run import registry
 _EVERY_KEY: Final = ("*",)
 _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "run": ("seed", "steps", "mode", "restarts", "stall_seconds"),
-    "bus": ("kind", "store", "max_message_bytes", "max_log_bytes", "ack_seconds"),
+    "bus": ("kind", "store", "max_message_bytes", "max_group_bytes", "max_log_bytes", "ack_seconds"),
     "model": _EVERY_KEY,
     "data": ("max_prompt_tokens", "reward_key"),
     "rollout": _EVERY_KEY,

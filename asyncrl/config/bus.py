@@ -49,6 +49,9 @@ class BusSection:
     messages (a killed server loses nothing). 0 syncs each message before it is acknowledged."""
     max_message_bytes: int = 8 * 2**20
     """Largest message (max_payload) of the server started for this run."""
+    max_group_bytes: int = 2**30
+    """Largest trajectory group, at most half of max_log_bytes; a larger one fails. One over max_message_bytes is stored
+    in pieces."""
     max_log_bytes: int = 4 * 2**30
     """Largest size of the trajectory log, which is trimmed behind the second newest checkpoint. Workers wait while it
     is full."""
@@ -61,7 +64,7 @@ class BusSection:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, f"port must be in 0..65535, got {self.port}")
-        positive(self, "max_message_bytes", "max_log_bytes", "connect_seconds")
+        positive(self, "max_message_bytes", "max_group_bytes", "max_log_bytes", "connect_seconds")
         require(
             self.max_message_bytes <= _LARGEST_MESSAGE,
             f"max_message_bytes must be at most {_LARGEST_MESSAGE:,}, got {self.max_message_bytes:,}",

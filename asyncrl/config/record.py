@@ -23,7 +23,8 @@ _SECTIONS: Final = (
 )
 _WITH_PATH: Final = ("model", "data", "critic", "reference", "teacher")
 _BUS_PATHS: Final = ("credentials", "tls_ca", "tls_certificate", "tls_key")
-_BUS_KEYS: Final = ("kind", "url", "store", "max_message_bytes", "max_log_bytes", "ack_seconds", *_BUS_PATHS)
+_BUS_SIZES: Final = ("max_message_bytes", "max_group_bytes", "max_log_bytes")
+_BUS_KEYS: Final = ("kind", "url", "store", *_BUS_SIZES, "ack_seconds", *_BUS_PATHS)
 
 
 def as_table(run: RunConfig) -> dict[str, Any]:

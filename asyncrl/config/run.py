@@ -118,12 +118,19 @@ class RolloutSection:
     min_group: int = 0
     """Fewest samples of a group that is trained without those whose rollout function failed or took too long; they are
     counted (staleness/failed_samples). 0: a sample that fails fails its group."""
+    extra_samples: int = 0
+    """Samples that are begun of each group besides group_size. The first group_size that finish make the group, the
+    others are cancelled: the longest, so lengths are biased (rollout/extra_samples counts them)."""
+    group_seconds: float = 0.0
+    """Deadline of a group: so long after it was begun it goes with the samples that are finished, ``min_group`` or
+    more, and the others are cancelled and counted (staleness/cancelled). 0 is none."""
     max_parts: int = 0
     """Trajectories that a rollout function may give for one rollout; a group with more in one fails. 0 is no limit."""
     routing_replay: Literal["auto", "on", "off"] = "auto"
     """Mixtures of experts: the learner sends each token to the experts that the engine sent it to, which travel with
     the answers (layers x experts per token bytes a token). auto: where the model has experts, the engine tells of them,
-    the backend replays them, algorithm.correction is not "none", and a group fits into a message."""
+    the backend replays them, algorithm.correction is not "none", and a group fits into a message; on: also one that is
+    stored in pieces."""
     load: Literal["", "in_flight", "drain", "on_demand"] = ""
     """When a worker loads new weights. in_flight (default of async): at once, between two tokens. drain: after its
     running samples. on_demand (default of sync and one_step_off): when a prompt asks for them. Empty: the default of
@@ -143,6 +150,12 @@ class RolloutSection:
             self.min_group == 0 or 2 <= self.min_group <= self.group_size,
             f"min_group must be 0 (a sample that fails fails its group), or from 2 (one answer has nothing to compare "
             f"with) to group_size ({self.group_size}), got {self.min_group}",
+        )
+        require(self.extra_samples >= 0, f"extra_samples must be >= 0, got {self.extra_samples}")
+        require(self.group_seconds >= 0, f"group_seconds must be >= 0 (0 is no deadline), got {self.group_seconds}")
+        require(
+            not self.group_seconds or self.min_group > 0,
+            "group_seconds lets a group go with the samples that are finished: min_group must say how many at least",
         )
         require(self.timeout_seconds >= 0, f"timeout_seconds must be >= 0 (0 is no limit), got {self.timeout_seconds}")
         require(self.max_parts >= 0, f"max_parts must be >= 0 (0 is no limit), got {self.max_parts}")
@@ -191,6 +204,12 @@ class AlgorithmSection:
     filters: tuple[str, ...] = ()
     """Groups not worth training are released and others generated in their place: names, or
     "package.module:function" of a TrajectoryGroup, True to keep."""
+    filter_cap: int = 0
+    """Groups that the filters pass over between two steps, at most; what more of them means, filter_cap_action says. 0:
+    only 1,000 groups in a row, or 20 windows if that is more, end the run."""
+    filter_cap_action: Literal["end", "keep"] = "end"
+    """At the cap: end the run with the reason, or train what the filters would pass over until the step has its groups
+    (staleness/kept_at_cap counts them)."""
     overlong_tokens: int = 0
     """DAPO's soft punishment: over this many tokens before max_new_tokens the reward falls by overlong_factor."""
     overlong_factor: float = 1.0
@@ -208,8 +227,9 @@ class AlgorithmSection:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _joined(self.options))
-        for name in ("entropy_coef", "overlong_tokens", "overlong_factor"):
+        for name in ("entropy_coef", "overlong_tokens", "overlong_factor", "filter_cap"):
             require(getattr(self, name) >= 0, f"{name} must be >= 0, got {getattr(self, name)}")
+        require(bool(self.filters) or not self.filter_cap, "filter_cap is for filters, and there are none")
 
 
 def _joined(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +361,12 @@ class RunConfig:
         return self.rollout.load or ("in_flight" if self.run.mode == "async" else "on_demand")
 
     @property
-    def largest_message_bytes(self) -> int:
+    def largest_prompt_bytes(self) -> int:
+        """Upper bound of a prompt group without its row's label and metadata: its tokens and text."""
+        return 16 * self.data.max_prompt_tokens + 4096
+
+    @property
+    def largest_group_bytes(self) -> int:
         """Upper bound of one trajectory group: 4 B token + 4 B logprob + 1 B mask, and some overhead."""
         response = self.rollout.group_size * (9 * self.rollout.max_new_tokens + 1024)
         return response + 4 * self.data.max_prompt_tokens + 4096

@@ -25,6 +25,11 @@ class StalenessSection:
     trains nothing, the others are trained, and all rewards stay in the baseline. For rollouts of several parts."""
     min_group: int = 2
     """Fewest answers of a partial group."""
+    replay_groups: int = 0
+    """Groups that a step trains again besides its batch: of those trained before whose rewards differ, and that are
+    still within the bound, the ones with the highest mean reward. Not in sync."""
+    replay_times: int = 1
+    """How often a group is trained again, at most."""
     weight: Literal["", "exponential", "inverse", "linear"] = ""
     """Weight of a token s versions old in the loss: exp(-weight_rate s), 1 / (1 + s), 1 - s / (max_staleness + 1). It
     does not replace a correction (algorithm.correction)."""
@@ -59,6 +64,8 @@ class StalenessSection:
             self.min_group >= 2,
             f"min_group must be >= 2 (one answer has nothing to compare with), got {self.min_group}",
         )
+        require(self.replay_groups >= 0, f"replay_groups must be >= 0 (0 is off), got {self.replay_groups}")
+        require(self.replay_times >= 1, f"replay_times must be >= 1, got {self.replay_times}")
         require(self.weight_rate > 0, f"weight_rate must be > 0, got {self.weight_rate}")
         require(self.smallest >= 0, f"smallest must be >= 0, got {self.smallest}")
         require(
@@ -76,6 +83,11 @@ class StalenessSection:
         require(
             mode == "async" or not self.adaptive,
             f'staleness: adaptive needs run.mode = "async"; {mode} has a bound of its own',
+        )
+        require(
+            not self.replay_groups or mode == "one_step_off" or (mode == "async" and self.max_staleness >= 1),
+            "staleness: replay_groups needs a bound of at least one version (max_staleness >= 1, and not run.mode = "
+            '"sync"): what a step has trained is a version old for the next',
         )
         if self.stragglers == "partial":
             require(

@@ -39,6 +39,12 @@ def encode(message: object) -> bytes:
         raise error if isinstance(error, MessageError) else MessageError(f"cannot send this: {error}") from error
 
 
+def is_encoded(data: bytes | memoryview, message_type: type) -> bool:
+    """Whether these bytes begin as a message of this type does."""
+    head = b"\x93" + cast(bytes, msgpack.packb(message_type.__name__))
+    return bytes(data[: len(head)]) == head
+
+
 def decode(data: bytes | memoryview, message_type: type[M]) -> M:
     """The message in ``data``. Raises MessageError for anything that is not exactly one ``message_type``."""
     name = message_type.__name__

@@ -274,6 +274,7 @@ class TrajectoryGroup:
     cancelled  rollouts that the group goes without: they were cut off so that the others could be trained
                (actors/rollout/stragglers.py), or failed (rollout.min_group)
     failed_samples  how many of ``cancelled`` failed
+    extra_samples   rollouts that were begun besides those that were asked for (actors/rollout/over_sampling.py)
     began, reward_seconds  Unix seconds of the worker's clock when generation began, 0 if unknown; the reward's part of
                ``seconds``
     """
@@ -287,12 +288,13 @@ class TrajectoryGroup:
     error: str = ""
     cancelled: int = 0
     failed_samples: int = 0
+    extra_samples: int = 0
     began: float = 0.0
     reward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         array(self, "prompt_tokens", np.int32)
-        counts(self, "group_id", "epoch", "cancelled", "failed_samples")
+        counts(self, "group_id", "epoch", "cancelled", "failed_samples", "extra_samples")
         require(
             self.failed_samples <= self.cancelled,
             f"failed_samples is {self.failed_samples}, of {self.cancelled} rollouts that are not there",

@@ -19,6 +19,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 from asyncrl.messages.control import Event, Heartbeat, Progress, Quarantine, StepMetrics, WeightVersion
 from asyncrl.messages.evaluation import Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import Claim, FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.pieces import Piece
 from asyncrl.messages.rollout import PromptGroup, TrajectoryGroup
 from asyncrl.messages.segments import GroupSegment
 from asyncrl.messages.weight_transfer import TransferOffer, TransferRequest
@@ -43,6 +44,7 @@ class Topic(Generic[M]):
     seconds_to_live      states and log entries older than this are gone; 0 keeps them
     speaker              field of the message that names who says it: nobody else may if the name has a key (signing.py)
     most_messages        of a work topic, that it holds at once; 0: as many groups as the run's window has
+    is_in_pieces         whether a message larger than the server takes is stored in ``pieces`` (bus/pieces.py)
     """
 
     name: str
@@ -53,6 +55,7 @@ class Topic(Generic[M]):
     seconds_to_live: float = 0.0
     speaker: str = ""
     most_messages: int = 0
+    is_in_pieces: bool = False
 
     @property
     def is_learners(self) -> bool:
@@ -83,8 +86,13 @@ class Service(Generic[Q, A]):
 
 PROMPTS = Topic("prompts", "work", PromptGroup, publishers=("learner",), readers=("rollout-worker",))
 TRAJECTORIES = Topic(
-    "trajectories", "log", TrajectoryGroup, publishers=("rollout-worker",), readers=("learner",), speaker="worker"
+    *("trajectories", "log", TrajectoryGroup),
+    publishers=("rollout-worker",),
+    readers=("learner",),
+    speaker="worker",
+    is_in_pieces=True,
 )
+PIECES = Topic("pieces", "log", Piece, publishers=("rollout-worker",), readers=("learner",))
 SEGMENTS = Topic(
     *("segments", "state", GroupSegment),
     publishers=("rollout-worker",),
@@ -159,6 +167,11 @@ def worker_named(name: str) -> Service[Claim, Claim]:
 def answer_key(group_id: int, *, ticket: str) -> str:
     """Of an answer in ``trajectories``. ``ticket``: of the group's prompt; "" where prompts have none."""
     return f"{group_id}-{ticket}" if ticket else str(group_id)
+
+
+def public_part(key: str) -> str:
+    """Of a key of ``trajectories``, what everybody may know: all but the ticket."""
+    return key.partition("-")[0]
 
 
 def group_id_of(key: str) -> int | None:

@@ -142,7 +142,8 @@ class Bus(Protocol):
         """Store a message on a work or log topic. False if its key is stored there, or was recently on a work topic:
         nothing is stored. ``again``: the bus has lost it; that it was there recently does not count.
 
-        Raises BusFull when the topic is full, MessageTooLarge, which retrying cannot help.
+        Raises BusFull when the topic is full, MessageTooLarge, which retrying cannot help. Where the topic says so
+        (``Topic.is_in_pieces``), a message larger than ``max_message_bytes`` is stored in pieces.
         """
         ...
 
@@ -165,10 +166,14 @@ class Bus(Protocol):
         """The log as it is now, and whether it is the one of ``mark``."""
         ...
 
-    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
-        """Delete log entries up to and including sequence ``through``.
+    async def trim(
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
+    ) -> None:
+        """Delete log entries up to and including sequence ``through``, and pieces (``Topic.is_in_pieces``) of keys that
+        are over, unless an entry is left under them.
 
-        log  identity (LogState) of the log whose sequence that is: another one is left alone; empty is any
+        log      identity (LogState) of the log whose sequence that is: another one is left alone; empty is any
+        is_over  of the public part of a key: whether nothing is published under it any more; None leaves all pieces
         """
         ...
 

@@ -43,8 +43,9 @@ assert _json.loads(_json.dumps(_found)) == _json.loads({expected!r}), "another r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    sandbox: Literal["bwrap", "none"] = "bwrap"
-    """bwrap: bubblewrap, which must be installed. none: no walls, only limits, for programs that are trusted."""
+    sandbox: Literal["bwrap", "sandlock", "none"] = "bwrap"
+    """bwrap: bubblewrap, which must be installed. sandlock: from PyPI, for machines without it; weaker, so it is never
+    taken for bwrap. none: no walls, only limits, for programs that are trusted."""
     score: Literal["all", "share"] = "all"
     """all: 1 when every test passes, else 0. share: the share of tests that pass."""
     seconds: float = 6.0

@@ -275,20 +275,18 @@ async def connect(run: RunConfig, *, token: str, role: str = "learner", signatur
     """
     url, token = bus_address(run, token=token)
     bus = await _connect(run, url, token=token, role=role, signatures=signatures)
-    if bus.max_message_bytes < run.bus.max_message_bytes and bus.max_message_bytes < largest_message_bytes(run):
-        limit = bus.max_message_bytes
+    if (limit := bus.max_message_bytes) < min(run.bus.max_message_bytes, run.largest_prompt_bytes):
         await bus.close()
         raise ConfigError(
-            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a trajectory group "
-            f"may have {largest_message_bytes(run):,}; raise max_payload there or lower rollout.group_size or "
-            "max_new_tokens"
+            f"bus.url {without_secrets(url)}: the server takes messages of {limit:,} bytes, a prompt may have "
+            f"{run.largest_prompt_bytes:,}; raise max_payload there or lower data.max_prompt_tokens"
         )
     return bus
 
 
-def largest_message_bytes(run: RunConfig) -> int:
+def largest_group_bytes(run: RunConfig) -> int:
     """Upper bound of one trajectory group, with its experts where they are replayed."""
-    return run.largest_message_bytes + routing_replay(run).num_bytes
+    return run.largest_group_bytes + routing_replay(run).num_bytes
 
 
 async def own_bus(run: RunConfig) -> Bus:

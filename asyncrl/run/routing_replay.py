@@ -46,7 +46,10 @@ def decide(
     if wanted == "auto" and run.algorithm.correction == "none":
         return RoutingReplay(reason='algorithm.correction = "none" asks for no agreement with the engine')
     size = _num_bytes(run, experts) if experts is not None else 0
-    reason = _impossible(run, experts, samples=samples, engine=engine, backend=backend, size=size)
+    reason = _impossible(run, experts, samples=samples, engine=engine, backend=backend)
+    reason = reason or _too_large(run, size, limit="max_group_bytes")
+    if wanted == "auto":
+        reason = reason or _too_large(run, size, limit="max_message_bytes")
     if reason and wanted == "on":
         raise ConfigError(f'rollout.routing_replay: "on" cannot be: {reason}')
     return RoutingReplay(reason=reason, num_bytes=0 if reason else size)
@@ -59,7 +62,6 @@ def _impossible(
     samples: bool,
     engine: Callable[[RunConfig], type[EngineAdapter]],
     backend: Callable[[RunConfig], type[BackendAdapter]],
-    size: int,
 ) -> str:
     if experts is None:
         return f"the model at {run.model.path} has no experts"
@@ -69,13 +71,18 @@ def _impossible(
         return f'engine.kind = "{run.engine.kind}" does not tell of its experts here'
     if not backend(run).replays_experts:
         return f'learner.backend = "{run.learner.backend}" does not replay them; "megatron" does'
-    if (needed := run.largest_message_bytes + size) > run.bus.max_message_bytes:
-        return (
-            f"a group with its experts may take {needed:,} bytes ({size:,} of them the experts), over "
-            f"bus.max_message_bytes ({run.bus.max_message_bytes:,}); raise it, or lower rollout.group_size or "
-            "rollout.max_new_tokens"
-        )
     return ""
+
+
+def _too_large(run: RunConfig, size: int, *, limit: str) -> str:
+    """size: bytes of a group's experts;  limit: key of [bus]"""
+    allowed: int = getattr(run.bus, limit)
+    if (needed := run.largest_group_bytes + size) <= allowed:
+        return ""
+    return (
+        f"a group with its experts may take {needed:,} bytes ({size:,} of them the experts), over bus.{limit} "
+        f"({allowed:,}); raise it, or lower rollout.group_size or rollout.max_new_tokens"
+    )
 
 
 def _num_bytes(run: RunConfig, experts: ExpertCounts) -> int:

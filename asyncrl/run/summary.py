@@ -81,8 +81,8 @@ class Summary:
         return self.settings.learner.groups_per_batch * self.settings.rollout.group_size
 
     @property
-    def largest_message_bytes(self) -> int:
-        return self.settings.largest_message_bytes + self.routing_replay.num_bytes
+    def largest_group_bytes(self) -> int:
+        return self.settings.largest_group_bytes + self.routing_replay.num_bytes
 
     def __str__(self) -> str:
         return "\n".join([*_sections(self.settings), "# what follows", *_consequences(self)])
@@ -163,7 +163,7 @@ def _consequences(summary: Summary) -> list[str]:
         *(f"evaluation        {name}: {count:,} prompts" for name, count in summary.evaluation.items()),
         f"samples per step  {summary.samples_per_step}",
         f"routing replay    {summary.routing_replay}",
-        f"largest message   {summary.largest_message_bytes:,} bytes of {run_config.bus.max_message_bytes:,}",
+        f"largest group     {summary.largest_group_bytes:,} bytes of {run_config.bus.max_group_bytes:,}",
         f"GPUs              {summary.gpus}",
         f"weights           loaded {run_config.load.replace('_', ' ')}, kept in {run_config.weights_directory}",
         f"files             {run_config.run_directory}",

@@ -85,10 +85,17 @@ class History:
         step: int,
         max_staleness: int,
         old_parts: int = 0,
+        replayed: Collection[tuple[int, int]] = (),
     ) -> None:
-        """``sequences``: the log record of each group;  ``old_parts``: as in Outcome"""
-        fields = {"step": step, "groups": list(groups), "sequences": list(sequences), "max_staleness": max_staleness}
-        self._write("trained", **fields, **({"old_parts": old_parts} if old_parts else {}))
+        """``sequences``: the log record of each group;  ``old_parts``, ``replayed``: as in Outcome"""
+        fields: dict[str, Any] = {
+            "step": step,
+            "groups": list(groups),
+            "sequences": list(sequences),
+            "max_staleness": max_staleness,
+        }
+        fields |= {"old_parts": old_parts} if old_parts else {}
+        self._write("trained", **fields, **({"replayed": list(replayed)} if replayed else {}))
 
     def lost(self, fate: str, groups: Collection[int], *, step: int, cause: str = "") -> None:
         """``groups`` left the window untrained: "dropped", "failed" or "filtered"; ``cause`` as in Outcome."""
@@ -257,6 +264,7 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
     fields = upgrade.renamed(line, upgrade.HISTORY)
     fields["kind"] = upgrade.FATES.get(fields["kind"], fields["kind"])
     fields["groups"], fields["sequences"] = tuple(fields.get("groups", ())), tuple(fields.get("sequences", ()))
+    fields["replayed"] = tuple((group_id, sequence) for group_id, sequence in fields.get("replayed", ()))
     if "settings" in fields:
         fields["settings"] = translated(fields["settings"])
     entry = HistoryEntry(position=position, **fields)
@@ -268,6 +276,7 @@ def _entry(line: dict[str, Any], *, position: int) -> HistoryEntry:
         entry.kept,
         *entry.groups,
         *entry.sequences,
+        *(number for pair in entry.replayed for number in pair),
     )
     if entry.kind not in (BEGUN, *FATES) or not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it is not a line of a history")

@@ -165,9 +165,9 @@ class Slot:
         watch = _Watch(url, steps=scene.steps, stop=self._stop)
         overrides = scene.overrides(job)
         run = config.load(RUN_FILE, settings(overrides))
-        largest = max(run.bus.max_message_bytes, run.largest_message_bytes)
+        largest = max(run.bus.max_message_bytes, run.largest_group_bytes)
         # Nothing is trimmed without a checkpoint: the log must take every group the run may make.
-        log_bytes = (run.window + run.run.steps * scene.groups_per_batch) * run.largest_message_bytes
+        log_bytes = (run.window + run.run.steps * scene.groups_per_batch) * run.largest_group_bytes
         name = f"{job.name}-slot{self.number}"
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, scene.scratch / "weights" / name, ignore_errors=True)

@@ -178,9 +178,9 @@ class _Stage:
     def _build(self) -> None:
         self._overrides = self._scene.overrides(self._plan) | {"run.name": self.name}
         run = config.load(RUN_FILE, settings(self._overrides))
-        largest = max(_MESSAGE_BYTES, run.largest_message_bytes)
+        largest = max(_MESSAGE_BYTES, run.largest_group_bytes)
         # Nothing is trimmed without a checkpoint: the log must take every group the run may make.
-        log_bytes = (run.window + run.run.steps * run.learner.groups_per_batch) * run.largest_message_bytes
+        log_bytes = (run.window + run.run.steps * run.learner.groups_per_batch) * run.largest_group_bytes
         self._overrides |= {"bus.max_message_bytes": largest, "bus.max_log_bytes": log_bytes}
         self._run = config.load(RUN_FILE, settings(self._overrides))
         self._bus = self._stack.enter_context(

@@ -60,6 +60,8 @@ def speak(bus_factory: Any) -> Speak:
             return await bus_factory(signatures=signatures)  # type: ignore[no-any-return]
         other = copy.copy(await bus_factory())  # another way to what one process shares
         other._signatures, other._kept, other.rejections = signatures, KeptStates(signatures), Rejections()
+        other._pieces = copy.copy(other._pieces)
+        other._pieces._bus, other._pieces._signatures = other, signatures
         return other  # type: ignore[no-any-return]
 
     return open_one

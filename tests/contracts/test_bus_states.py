@@ -10,11 +10,10 @@ import pytest
 
 from asyncrl.errors import MessageTooLarge
 from asyncrl.messages import Event, Heartbeat, Progress, WeightVersion
-from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, TRAJECTORIES, WEIGHTS, Topic
+from asyncrl.messages.topics import ACTORS, EVENTS, PROGRESS, PROMPTS, WEIGHTS, Topic
 from asyncrl.protocols import Bus
 from tests.harness.buses import (
     first,
-    group,
     heartbeat,
     progress,
     publish_groups,
@@ -153,9 +152,10 @@ async def test_an_undecodable_state_is_skipped(bus: Bus) -> None:
 
 
 async def test_a_message_that_is_too_large_says_what_to_do(bus: Bus) -> None:
-    with pytest.raises(MessageTooLarge, match=r"trajectories 1: .* bytes.*max_message_bytes.*group_size"):
-        await bus.publish(TRAJECTORIES, group(1, tokens=200_000), key="1")
-    assert await bus.depth(TRAJECTORIES) == 0
+    event = Event(kind="x", actor="a", time=0.0, data={"text": "y" * bus.max_message_bytes})
+    with pytest.raises(MessageTooLarge, match=r"events 1: .* bytes.*max_message_bytes.*group_size"):
+        await bus.publish(EVENTS, event, key="1")
+    assert await bus.depth(EVENTS) == 0
 
 
 async def test_a_message_as_large_as_allowed_goes_through(bus: Bus) -> None:

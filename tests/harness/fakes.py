@@ -28,6 +28,7 @@ from asyncrl.config import EvaluationSection, RunConfig
 from asyncrl.config.curriculum import CurriculumSection
 from asyncrl.config.learner import LearnerSection
 from asyncrl.config.run import (
+    AlgorithmSection,
     CheckpointSection,
     DataSection,
     Mode,
@@ -249,6 +250,7 @@ class Loop:
     channel: Any = field(default_factory=Channel)
     samples: SampleRecorder | None = None
     curriculum: CurriculumSection = field(default_factory=CurriculumSection)
+    algorithm_section: AlgorithmSection = field(default_factory=AlgorithmSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     evaluation_sets: Sequence[EvaluationSet] = ()
     best: str = ""
@@ -290,6 +292,7 @@ class Loop:
                 **self.staleness,
             ),
             curriculum=self.curriculum,
+            algorithm=self.algorithm_section,
             weights=WeightsSection(every_steps=self.publish_every),
             checkpoint=CheckpointSection(every_steps=self.checkpoint_every, best=self.best),
             evaluation=self.evaluation,

@@ -80,7 +80,14 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def connected(
-    server: Server, role: str, *, run: str = "mine", as_run: str = "", connect_seconds: float = 10.0, **more: Any
+    server: Server,
+    role: str,
+    *,
+    run: str = "mine",
+    as_run: str = "",
+    connect_seconds: float = 10.0,
+    max_log_bytes: int = BUS_SIZES["max_log_bytes"],
+    **more: Any,
 ) -> AsyncIterator[Any]:
     """The bus of ``as_run`` (or ``run``) for a role of ``run``."""
     bus = await JetStreamBus.connect(
@@ -89,7 +96,7 @@ async def connected(
         access=server.access(role, run=run, **more),
         storage="file",
         connect_seconds=connect_seconds,
-        **BUS_SIZES,
+        **(BUS_SIZES | {"max_log_bytes": max_log_bytes}),
     )
     try:
         yield bus

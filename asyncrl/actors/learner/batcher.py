@@ -103,7 +103,7 @@ class Batcher:
         self._changed.set()
 
     async def take(self) -> list[BufferedGroup] | None:
-        """The groups that the next step trains, now in training.
+        """The groups that the next step trains, now in training; behind them those that it trains again.
 
         None when drained, or when the data has ended and what is left cannot fill a batch.
         """
@@ -119,7 +119,7 @@ class Batcher:
                 chosen = self._selection.next_batch(table, count=self._count)
                 if chosen is not None and not self._must_hold():
                     table.take(chosen)
-                    return chosen
+                    return [*chosen, *table.replays.take(is_stale=self._is_stale_from(table.policy_version))]
                 if table.is_exhausted and not table.outstanding:
                     log.warning(
                         "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
@@ -157,6 +157,8 @@ class Batcher:
             self._changed.clear()
             groups = self._selection.foresee(self._table, count=self._count)
             if groups is not None:
+                trained, is_stale = self._table.training.values(), self._is_stale_from(version)
+                groups = [*groups, *self._table.replays.foresee(trained, is_stale=is_stale)]
                 await self._prepared(groups, policy_version=version, owner=owner)
             await self._changed.wait()
 
@@ -194,6 +196,9 @@ class Batcher:
             yield
         finally:
             timer.cancel()
+
+    def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
+        return lambda one: self._selection.is_stale(one, policy_version)
 
     def _must_hold(self) -> bool:
         """For stragglers. Where workers cut them off, with the next step as the last that may train them, holding
@@ -237,7 +242,8 @@ class Batcher:
             batch.documents, parts=batch.parts, ranks=self._num_dp_shards, max_tokens=self._micro_batch_tokens
         )
         parts = recording(
-            parts, self._recorded([len(one.group.trajectories) for one in groups], step=policy_version + 1)
+            parts,
+            self._recorded([len(one.group.trajectories) for one in groups[: self._count]], step=policy_version + 1),
         )
         return Prepared(batch=batch, parts=parts, seconds=time.monotonic() - started)
 

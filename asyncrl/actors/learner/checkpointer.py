@@ -25,7 +25,7 @@ from asyncrl.actors.learner.progress_reporter import ProgressReporter
 from asyncrl.actors.learner.trainer import Trainer
 from asyncrl.config import RunConfig
 from asyncrl.errors import BusError, disk_problem
-from asyncrl.messages.topics import TRAJECTORIES
+from asyncrl.messages.topics import TRAJECTORIES, group_id_of
 from asyncrl.policies.batching.batch import Metric
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
@@ -74,6 +74,7 @@ class Checkpointer:
         self._disk = disk or Disk(trainer.waits)
         self._section = run.checkpoint
         self._groups_per_batch = run.learner.groups_per_batch
+        self._window = run.window
         self._directory = run.run_directory / "checkpoints"
         self._step = -1  # of the last checkpoint of this incarnation
         self._written: _Written | None = None  # what is being written
@@ -199,23 +200,29 @@ class Checkpointer:
             through = self._table.checkpointed(state)
             if self._section.keep == 1:
                 through = state.consumed["watermark"] - 1
-            if written.trims and through and not self._section.keep_log:
-                await self._trim(through=through)
+            if written.trims and through:
+                await self._trim(through=0 if self._section.keep_log else through)
         self._seconds["learner/checkpoint_write_seconds"] = time.monotonic() - written.since
 
     async def _call(self, function: Callable[[], T], *, what: str) -> T:
         return await self._trainer.call(function, what=what, on="disk")
 
     async def _trim(self, *, through: int) -> None:
-        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint."""
+        """What a full disk keeps us from forgetting now is forgotten behind the next checkpoint. 0: only pieces that no
+        entry of the log names."""
         sequence, stored = self._table.last_read
         mark = LogMark(log=self._table.log, sequence=sequence, stored=stored)
         try:
             if (await self._bus.log_state(TRAJECTORIES, mark=mark)).problem:
                 return  # another log, whose records are not what we have read; the reader says so
-            await self._bus.trim(TRAJECTORIES, through=through, log=mark.log)
+            await self._bus.trim(TRAJECTORIES, through=through, log=mark.log, is_over=self._is_over)
         except BusError as error:
             log.warning("the log is not trimmed: %s", error)
+
+    def _is_over(self, name: str) -> bool:
+        """Whether nothing can come of answers to this group any more, or nobody can have been asked for any."""
+        group_id = group_id_of(name)
+        return group_id is None or group_id in self._table.done or group_id > self._table.next_group_id + self._window
 
 
 def _disk_need(folder: Path) -> float:

@@ -1,6 +1,7 @@
 """Applies the run's group filters. A group that a filter raises on fails, with the reason.
 
-A filter that raises on every group, or that rejects too many in a row, ends the run.
+A filter that raises on every group, or that rejects too many in a row, ends the run. With a cap on how many are
+rejected between two steps, the run ends there, or goes on with groups that a filter would reject.
 """
 
 from __future__ import annotations
@@ -17,20 +18,31 @@ from asyncrl.policies.batching.filters import GroupFilter
 
 class GroupFilters:
     """filters: by their names in the run file.  max_in_a_row, max_raised: how many consecutive groups may be filtered,
-    and fail because a filter raised."""
+    and fail because a filter raised.  cap: groups that may be filtered between two steps; 0 is any number."""
 
-    def __init__(self, filters: Mapping[str, GroupFilter], *, max_in_a_row: int, max_raised: int = 32) -> None:
+    def __init__(
+        self,
+        filters: Mapping[str, GroupFilter],
+        *,
+        max_in_a_row: int,
+        max_raised: int = 32,
+        cap: int = 0,
+        keeps_at_cap: bool = False,
+    ) -> None:
         self._filters = filters
+        self._cap, self._keeps_at_cap = cap, keeps_at_cap
         self._max_in_a_row, self._max_raised = max_in_a_row, max_raised
         self._in_a_row = self._raised = 0
         self.rejected_by = ""
         """The filter that did not keep the last group that was not kept."""
+        self.num_kept_at_cap = 0
+        """Groups that were kept though a filter rejects them."""
 
-    def keep(self, group: TrajectoryGroup) -> bool:
-        """Whether every filter keeps the group.
+    def keep(self, group: TrajectoryGroup, *, since_step: int = 0) -> bool:
+        """Whether every filter keeps the group, or the cap does.  since_step: groups filtered since the last step
 
-        Raises FilterError if one raises, and HopelessError if so many consecutive groups were filtered, or raised on,
-        that the run would sample forever without a step.
+        Raises FilterError if one raises, and HopelessError if so many groups were filtered, or raised on, that the run
+        would sample forever without a step.
         """
         for name, function in self._filters.items():
             try:
@@ -44,6 +56,8 @@ class GroupFilters:
             if not is_kept:
                 self._raised = 0
                 self.rejected_by = name
+                if 0 < self._cap <= since_step:
+                    return self._kept_at_cap(group)
                 self._in_a_row += 1
                 if self._in_a_row >= self._max_in_a_row:
                     raise HopelessError(
@@ -52,6 +66,17 @@ class GroupFilters:
                     )
                 return False
         self._in_a_row = self._raised = 0
+        return True
+
+    def _kept_at_cap(self, group: TrajectoryGroup) -> bool:
+        """Raises HopelessError where the cap ends the run."""
+        if not self._keeps_at_cap:
+            raise HopelessError(
+                f"algorithm.filter_cap: {self._cap} groups were filtered since the last step, and the next would be "
+                f'by {self.rejected_by}, with rewards {group.rewards}; raise it, or set filter_cap_action = "keep"'
+            )
+        self._in_a_row = 0
+        self.num_kept_at_cap += 1
         return True
 
 

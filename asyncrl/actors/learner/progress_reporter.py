@@ -66,6 +66,7 @@ class ProgressReporter:
                 step=outcome.step,
                 max_staleness=outcome.max_staleness,
                 old_parts=outcome.old_parts,
+                replayed=outcome.replayed,
             )
         else:
             self._history.lost(outcome.fate, outcome.group_ids, step=outcome.step, cause=outcome.cause)

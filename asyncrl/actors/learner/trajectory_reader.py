@@ -156,7 +156,13 @@ class TrajectoryReader:
     def metrics(self) -> dict[str, Metric]:
         """What is known of the workers' answers."""
         mismatch = {f"mismatch/{worker}/mean": mean for worker, mean in self._validator.mismatch.items()}
-        return {**mismatch, **self._validator.routing, "rollout/quarantined": float(len(self._validator.quarantined))}
+        kept = float(self._filters.num_kept_at_cap) if self._filters is not None else 0.0
+        return {
+            **mismatch,
+            **self._validator.routing,
+            "rollout/quarantined": float(len(self._validator.quarantined)),
+            "staleness/kept_at_cap": kept,
+        }
 
     async def quarantine(self, worker: str, reason: str) -> None:
         """Train nothing of this worker any more, and say so to everybody."""
@@ -279,7 +285,7 @@ class TrajectoryReader:
     async def _filtered(self, group: TrajectoryGroup, filters: GroupFilters) -> None:
         """Another group is generated in the place of one that is not kept, or that a filter raises on."""
         try:
-            if not filters.keep(group):
+            if not filters.keep(group, since_step=self._table.lost_since_step("filtered")):
                 await self._lost(self._table.filter(group.group_id, by=filters.rejected_by))
         except FilterError as error:
             text = str(error)[:LONGEST_ERROR]

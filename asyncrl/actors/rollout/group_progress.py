@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.errors import MessageTooLarge
 from asyncrl.messages import CallSegment, GroupSegment, SamplingParams, replace
 from asyncrl.messages.codec import encode
 from asyncrl.messages.topics import SEGMENTS
@@ -124,20 +125,31 @@ class GroupProgress:
             self._saved.pop(key, None)
 
     async def save(self, bus: Bus, *, worker: str) -> None:
-        """Put what is new into a segment. Raises BusError."""
+        """Put what is new into a segment, or into several where one message has no room for it. Raises BusError."""
         async with self._saving:
             if self._is_closed or self.num_unsaved <= 0:
                 return
             calls = tuple(self._new_segments())
-            if not calls:
-                return
-            segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
-            key = _segment_key(self.group_id, self._attempt, self._num_segments)
-            proven = replace(segment, proof=_proof(segment, key=key, ticket=self._ticket))
+            if calls:
+                await self._put(bus, calls, worker=worker)
+
+    async def _put(self, bus: Bus, calls: tuple[CallSegment, ...], *, worker: str) -> None:
+        """Raises MessageTooLarge for a call that no message has room for."""
+        segment = GroupSegment(group_id=self.group_id, worker=worker, calls=calls)
+        key = _segment_key(self.group_id, self._attempt, self._num_segments)
+        proven = replace(segment, proof=_proof(segment, key=key, ticket=self._ticket))
+        try:
             await bus.put(SEGMENTS, proven, key=key)
-            self._num_segments += 1
-            for call in calls:
-                self._saved[_key(call)] = call.start + len(call.tokens)
+        except MessageTooLarge:
+            if len(calls) == 1:
+                raise
+            middle = len(calls) // 2
+            await self._put(bus, calls[:middle], worker=worker)
+            await self._put(bus, calls[middle:], worker=worker)
+            return
+        self._num_segments += 1
+        for call in calls:
+            self._saved[_key(call)] = call.start + len(call.tokens)
 
     def _new_segments(self) -> Iterator[CallSegment]:
         for key, partial in self._begun.items():

@@ -57,6 +57,15 @@ def parts_of(
     return tuple(parts)
 
 
+def first_of(rollouts: Sequence[tuple[Trajectory, ...]], count: int) -> Sequence[tuple[Trajectory, ...]]:
+    """``count`` of them: of samples begun besides, more may have ended in the same moment. Such a one takes the number
+    of one that is not there."""
+    if all(parts[0].rollout < count for parts in rollouts):
+        return rollouts
+    chosen = enumerate(rollouts[:count])
+    return [tuple(replace(part, rollout=number) for part in parts) for number, parts in chosen]
+
+
 def rewarded(parts: Sequence[Trajectory], reward: Reward) -> list[Trajectory]:
     """The parts of a rollout with its reward."""
     return [replace(one, reward=float(reward.value), reward_parts=dict(reward.parts)) for one in parts]

@@ -20,7 +20,8 @@ from typing import Final
 from asyncrl.actors.rollout.drain_patience import DrainPatience
 from asyncrl.actors.rollout.generation_session import GenerationSession, sample_seed
 from asyncrl.actors.rollout.group_progress import GroupProgress
-from asyncrl.actors.rollout.rollout_parts import parts_of, rewarded
+from asyncrl.actors.rollout.over_sampling import OverSampling
+from asyncrl.actors.rollout.rollout_parts import first_of, parts_of, rewarded
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.slots import SampleSlots, SlotLease
 from asyncrl.actors.rollout.stage_ports import Sink, Source, WorkItem
@@ -54,6 +55,7 @@ class Stage:
         sample_seconds: float = 0.0,
         max_parts: int = 0,
         stragglers: Stragglers | None = None,
+        over_sampling: OverSampling | None = None,
         min_group: int = 0,
         weights: Callable[[PromptGroup], AbstractAsyncContextManager[None]] | None = None,
         slots: SampleSlots | None = None,
@@ -77,6 +79,7 @@ class Stage:
         self._sample_seconds = sample_seconds
         self._max_parts = max_parts
         self._stragglers = stragglers
+        self._over_sampling = over_sampling or OverSampling()
         self._min_group = min_group
         self._weights = weights or engine.new_enough_for
         self._log = logging.getLogger(f"asyncrl.{worker}")
@@ -113,7 +116,7 @@ class Stage:
             self._stragglers.learner_is_at(policy_version)
 
     async def _take_slots(self, item: WorkItem) -> SlotLease:
-        count = 0 if item.prompt is None or item.problem else item.prompt.group_size
+        count = 0 if item.prompt is None or item.problem else item.prompt.group_size + self._over_sampling.extra
         try:
             if item.needs_worker_alone:
                 return await self._slots.take_alone(count)
@@ -152,8 +155,9 @@ class Stage:
         try:
             sampled = await self._generate(prompt, slots, progress)
             made = self._without_failed(prompt, sampled)
+            chosen = first_of(made, prompt.group_size)
             generated = time.monotonic()
-            rollouts = await self._rewarded(prompt, made)
+            rollouts = await self._rewarded(prompt, chosen)
         except (PromptError, RewardError, RolloutError) as error:
             self._log.warning("group %d failed: %s", prompt.group_id, error, extra={REASON: str(error)})
             self._explain(error)
@@ -171,7 +175,8 @@ class Stage:
             worker=self._worker,
             seconds=time.monotonic() - started,
             cancelled=prompt.group_size - len(rollouts),
-            failed_samples=len(sampled) - len(made),
+            failed_samples=min(len(sampled) - len(made), prompt.group_size - len(rollouts)),
+            extra_samples=self._over_sampling.extra,
             began=began,
             reward_seconds=time.monotonic() - generated,
         )
@@ -179,9 +184,10 @@ class Stage:
     async def _generate(
         self, prompt: PromptGroup, slots: SlotLease, progress: GroupProgress | None
     ) -> list[tuple[Trajectory, ...] | RolloutError]:
-        """The parts of each sample of a group, made side by side, without stragglers. The first failure cancels the
-        others, unless the group goes without samples that failed: then it is in a sample's place."""
-        sessions = [self._session(prompt, index, progress) for index in range(prompt.group_size)]
+        """The parts of each sample of a group, made side by side, without those that were cut off. The first failure
+        cancels the others, unless the group goes without samples that failed: then it is in a sample's place."""
+        count = prompt.group_size + self._over_sampling.extra
+        sessions = [self._session(prompt, index, progress) for index in range(count)]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -192,13 +198,17 @@ class Stage:
                     asked_at = prompt.min_policy_version or prompt.policy_version  # 0: published again, or at the start
                     versions = functools.partial(_first_versions, sessions)
                     group.create_task(self._stragglers.cut(tasks, versions, asked_at=asked_at))
+                if self._over_sampling.is_on:
+                    group.create_task(self._over_sampling.cut(tasks, group_size=prompt.group_size))
         except ExceptionGroup as error:
             died, other = error.split(EngineDied)
             first = (died or other or error).exceptions[0]
             raise first from first.__cause__  # not from the group: the log is to show where it was raised
-        if self._stragglers is None and any(task.cancelled() for task in tasks):
+        if self._stragglers is None and not self._over_sampling.is_on and any(task.cancelled() for task in tasks):
             raise RolloutError("the rollout function cancelled itself")
-        return [task.result() for task in tasks if not task.cancelled()]
+        if not (ended := [task.result() for task in tasks if not task.cancelled()]):
+            raise RolloutError("the rollout function cancelled itself")
+        return ended
 
     async def _sample_or_error(
         self, prompt: PromptGroup, index: int, session: GenerationSession, slots: SlotLease

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stage import Stage
@@ -30,6 +31,7 @@ def training_stage(
     sample_seconds: float = 0.0,
     max_parts: int = 0,
     stragglers: Stragglers | None = None,
+    over_sampling: OverSampling | None = None,
     min_group: int = 0,
     groups_ahead: Callable[[], int] | None = None,
 ) -> Stage:
@@ -56,6 +58,7 @@ def training_stage(
         sample_seconds=sample_seconds,
         max_parts=max_parts,
         stragglers=stragglers,
+        over_sampling=over_sampling,
         min_group=min_group,
     )
 
@@ -77,6 +80,7 @@ def training_worker(
     sample_seconds: float = 0.0,
     max_parts: int = 0,
     stragglers: Stragglers | None = None,
+    over_sampling: OverSampling | None = None,
     min_group: int = 0,
     partial_rollouts: PartialRollouts | None = None,
     groups_ahead: Callable[[], int] | None = None,
@@ -91,6 +95,7 @@ def training_worker(
     min_group         fewest samples of a group that goes without those that failed; 0: it fails with one of them
     max_parts         trajectories of a rollout; 0: any number
     stragglers        None waits for every sample of a group
+    over_sampling     None begins as many samples as are asked for, and has no deadline
     partial_rollouts  None saves and resumes nothing
     groups_ahead      groups to hold beyond those that there are free slots for; None measures how many
     """
@@ -111,6 +116,7 @@ def training_worker(
         sample_seconds=sample_seconds,
         max_parts=max_parts,
         stragglers=stragglers,
+        over_sampling=over_sampling,
         min_group=min_group,
         groups_ahead=groups_ahead,
     )

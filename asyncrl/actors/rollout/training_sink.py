@@ -34,7 +34,7 @@ class TrainingSink:
                 left = await self._unpublished(left, ticket)
 
     async def _unpublished(self, group: TrajectoryGroup, ticket: str) -> TrajectoryGroup | None:
-        """Publish; the group to try again if the log is full. A group that no message can hold can only fail."""
+        """Publish; the group to try again if the log is full. A group over bus.max_group_bytes can only fail."""
         try:
             await self._bus.publish(TRAJECTORIES, group, key=answer_key(group.group_id, ticket=ticket))
         except BusFull:

@@ -15,11 +15,11 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from asyncrl.bus.encoding import Each, Opened, encoded, opened
+from asyncrl.bus.encoding import Each, encoded, opened
 from asyncrl.bus.jetstream.connection import Connection
 from asyncrl.bus.jetstream.credentials import Credentials
 from asyncrl.bus.jetstream.deliveries import JetStreamDeliveries
@@ -32,10 +32,12 @@ from asyncrl.bus.jetstream.log_reader import log_state, opened_log, trim_log
 from asyncrl.bus.jetstream.objects import JetStreamObjects
 from asyncrl.bus.jetstream.objects_elsewhere import objects_of, open_as
 from asyncrl.bus.jetstream.own_address import address_towards
+from asyncrl.bus.jetstream.records import PieceStore, Records
 from asyncrl.bus.jetstream.shared_consumer import SharedConsumers
 from asyncrl.bus.jetstream.streams import Streams, batches, subjects
 from asyncrl.bus.jetstream.watch import StoredMessage, Watch, last_stored
 from asyncrl.bus.kept_states import KeptStates
+from asyncrl.bus.pieces import Pieces, most_bytes
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.config.addresses import servers
 from asyncrl.errors import BusFull
@@ -65,8 +67,10 @@ class JetStreamBus:
         *,
         access: Credentials,
         objects: JetStreamObjects,
+        most: int = 2**30,
         signatures: Signatures = UNSIGNED,
     ) -> None:
+        """most: bytes of a message in pieces"""
         self._connection, self._layout, self._objects = connection, layout, objects
         self._role, self._creates_consumers = access.role, access.creates_consumers
         self._signatures, self._kept = signatures, KeptStates(signatures)
@@ -74,6 +78,8 @@ class JetStreamBus:
         self._stream, self._made = self._streams.of, self._streams.made
         self._keeper = StreamKeeper(connection, layout, made=self._made, role=access.role)
         self._workers = SharedConsumers(connection, layout, role=access.role)
+        store = PieceStore(connection, layout, stream=self._stream)
+        self._pieces = Pieces(self, most=most, signatures=signatures, fetch=store.fetch, remove=store.remove)
         self.rejections = Rejections()
 
     @classmethod
@@ -86,6 +92,7 @@ class JetStreamBus:
         access: Credentials | None = None,
         max_prompts: int,
         max_log_bytes: int,
+        max_group_bytes: int = 2**30,
         ack_seconds: float,
         storage: Literal["file", "memory"],
         replicas: int = 1,
@@ -111,7 +118,8 @@ class JetStreamBus:
         takes_part = access.role in ("learner", "rollout-worker")
 
         objects = objects_of(url, layout, access=access, connect_seconds=connect_seconds)
-        bus = cls(connection, layout, access=access, objects=objects, signatures=signatures)
+        most = most_bytes(max_group_bytes=max_group_bytes, max_log_bytes=max_log_bytes)
+        bus = cls(connection, layout, access=access, objects=objects, most=most, signatures=signatures)
         try:
             await open_as(connection, url, access=access, run=run, seconds=connect_seconds)
             await bus._streams.open((*ALL, Lease.TOPIC))
@@ -125,7 +133,7 @@ class JetStreamBus:
     # -- work and logs ----------------------------------------------------------------------------------------------
 
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
-        data = self._encoded(topic, message, key)
+        data = await self._pieces.sealed(topic, message, key=key)
         subject, stream = self._layout.subject(topic, key), await self._stream(topic)
         # The server remembers the id of a message that it lost; a log has room for a key that is not in it.
         identity = subject if topic.kind == "work" and not again else uuid.uuid4().hex
@@ -160,35 +168,29 @@ class JetStreamBus:
     ) -> AsyncIterator[AsyncIterator[Record[M]]]:
         stream, by_consumer = await self._stream(topic), self._creates_consumers
         source = await opened_log(self._connection, stream=stream, after=after, by_consumer=by_consumer, mark=mark)
-
-        async def take() -> Record[M]:
-            item = await source.take()
-            key = self._layout.key(topic, item.subject)
-            problem = veto(item.sequence, key) if veto else ""
-            content: Opened[M] = Opened(None, problem)
-            if not problem:
-                content = opened(item.data, topic, key=key, signatures=self._signatures)
-            return Record(
-                sequence=item.sequence,
-                key=key,
-                message=content.message,
-                problem=content.problem,
-                num_bytes=len(item.data),
-                stored=item.stored,
-            )
-
+        records = Records(
+            source,
+            topic,
+            key_of=functools.partial(self._layout.key, topic),
+            pieces=self._pieces,
+            first_sequence=functools.partial(self._first_sequence, topic),
+            veto=veto,
+        )
         try:
-            yield Each(take)
+            yield Each(records.take)
         finally:
             await source.stop()
 
     async def log_state(self, topic: Topic[Any], *, mark: LogMark) -> LogState:
         return await log_state(self._connection, await self._stream(topic), mark)
 
-    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
+    async def trim(
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
+    ) -> None:
         stream = await self._stream(topic)
         note = functools.partial(self._keeper.trims, stream)
-        await trim_log(self._connection, stream, through=through, log=log, note=note)
+        if await trim_log(self._connection, stream, through=through, log=log, note=note):
+            await self._pieces.tidy(topic, is_over=is_over)
 
     async def losses(self, *, mends: bool = False) -> list[Loss]:
         self._keeper.has_objects = self._objects.is_made
@@ -202,6 +204,9 @@ class JetStreamBus:
 
     async def last_sequence(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["last_seq"])
+
+    async def _first_sequence(self, topic: Topic[Any]) -> int:
+        return int((await self._info(topic))["state"]["first_seq"])
 
     # -- states -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
 from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream
-from asyncrl.messages.topics import ALL, Topic
+from asyncrl.messages.topics import ALL, PIECES, Topic
 from asyncrl.protocols import Loss
 
 _NO_CONSUMER: Final = 10014
@@ -78,8 +78,8 @@ class StreamKeeper:
         kind: str = topics[0].kind
         if topics[0].seconds_to_live:
             kind = "aged" if kind == "log" else ""
-        if kind == "log" and not mends:
-            kind = ""  # the learner trims it, and who only looks does not hear of it
+        if (kind == "log" and not mends) or topics[0] is PIECES:
+            kind = ""  # the learner trims it, and who only looks does not hear of it; pieces leave one by one
         config = self._layout.stream_config(topics[0])
         return await self._compared(name, config, tuple(t.name for t in topics), kind=kind, mends=mends)
 

@@ -73,20 +73,24 @@ async def log_state(wire: Wire, stream: str, mark: LogMark) -> LogState:
     return LogState(identity=identity, first=first, problem=problem)
 
 
-async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> None:
-    """See Bus.trim. ``note`` is told up to where, before it is done.
+async def trim_log(connection: Connection, stream: str, *, through: int, log: str, note: Callable[[int], None]) -> bool:
+    """See Bus.trim; whether it is the log that is meant. ``note`` is told up to where, before it is done.
 
     A stream that is gone is not waited for, as it would be elsewhere: what is made in its place has other entries.
     """
     try:
         info = await connection.api(f"STREAM.INFO.{stream}", awaits_stream=False)
         through = min(through, int(info["state"]["last_seq"]))  # purging beyond the end would also move the end
-        if through > 0 and log in ("", str(info["created"])):
+        if log not in ("", str(info["created"])):
+            return False
+        if through > 0:
             note(through)
             await connection.api(f"STREAM.PURGE.{stream}", {"seq": through + 1}, awaits_stream=False)
     except Refused as refused:
         if refused.code != NO_STREAM:
             raise
+        return False
+    return True
 
 
 class LogReader:

@@ -19,5 +19,6 @@ class MemoryBusAdapter(BusAdapter):
             max_log_bytes=run.bus.max_log_bytes,
             ack_seconds=run.bus.ack_seconds,
             max_message_bytes=run.bus.max_message_bytes,
+            max_group_bytes=run.bus.max_group_bytes,
             signatures=signatures,
         )

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from asyncrl.bus.encoding import Each, Opened, encoded, opened
 from asyncrl.bus.kept_states import KeptStates
 from asyncrl.bus.memory.stores import Item, Log, Objects, States, Work
+from asyncrl.bus.pieces import Pieces, most_bytes
 from asyncrl.bus.request_reply import Line, PendingRequest, answer_of
 from asyncrl.messages.codec import encode
 from asyncrl.messages.signing import UNSIGNED, Signatures
-from asyncrl.messages.topics import Service, Topic
+from asyncrl.messages.topics import PIECES, Service, Topic
 from asyncrl.protocols import Deliveries, Delivery, LogMark, LogState, Loss, ObjectStore, Record
 from asyncrl.protocols.bus import Veto
 from asyncrl.protocols.rejections import Rejections
@@ -37,6 +38,7 @@ class MemoryBus:
         max_log_bytes: int,
         ack_seconds: float,
         max_message_bytes: int,
+        max_group_bytes: int = 2**30,
         signatures: Signatures = UNSIGNED,
     ) -> None:
         self._max_prompts = max_prompts
@@ -52,10 +54,17 @@ class MemoryBus:
         self._lines: dict[tuple[str, str], Line[Any, Any]] = {}
         self._leases: dict[str, asyncio.Lock] = {}
         self._objects = Objects()
+        self._pieces = Pieces(
+            self,
+            most=most_bytes(max_group_bytes=max_group_bytes, max_log_bytes=max_log_bytes),
+            signatures=signatures,
+            fetch=self._piece,
+            remove=self._remove_pieces,
+        )
 
     async def publish(self, topic: Topic[M], message: M, *, key: str, again: bool = False) -> bool:
         await _let_others_run()
-        return self._queue(topic).add(key, self._encoded(topic, message, key), again=again)
+        return self._queue(topic).add(key, await self._pieces.sealed(topic, message, key=key), again=again)
 
     @contextlib.asynccontextmanager
     async def consume(self, topic: Topic[M]) -> AsyncIterator[Deliveries[M]]:
@@ -79,14 +88,15 @@ class MemoryBus:
             position = entry.sequence
             problem = veto(entry.sequence, entry.key) if veto else ""
             content: Opened[M] = Opened(None, problem)
+            num_bytes = len(entry.data)
             if not problem:
-                content = opened(entry.data, topic, key=entry.key, signatures=self._signatures)
+                content, num_bytes = await self._pieces.opened(topic, key=entry.key, data=entry.data)
             return Record(
                 sequence=entry.sequence,
                 key=entry.key,
                 message=content.message,
                 problem=content.problem,
-                num_bytes=len(entry.data),
+                num_bytes=num_bytes,
             )
 
         yield Each(take)
@@ -97,11 +107,20 @@ class MemoryBus:
         is_other = log.last_sequence < mark.sequence if not mark.log else mark.log != log.identity
         return LogState(identity=log.identity, first=log.first_sequence, problem="it is a new log" if is_other else "")
 
-    async def trim(self, topic: Topic[Any], *, through: int, log: str = "") -> None:
+    async def trim(
+        self, topic: Topic[Any], *, through: int, log: str = "", is_over: Callable[[str], bool] | None = None
+    ) -> None:
         await _let_others_run()
         kept = self._log(topic)
         if log in ("", kept.identity):
             kept.trim(through)
+            await self._pieces.tidy(topic, is_over=is_over)
+
+    async def _piece(self, key: str) -> bytes | None:
+        return self._log(PIECES).find(key)
+
+    async def _remove_pieces(self, keys: Collection[str]) -> None:
+        self._log(PIECES).remove(keys)
 
     async def put(self, topic: Topic[M], message: M, *, key: str = "", is_sure: bool = True) -> None:
         await _let_others_run()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import hashlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.errors import BusFull, ObjectGone
@@ -175,8 +176,17 @@ class Log:
         self._expire()
         if not self._entries or sequence >= self.last_sequence:
             return None
-        first = self._entries[0].sequence
-        return self._entries[max(0, sequence + 1 - first)]
+        index = bisect.bisect_right(self._entries, sequence, key=lambda entry: entry.sequence)
+        return self._entries[index] if index < len(self._entries) else None
+
+    def find(self, key: str) -> bytes | None:
+        return next((entry.data for entry in self._entries if entry.key == key), None)
+
+    def remove(self, keys: Collection[str]) -> None:
+        gone = self._stored & set(keys)
+        self._num_bytes -= sum(len(entry.data) for entry in self._entries if entry.key in gone)
+        self._entries = deque(entry for entry in self._entries if entry.key not in gone)
+        self._stored -= gone
 
     def trim(self, through: int) -> None:
         while self._entries and self._entries[0].sequence <= through:

@@ -42,6 +42,7 @@ class NatsAdapter(BusAdapter):
             access=_credentials(run, role=role, token=token),
             max_prompts=run.window,
             max_log_bytes=section.max_log_bytes,
+            max_group_bytes=section.max_group_bytes,
             ack_seconds=section.ack_seconds,
             storage=section.store,
             replicas=section.replicas,

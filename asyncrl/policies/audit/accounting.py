@@ -26,6 +26,7 @@ from typing import Any
 from asyncrl.messages import Trajectory, VersionSpan
 from asyncrl.policies.audit.entries import BEGUN, FATES, HistoryEntry, damage, due_checkpoint, present, steps
 from asyncrl.policies.audit.evaluations import EvaluationAccount
+from asyncrl.policies.audit.replays import replays
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.states import SET_ASIDE
 from asyncrl.policies.staleness.staleness import Forks, oldest_version
@@ -97,12 +98,13 @@ class Account:
     unrecorded            done by the checkpoint's ledger, without a line that says how in a history that is damaged:
                           trained, dropped, failed or filtered, and nobody can say which
     duplicated            met two fates in one history, or met one that the checkpoint does not know of, so that a
-                          resumed learner would train them again
+                          resumed learner would train them again, or were trained again against the rule
     max_staleness         versions between sampling and training of the oldest trained token
     staleness_violations  trained groups with a token over the bound of their incarnation; and steps whose recorded
                           staleness is not that of their groups on the log, or not that in metrics.jsonl
     incarnations          starts of the learner, also those of which no step is left
     retrained             trained in a lost history and again in this one: a kill, not a duplicate
+    replayed              trainings of groups that had been trained before (staleness.replay_groups): no duplicates
     foreign               log records of groups that this run never published: somebody else's, refused or ignored
     steps, bound          optimizer steps of this history; largest bound of its incarnations
     on_log, with_metrics  trained groups whose staleness was worked out anew from the log; steps compared with their
@@ -139,6 +141,7 @@ class Account:
     on_log: int
     with_metrics: int
     set_aside: int = 0
+    replayed: int = 0
     problems: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
     damaged_places: int = 0
@@ -217,6 +220,7 @@ def account(
     done = _against_checkpoint(history, saved=saved, is_damaged=bool(damaged))
     trimmed = [s for s in range(consumed.watermark, bus.first) if s not in consumed] if bus and saved else []
     ages = _ages(history, log, recorded_staleness or {})
+    num_replayed, unruly = replays(history)
     counts = {fate: sum(1 for kinds in fates.values() if fate in kinds) for fate in FATES}
     kept = {entry.position for entry in history}
     again = {i for entry in entries if entry.kind == "trained" and entry.position not in kept for i in entry.groups}
@@ -229,7 +233,8 @@ def account(
         pending=found.pending,
         lost=len(found.lost | done.lost) + len(trimmed),
         unrecorded=len(done.unrecorded),
-        duplicated=len(doubled | done.unsaved),
+        duplicated=len(doubled | done.unsaved | unruly.keys()),
+        replayed=num_replayed,
         max_staleness=ages.largest,
         staleness_violations=len(ages.problems),
         incarnations=sum(entry.kind == BEGUN for entry in entries),
@@ -242,6 +247,7 @@ def account(
         problems=(
             *found.problems,
             *(f"group {i}: {' and '.join(fates[i])}" for i in sorted(doubled)),
+            *(f"group {i}: {problem}" for i, problem in unruly.items()),
             *done.problems,
             *(f"log record {s}: trimmed, and not done by the checkpoint" for s in trimmed),
             *ages.problems,
@@ -356,19 +362,19 @@ def _ages(
     for record in log:
         records.setdefault(record.group_id, []).append(record)
     for entry, begun, forks in steps(history):
-        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.groups}
+        trained = {i: _record_of(entry, i, records.get(i, ())) for i in entry.batch}
         bound, name = begun.max_staleness, f"step {entry.step} of incarnation {entry.incarnation}"
         of_parts = {i: one.ages(step=entry.step, forks=forks) for i, one in trained.items() if one is not None}
         old = [age for ages in of_parts.values() for age in ages if age > bound] if begun.are_parts_alone else []
         ages = {i: max([0, *(age for age in its if not old or age <= bound)]) for i, its in of_parts.items()}
         found.on_log += len(ages)
         found.largest = max(found.largest, entry.max_staleness, *ages.values())
-        if len(old) != entry.old_parts and len(ages) == len(entry.groups):
+        if len(old) != entry.old_parts and len(ages) == len(entry.batch):
             found.problems.append(f"{name}: {entry.old_parts} trajectories were left out, by the log {len(old)}")
         found.problems += [
             f"{name}: group {i} was {age} versions old, over {bound}" for i, age in ages.items() if age > bound
         ]
-        if len(ages) == len(entry.groups):
+        if len(ages) == len(entry.batch):
             if max(ages.values(), default=0) != entry.max_staleness:
                 found.problems.append(
                     f"{name}: recorded staleness {entry.max_staleness}, by the log {max(ages.values(), default=0)}"

@@ -36,6 +36,7 @@ class HistoryEntry:
     sequences      of "trained" the log record of each group; empty in lines of older versions
     max_staleness  of "trained" the oldest sampled token of the batch; of "begun" the bound of this incarnation
     old_parts      of "trained" the trajectories that were too old alone, and trained nothing
+    replayed       of "trained" the groups that it trained again, behind the others, with the log record of each
     kept           of "begun": what lies at this position and beyond is not in the history of the weights
     settings       of "begun": the run file (config/record.py); empty when that line is damaged
     problem        of "damaged": which line, and what is wrong with it
@@ -50,6 +51,7 @@ class HistoryEntry:
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     old_parts: int = 0
+    replayed: tuple[tuple[int, int], ...] = ()
     kept: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -61,9 +63,15 @@ class HistoryEntry:
         staleness = self.settings.get("staleness", {})
         return isinstance(staleness, Mapping) and staleness.get("parts") == "alone"
 
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Of "trained": all groups, in the order of the batch."""
+        return (*self.groups, *(group_id for group_id, _ in self.replayed))
+
     def is_record_of(self, group_id: int, sequence: int) -> bool:
         """Whether this step trained its group from that log record. A worker that was away answers once more, late."""
-        return not self.sequences or (group_id, sequence) in zip(self.groups, self.sequences, strict=False)
+        trained = (*zip(self.groups, self.sequences, strict=False), *self.replayed)
+        return not self.sequences or (group_id, sequence) in trained
 
 
 def present(entries: Sequence[HistoryEntry]) -> list[HistoryEntry]:

@@ -268,6 +268,7 @@ def _sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, Metric]:
         "reward/std": float(rewards.std()),
         "staleness/cancelled": float(sum(group.cancelled for group in groups)),
         "staleness/failed_samples": float(sum(group.failed_samples for group in groups)),
+        "rollout/extra_samples": float(sum(group.extra_samples for group in groups)),
         "reward/same_in_group": float(np.mean([len(set(group.rewards)) == 1 for group in groups])),
         "length/trained": histogram(lengths),
         "length/trained_mean": float(np.mean(lengths)),

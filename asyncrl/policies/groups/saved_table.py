@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState, PromptState
 from asyncrl.policies.groups.states import Fate, PublishedPrompt
 from asyncrl.policies.groups.table import GroupTable
@@ -40,8 +41,10 @@ def save(table: GroupTable, *, groups_per_batch: int, history: int) -> LearnerSt
     )
 
 
-def restore(state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None) -> GroupTable:
-    """The table as a checkpoint has it. ``bound``, ``pass_rates``: as the run file says, before any step."""
+def restore(
+    state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates | None = None, replays: Replays | None = None
+) -> GroupTable:
+    """The table as a checkpoint has it. ``bound``, ``pass_rates``, ``replays``: by the run file, before any step."""
     pass_rates = pass_rates or PassRates()
     pass_rates.resume(state.pass_rates)
     starts = state.prompts.oldest_start
@@ -55,6 +58,7 @@ def restore(state: LearnerState, *, bound: AdaptiveBound, pass_rates: PassRates 
     return GroupTable(
         bound=bound.resumed(state.bound),
         pass_rates=pass_rates,
+        replays=replays or Replays(),
         incarnation=state.incarnation,
         step=state.step,
         batches_taken=state.step,

@@ -26,7 +26,7 @@ class Selection:
 
     def stale(self, table: GroupTable) -> list[BufferedGroup]:
         """Buffered groups that are too old for the next step."""
-        return [one for one in table.buffered.values() if self._is_stale(one, table.policy_version)]
+        return [one for one in table.buffered.values() if self.is_stale(one, table.policy_version)]
 
     def next_batch(self, table: GroupTable, *, count: int) -> list[BufferedGroup] | None:
         """The first ``count`` groups by (oldest version, group id), or by ``order``; None when there are fewer.
@@ -38,7 +38,7 @@ class Selection:
     def foresee(self, table: GroupTable, *, count: int) -> list[BufferedGroup] | None:
         """What ``next_batch`` will give once the batch in training is done and what is stale then was dropped."""
         version = table.policy_version + bool(table.training)
-        young = [one for one in table.buffered.values() if not self._is_stale(one, version)]
+        young = [one for one in table.buffered.values() if not self.is_stale(one, version)]
         leaving = {*table.training, *table.buffered} - {one.group_id for one in young}
         return self._first(table, count, young, leaving=leaving)
 
@@ -56,7 +56,8 @@ class Selection:
             turn + place // count - start > self.max_staleness for place, start in enumerate(sorted(oldest_starts))
         )
 
-    def _is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
+    def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
+        """Whether a buffered group is too old for the step from ``policy_version``."""
         oldest = one.youngest if self.are_parts_alone else one.oldest
         return is_stale(oldest, policy_version=policy_version, max_staleness=self.max_staleness)
 

@@ -66,6 +66,7 @@ class Outcome:
     sequences      of "trained": the log record of each group
     max_staleness  of "trained": versions between the oldest token of the batch and the step
     old_parts      of "trained": trajectories that trained nothing because they were too old
+    replayed       of "trained": groups that the step trained again, with their log records (replays.py)
     events         of the others: what to announce of each group
     groups         as they are known, in the order of ``group_ids``; of one that could not be made perhaps nothing
     cause          of "failed": SET_ASIDE, or "" for any other
@@ -77,6 +78,7 @@ class Outcome:
     sequences: tuple[int, ...] = ()
     max_staleness: int = 0
     old_parts: int = 0
+    replayed: tuple[tuple[int, int], ...] = ()
     events: tuple[Mapping[str, object], ...] = ()
     cause: str = ""
     groups: tuple[TrajectoryGroup, ...] = field(default=(), compare=False, repr=False)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.messages import TrajectoryGroup
 from asyncrl.policies.groups.ledger import Ledger
 from asyncrl.policies.groups.pass_rates import PassRates, RowKey
+from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.states import FATES, Arrival, BufferedGroup, Fate, Outcome, PublishedPrompt
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -47,6 +48,7 @@ class GroupTable:
     covered         log records below it are done by the newest checkpoint; 1 while there is none
     next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
     pass_rates      of the rows; the prompt source of this process asks it which rest
+    replays         trained groups that may be trained again
     failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
     """
 
@@ -72,6 +74,7 @@ class GroupTable:
     counts: dict[Fate, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
     counts_before_step: dict[Fate, int] = field(default_factory=dict)
     pass_rates: PassRates = field(default_factory=PassRates)
+    replays: Replays = field(default_factory=Replays)
     failed_in_a_row: int = 0
     problem: str = ""
     generated_lengths: list[int] = field(default_factory=list)
@@ -120,6 +123,7 @@ class GroupTable:
         self.consumed, self.cursor, self.covered = Ledger(watermark=first), first - 1, first
         self.last_read = (0, 0)
         self.logs_changed += 1
+        self.replays.clear()
         for waiting in (self.buffered, self.training):
             waiting.update({group_id: replace(one, sequence=first - 1) for group_id, one in waiting.items()})
 
@@ -233,12 +237,14 @@ class GroupTable:
         self.buffered |= self.training
         self.training = {}
         self.batches_taken -= 1
+        self.replays.discard()
 
     def trained(self, *, max_staleness: int, old_parts: int = 0) -> Outcome:
         """The step is done: its groups are trained, and there is a new policy version."""
         group_ids = tuple(self.training)
         sequences = tuple(one.sequence for one in self.training.values())
         groups = tuple(one.group for one in self.training.values())
+        replayed = self.replays.done(self.training.values())
         for one in self.training.values():
             self._finish(one)
         self.training = {}
@@ -252,6 +258,7 @@ class GroupTable:
             step=self.step,
             max_staleness=max_staleness,
             old_parts=old_parts,
+            replayed=tuple((one.group_id, one.sequence) for one in replayed),
             groups=groups,
         )
 

@@ -9,8 +9,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.sandbox.bare import Bare
 from asyncrl.rewards.sandbox.bubblewrap import Bubblewrap
 from asyncrl.rewards.sandbox.sandbox import Sandbox
+from asyncrl.rewards.sandbox.sandlock import Sandlock
 
-SANDBOXES: Final[Mapping[str, type[Sandbox]]] = {"bwrap": Bubblewrap, "none": Bare}
+SANDBOXES: Final[Mapping[str, type[Sandbox]]] = {"bwrap": Bubblewrap, "sandlock": Sandlock, "none": Bare}
 
 
 def open_sandbox(name: str, *, readable: Sequence[str] = (), network: bool = False) -> Sandbox:

@@ -25,6 +25,8 @@ WATCH_SECONDS: Final = 0.05
 ENVIRONMENT: Final[Mapping[str, str]] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
 """All that a program sees of ours."""
 _CHUNK: Final = 65_536
+_MOST_ROUNDS: Final = 100
+"""Of ending what begins more meanwhile."""
 _WITH_LIMITS: Final = (
     'ulimit -t "$1" && ulimit -v "$2" && ulimit -f "$3" && ulimit -c 0 || exit 125; shift 3; exec "$@"'
 )
@@ -120,9 +122,18 @@ def _tree(pid: int) -> Iterator[int]:
     left = [pid]
     while left:
         yield (one := left.pop())
-        for path in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has just ended
-                left.extend(map(int, path.read_text().split()))
+        with contextlib.suppress(OSError):  # it has just ended, or one of its threads has
+            for path in Path(f"/proc/{one}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    left.extend(map(int, path.read_text().split()))
+
+
+def _is_dead(pid: int) -> bool:
+    """Gone, or ended and not waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _resident_bytes(pid: int) -> int:
@@ -133,6 +144,14 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """All that it has started first: what is in a session of its own is still below it."""
+    for _ in range(_MOST_ROUNDS):
+        below = [pid for pid in _tree(process.pid) if pid != process.pid]
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not below or all(_is_dead(pid) for pid in below):
+            break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
     process.wait()

@@ -45,6 +45,7 @@ from asyncrl.policies.batching.filters import GroupFilter
 from asyncrl.policies.evaluation.questions import EvaluationSet
 from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.pass_rates import PassRates
+from asyncrl.policies.groups.replays import Replays
 from asyncrl.policies.groups.saved import LearnerState
 from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
@@ -141,6 +142,7 @@ def assemble_learner(
         state,
         bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
         pass_rates=PassRates(**dataclasses.asdict(run.curriculum)),
+        replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )
     in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()
@@ -153,7 +155,13 @@ def assemble_learner(
         progress=progress,
         changed=changed,
         validator=ports.validator,
-        filters=GroupFilters(ports.filters, max_in_a_row=ports.most_filtered, max_raised=ports.most_failed),
+        filters=GroupFilters(
+            ports.filters,
+            max_in_a_row=ports.most_filtered,
+            max_raised=ports.most_failed,
+            cap=run.algorithm.filter_cap,
+            keeps_at_cap=run.algorithm.filter_cap_action == "keep",
+        ),
         max_failed_in_a_row=ports.most_failed,
         in_progress=in_progress,
         tickets=ports.tickets,
@@ -347,10 +355,7 @@ def _are_sampled(run: RunConfig) -> bool:
 async def _starting_point(
     run: RunConfig, *, bus: Bus, resume: bool, last_heard: int
 ) -> tuple[LearnerState, Path | None]:
-    """Where the learner starts, and the backend folder to restore.
-
-    ``last_heard``: the newest incarnation on the bus, or -1.
-    """
+    """Where the learner starts, and the backend folder to restore.  last_heard: newest incarnation on the bus, or -1"""
     if not resume:
         if checkpoint.complete(run.run_directory / "checkpoints") or last_heard >= 0:
             raise ConfigError(

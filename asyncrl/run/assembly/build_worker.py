@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.actors.rollout.evaluation import EvaluationWorker, evaluation_stage
+from asyncrl.actors.rollout.over_sampling import OverSampling
 from asyncrl.actors.rollout.partial_rollouts import PartialRollouts
 from asyncrl.actors.rollout.shared_engine import SharedEngine
 from asyncrl.actors.rollout.stragglers import Stragglers
@@ -75,6 +76,11 @@ async def build_worker(
                 reward=registry.load_reward(run),
                 partial_rollouts=partial_rollouts,
                 stragglers=_stragglers(run),
+                over_sampling=OverSampling(
+                    extra=run.rollout.extra_samples,
+                    seconds=run.rollout.group_seconds,
+                    at_least=run.rollout.min_group,
+                ),
                 min_group=run.rollout.min_group,
                 max_parts=run.rollout.max_parts,
                 **answering,

@@ -89,7 +89,7 @@ def _limits(run: RunConfig) -> RowLimits:
     samples = rollout_functions.traits(run.rollout.function).samples
     return RowLimits(
         prompt_tokens=context - run.rollout.max_new_tokens if samples else context,
-        row_bytes=run.bus.max_message_bytes - 16 * run.data.max_prompt_tokens - 4096,  # the prompt's tokens and text
+        row_bytes=run.bus.max_message_bytes - run.largest_prompt_bytes,
         labelled_for=run.reward.kind if needs_label(run.reward) else "",
         check_label=label_check(run.reward),
         rewards=row_labels(run.reward) if run.data.reward_key else {},

@@ -104,7 +104,7 @@ def _check_settings(run: RunConfig) -> None:
         )
     colocated.check(run)
     if (replay := registry.routing_replay(run)).is_on:
-        _check_log(run, run.largest_message_bytes + replay.num_bytes)
+        _check_log(run, run.largest_group_bytes + replay.num_bytes)
     learner_models.check_folders(run, algorithm)
     registry.backend_class(run).check(run)
     registry.launcher_class(run).check(run)
@@ -270,12 +270,12 @@ def _check_evaluation_paths(run: RunConfig) -> None:
 
 
 def _check_bus(run: RunConfig) -> None:
-    largest, limit = run.largest_message_bytes, run.bus.max_message_bytes
+    largest, limit = run.largest_group_bytes, run.bus.max_group_bytes
     if largest > limit:
         raise ConfigError(
             f"bus: a trajectory group of {run.rollout.group_size} x {run.rollout.max_new_tokens} tokens may take "
-            f"{largest:,} bytes, over bus.max_message_bytes ({limit:,}); raise it (and max_payload of a server of your "
-            "own) or lower rollout.group_size or rollout.max_new_tokens"
+            f"{largest:,} bytes, over bus.max_group_bytes ({limit:,}); raise it or lower rollout.group_size or "
+            "rollout.max_new_tokens"
         )
     _check_log(run, largest)
 
@@ -309,6 +309,11 @@ def _check_sampling(run: RunConfig, model: ModelFolder) -> None:
     if (rollout.stop or rollout.stop_token_ids or rollout.min_new_tokens) and not samples:
         raise ConfigError(
             "rollout.stop, stop_token_ids and min_new_tokens are for what is generated, and rollout.function = "
+            f'"{rollout.function}" generates nothing; remove them'
+        )
+    if (rollout.extra_samples or rollout.group_seconds) and not samples:
+        raise ConfigError(
+            "rollout.extra_samples and group_seconds are for what is generated, and rollout.function = "
             f'"{rollout.function}" generates nothing; remove them'
         )
     if rollout.top_p < 1 or rollout.top_k > 0:

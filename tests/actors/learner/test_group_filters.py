@@ -13,6 +13,7 @@ import pytest
 
 from asyncrl import config
 from asyncrl.actors.learner.group_filters import GroupFilters, sample_group
+from asyncrl.config.run import AlgorithmSection
 from asyncrl.data import demo_task
 from asyncrl.errors import ConfigError, FilterError, HopelessError
 from asyncrl.messages import TrajectoryGroup
@@ -20,13 +21,16 @@ from asyncrl.messages.topics import EVENTS
 from asyncrl.run.checks.run_file import check
 from tests import ROOT
 from tests.harness.buses import first
-from tests.harness.fakes import Engine, Loop, run_worker, worker
+from tests.harness.fakes import Engine, Loop, run_all, run_worker, worker
 
 DEMO = ROOT / "examples" / "demo.toml"
 
 
 def answers(group: TrajectoryGroup) -> Any:
     return len(group.trajectories)
+
+
+KEEP: dict[str, Any] = {"filter_cap": 3, "filter_cap_action": "keep"}
 
 
 def needs_a_judge(group: TrajectoryGroup) -> bool:
@@ -100,6 +104,36 @@ async def test_a_run_ends_that_would_sample_for_ever(bus: Any, bus_factory: Any,
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+async def test_at_the_cap_a_step_is_filled_with_what_comes(
+    bus: Any, bus_factory: Any, tmp_path: Path, mode: Any
+) -> None:
+    loop = Loop(bus, tmp_path, mode=mode, algorithm_section=AlgorithmSection(filters=("nothing",), **KEEP))
+    loop.filters = {"nothing": lambda group: False}
+    load = "in_flight" if mode == "async" else "on_demand"
+    await run_all(loop, worker(await bus_factory(), Engine(), load=load))
+    rows = loop.recorder.rows
+    assert loop.trained_groups == 8
+    assert rows[-1]["staleness/kept_at_cap"] >= 8
+    assert 3 <= rows[-1]["staleness/filtered_groups"] <= 3 * 5  # what arrives behind the last step is also filtered
+
+
+async def test_at_the_cap_a_run_ends_with_the_reason_if_it_is_to(bus: Any, bus_factory: Any, tmp_path: Path) -> None:
+    loop = Loop(bus, tmp_path, algorithm_section=AlgorithmSection(filters=("nothing",), filter_cap=3))
+    loop.filters = {"nothing": lambda group: False}
+    task = asyncio.create_task(run_worker(worker(await bus_factory(), Engine())))
+    with pytest.raises(HopelessError, match=r"filter_cap: 3 groups were filtered since the last step.*by nothing"):
+        await loop.run_learner()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_cap_without_filters_is_refused() -> None:
+    with pytest.raises(ConfigError, match="filter_cap is for filters"):
+        AlgorithmSection(filter_cap=3)
 
 
 @pytest.fixture(scope="module")

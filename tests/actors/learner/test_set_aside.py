@@ -98,8 +98,7 @@ async def test_a_batch_that_ends_three_lives_though_none_of_its_groups_does_alon
 
 async def test_an_entry_that_is_never_decoded_again_is_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding it ends the process, here by an error that nothing catches."""
-    from asyncrl.bus import encoding
-    from asyncrl.bus.memory import bus as memory
+    from asyncrl.bus import encoding, pieces
 
     decoded: list[int] = []
 
@@ -111,7 +110,7 @@ async def test_an_entry_that_is_never_decoded_again_is_failed(tmp_path: Path, mo
                 raise BackendError("the decoder crashed")
         return made
 
-    monkeypatch.setattr(memory, "opened", decode)
+    monkeypatch.setattr(pieces, "opened", decode)
     bus = MemoryBus(**BUS_SIZES, max_message_bytes=2**20)
     loop = Loop(bus, tmp_path, steps=3, rows=Rows(count=100))
     ended = [await live(loop, resume=number > 0) for number in range(3)]

@@ -233,14 +233,14 @@ async def test_the_last_attempt_begins_anew(bus: Bus) -> None:
 async def test_what_is_too_large_for_the_bus_is_said_once_and_held_up_by_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The trajectories fit, but not all that was sampled for them."""
+    """The trajectories fit, in pieces, but not what was sampled at once for one of them."""
 
     async def wasteful(prompt: PromptGroup, generate: Generate, *, index: int) -> Trajectory:
         for _ in range(3):
             made = await single_turn(prompt, generate, index=index)
         return made
 
-    bus = MemoryBus(**BUS_SIZES, max_message_bytes=3500)
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=800)
     await publish_prompt(bus, 0)
     async with Worker(bus, "w0").working(rollout=wasteful) as worker:
         await worker.begun(2)

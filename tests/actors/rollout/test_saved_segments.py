@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from asyncrl.actors.rollout.group_progress import GroupProgress, assembled, newest_attempt
+from asyncrl.bus.memory.bus import MemoryBus
 from asyncrl.messages import PromptGroup, SamplingParams, VersionSpan, replace
 from asyncrl.messages.segments import GroupSegment
 from asyncrl.messages.topics import SEGMENTS
 from asyncrl.protocols import Bus, Generation, PartialGeneration
+from tests.conftest import BUS_SIZES
 from tests.harness.buses import taken
 from tests.harness.partial_rollouts import (
     FIRST_CALL,
@@ -23,13 +25,29 @@ from tests.harness.partial_rollouts import (
 )
 
 
-def begun(progress: GroupProgress, *, length: int = 1000) -> FakeGeneration:
-    """The answer to the first call of sample 0, which goes on from what is known of it."""
-    _, partial = progress.begin(0, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
+def begun(progress: GroupProgress, *, length: int = 1000, index: int = 0) -> FakeGeneration:
+    """The answer to the first call of a sample, which goes on from what is known of it."""
+    _, partial = progress.begin(index, PROMPT_TOKENS, SamplingParams(max_new_tokens=length))
     done: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
     answer = FakeGeneration(seed=0, begin=len(partial.prefix.tokens), length=length, version=(0, 0), done=done)
     partial.follow(answer)
     return answer
+
+
+async def test_what_does_not_fit_into_one_segment_is_saved_in_several() -> None:
+    bus = MemoryBus(**BUS_SIZES, max_message_bytes=4000)
+    progress = GroupProgress(0, attempt=1)
+    answers = [begun(progress, index=index) for index in range(5)]
+    for _ in range(2):
+        for answer in answers:
+            answer.tokens += [4] * 200  # 1,600 bytes with their logprobs
+        await progress.save(bus, worker="w0")
+    segments = await bus.states(SEGMENTS, under="0/1/")
+    assert sorted(segments) == [f"0/1/{number}" for number in range(len(segments))]
+    assert len(segments) > 2
+    calls = assembled(segments[f"0/1/{number}"] for number in range(len(segments)))
+    assert {index for index, *_ in calls} == set(range(5))
+    assert {len(call.generation.tokens) for call in calls.values()} == {len(answers[0].tokens) - 1}
 
 
 async def test_each_token_is_put_on_the_bus_once(bus: Bus) -> None:

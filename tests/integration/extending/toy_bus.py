@@ -54,5 +54,6 @@ class CountingBusAdapter(BusAdapter):
             max_log_bytes=run.bus.max_log_bytes,
             ack_seconds=run.bus.ack_seconds,
             max_message_bytes=run.bus.max_message_bytes,
+            max_group_bytes=run.bus.max_group_bytes,
             signatures=signatures,
         )

@@ -37,7 +37,7 @@ BEFORE_TORCH = {
     "data.path": ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl: no such data file"),
     "run.directory": ("run.directory={folder}/prompts.jsonl", "run.directory: "),
     "bus.kind": ("bus.kind=carrier-pigeon", "bus.kind: 'carrier-pigeon' is unknown"),
-    "bus": ("bus.max_message_bytes=1000", "over bus.max_message_bytes"),
+    "bus": ("bus.max_group_bytes=1000", "over bus.max_group_bytes"),
     "rollout.top_p": ("rollout.top_p=0.5", "top_p=0.5"),
     "model.path": ("model.path=nowhere", "model.path: "),
     "reward.kind": ("reward.kind=my_rewards:score", "reward.kind: cannot import 'my_rewards'"),
@@ -175,7 +175,7 @@ def test_check_says_what_follows_from_the_run_file(run_file: Path, capsys: pytes
     assert code == 0
     assert "staleness bound   3 versions (async)" in out
     assert "window            16 groups = (max_staleness 3 + 1) x groups_per_batch 4" in out
-    assert "largest message" in out
+    assert "largest group" in out
     assert "max_staleness = 3" in out
 
 
@@ -260,7 +260,7 @@ MISTAKES = {
     "no room for a prompt": ("rollout.max_new_tokens=64", "64 new tokens leave no room for a prompt"),
     "reward module": ("reward.kind=my_judge:score", "cannot import 'my_judge'"),
     "reward function": ("reward.kind=asyncrl.data.demo_task:rewardd", "reward"),
-    "message size": ("bus.max_message_bytes=1000", "over bus.max_message_bytes (1,000)"),
+    "group size": ("bus.max_group_bytes=1000", "over bus.max_group_bytes (1,000)"),
     "log too small": ("bus.max_log_bytes=100000", "a full log would stop the run"),
     "no correction": ("algorithm.correction=none", "allow_uncorrected = true if you mean it"),
     "no baseline": ("rollout.group_size=1", "gives the advantage grpo no baseline"),

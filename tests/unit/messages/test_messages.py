@@ -34,6 +34,7 @@ from asyncrl.messages import (
 from asyncrl.messages.codec import decode, encode
 from asyncrl.messages.evaluation import FIRST_GROUP_ID, Answer, Evaluation, EvaluationAnswers
 from asyncrl.messages.fleet import FleetSize, FleetStatus, RunSettings
+from asyncrl.messages.pieces import Piece
 from asyncrl.messages.topics import ALL
 
 SPANS = (VersionSpan(start=0, incarnation=0, policy_version=6), VersionSpan(start=2, incarnation=1, policy_version=7))
@@ -98,6 +99,7 @@ SAMPLES: dict[type, Any] = {
         FleetStatus(request="1f", rollout_workers=7, workers=("w0", "w1"), draining=("w2",), problem="no GPU is free"),
         RunSettings(sections={"run": {"name": "x", "betas": [0.9, 0.95]}}, withheld=("reward.options",)),
         Event(kind="dropped", actor="learner", time=1.5, data={"tokens": 17, "why": ["stale", None]}),
+        Piece(data=b"ab"),
     )
 }
 TYPES = tuple(SAMPLES)

@@ -38,7 +38,7 @@ def test_it_is_on_by_default_for_a_mixture_of_experts_and_its_bytes_are_counted(
     run = made(folder)
     replay = registry.routing_replay(run)
     assert (replay.is_on, replay.num_bytes) == (True, GROUP_BYTES)
-    assert registry.largest_message_bytes(run) == run.largest_message_bytes + GROUP_BYTES
+    assert registry.largest_group_bytes(run) == run.largest_group_bytes + GROUP_BYTES
     assert f"routing replay    on, up to {GROUP_BYTES:,} bytes a group" in str(summarize(run))
 
 
@@ -47,7 +47,7 @@ def test_it_is_on_by_default_for_a_mixture_of_experts_and_its_bytes_are_counted(
     [
         ('model.path="{folder}/dense"', "the model at .*dense has no experts"),
         ('learner.backend="reference"', 'learner.backend = "reference" does not replay them; "megatron" does'),
-        ("bus.max_message_bytes=49000", "a group with its experts may take .*, over bus.max_message_bytes"),
+        ("bus.max_group_bytes=49000", "a group with its experts may take .*, over bus.max_group_bytes"),
     ],
 )
 def test_where_it_cannot_be_it_is_off_and_refused_if_it_is_asked_for(folder: Path, setting: str, reason: str) -> None:
@@ -57,6 +57,12 @@ def test_where_it_cannot_be_it_is_off_and_refused_if_it_is_asked_for(folder: Pat
     assert found.num_bytes == 0
     with pytest.raises(ConfigError, match=f'rollout.routing_replay: "on" cannot be: {reason}'):
         check(made(folder, setting, 'rollout.routing_replay="on"'))
+
+
+def test_a_group_that_is_stored_in_pieces_has_them_only_if_it_is_asked_to(folder: Path) -> None:
+    run = made(folder, "bus.max_message_bytes=49000")
+    assert "over bus.max_message_bytes (49,000)" in registry.routing_replay(run).reason
+    assert registry.routing_replay(made(folder, "bus.max_message_bytes=49000", 'rollout.routing_replay="on"')).is_on
 
 
 @pytest.mark.parametrize("setting", ['rollout.routing_replay="off"', 'algorithm.correction="none"'])

@@ -1,0 +1,63 @@
+"""Over-sampling with a deadline: of the samples that were begun, those that finish first make the group.
+
+The samples that are cancelled are the longest, so this biases lengths: the group carries how many of them there were.
+Tests: tests/actors/rollout/test_over_sampling.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import RolloutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverSampling:
+    """The rule of one worker.
+
+    extra     samples that are begun of each group besides those that its prompt asks for
+    seconds   after these the group goes with ``at_least`` samples; 0: it never goes with fewer than were asked for
+    """
+
+    extra: int = 0
+    seconds: float = 0.0
+    at_least: int = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self.extra > 0 or self.seconds > 0
+
+    async def cut(self, samples: Sequence[asyncio.Task[Any]], *, group_size: int) -> None:
+        """Cancel the samples that are not done once enough are made; returns when all are done or cancelled.
+
+        consumes: nothing    waits for: samples, the deadline    woken by: a sample that ends, the clock
+        """
+        changed, late = asyncio.Event(), asyncio.Event()
+
+        def expire() -> None:
+            late.set()
+            changed.set()
+
+        timer = asyncio.get_running_loop().call_later(self.seconds, expire) if self.seconds else None
+        for sample in samples:
+            sample.add_done_callback(lambda _: changed.set())
+        try:
+            while not all(sample.done() for sample in samples):
+                changed.clear()
+                if sum(map(_is_made, samples)) >= (self.at_least if late.is_set() else group_size):
+                    for sample in samples:
+                        sample.cancel()  # nothing happens to those that are done
+                    return
+                await changed.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
+def _is_made(sample: asyncio.Task[Any]) -> bool:
+    if not sample.done() or sample.cancelled() or sample.exception() is not None:
+        return False
+    return not isinstance(sample.result(), RolloutError)

@@ -1,0 +1,81 @@
+"""A log's entries as records: decoded, those in pieces put together."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Generic, TypeVar
+
+from asyncrl.bus.encoding import Opened
+from asyncrl.bus.jetstream.connection import Connection
+from asyncrl.bus.jetstream.layout import Layout
+from asyncrl.bus.jetstream.log_reader import LogReader
+from asyncrl.bus.jetstream.ordered_consumer import Arrival, OrderedConsumer
+from asyncrl.bus.jetstream.watch import StoredMessage, last_stored
+from asyncrl.bus.pieces import Pieces
+from asyncrl.messages.topics import PIECES, Topic
+from asyncrl.protocols import Record
+from asyncrl.protocols.bus import Veto
+
+M = TypeVar("M")
+
+
+class Records(Generic[M]):
+    """Of one reader. ``take`` may be cancelled and called again."""
+
+    def __init__(
+        self,
+        source: OrderedConsumer | LogReader,
+        topic: Topic[M],
+        *,
+        key_of: Callable[[str], str],
+        pieces: Pieces,
+        first_sequence: Callable[[], Awaitable[int]],
+        veto: Veto | None,
+    ) -> None:
+        """key_of: of a subject;  first_sequence: of the log as it is now"""
+        self._source, self._topic, self._key_of = source, topic, key_of
+        self._pieces, self._first_sequence, self._veto = pieces, first_sequence, veto
+        self._held: StoredMessage | Arrival | None = None  # its pieces are asked for
+
+    async def take(self) -> Record[M]:
+        """waits for: an entry, then for its pieces"""
+        while True:
+            self._held = item = self._held or await self._source.take()
+            key = self._key_of(item.subject)
+            problem = self._veto(item.sequence, key) if self._veto else ""
+            content: Opened[M] = Opened(None, problem)
+            num_bytes = len(item.data)
+            if not problem:
+                content, num_bytes = await self._pieces.opened(self._topic, key=key, data=item.data)
+            is_trimmed = content.is_missing and item.sequence < await self._first_sequence()
+            self._held = None
+            if is_trimmed:  # after we were sent it, and its pieces with it
+                continue
+            return Record(
+                sequence=item.sequence,
+                key=key,
+                message=content.message,
+                problem=content.problem,
+                num_bytes=num_bytes,
+                stored=item.stored,
+            )
+
+
+class PieceStore:
+    """The pieces of a run. ``stream``: gives the name of a topic's."""
+
+    def __init__(
+        self, connection: Connection, layout: Layout, *, stream: Callable[[Topic[Any]], Awaitable[str]]
+    ) -> None:
+        self._connection, self._layout, self._stream = connection, layout, stream
+
+    async def fetch(self, key: str) -> bytes | None:
+        """What is stored under the key; a cluster's other servers than the leader may not have it yet."""
+        subject = self._layout.subject(PIECES, key)
+        stored = await last_stored(self._connection, stream=await self._stream(PIECES), subject=subject)
+        return None if stored is None else stored.data
+
+    async def remove(self, keys: Collection[str]) -> None:
+        stream = await self._stream(PIECES)
+        for key in keys:
+            await self._connection.api(f"STREAM.PURGE.{stream}", {"filter": self._layout.subject(PIECES, key)})
