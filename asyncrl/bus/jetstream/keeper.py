@@ -161,8 +161,8 @@ class StreamKeeper:
         """shared_consumer.py makes it again as soon as it is deleted; here also one that was altered."""
         stream = self._layout.stream(topic)
         before, now = self._consumers.get(stream), await self._consumer_info(stream)
-        if before is None and now is not None:
-            before = StreamState(now.created, {**now.config, **self._layout.workers()})
+        if before is None and now is not None:  # of an earlier incarnation perhaps, and altered or paused since
+            before = StreamState(now.created, self._layout.workers())
         name = f"{stream} {WORKERS}"
         problem = "was deleted" if now is None or before is None else altered(before, now)
         if now is not None and not problem:

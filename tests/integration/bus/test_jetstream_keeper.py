@@ -303,6 +303,22 @@ async def test_a_consumer_of_prompts_that_is_altered_is_made_anew(
         assert deliveries[0].key == "1"
 
 
+@pytest.mark.parametrize(("verb", "change"), CONSUMER, ids=[next(iter(change)) for _, change in CONSUMER])
+async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is_made_anew(
+    verb: str, change: dict[str, Any], nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    before = await connect(nats_server, run="altered" + next(iter(change)).replace("_", ""))
+    stream = before._layout.stream(PROMPTS)
+    body = change if verb == "PAUSE" else {"stream_name": stream, "config": before._layout.workers() | change}
+    await before._connection.api(f"CONSUMER.{verb}.{stream}.workers", body)
+    await before.close()
+    bus = await connect(nats_server, run=before._layout.run)
+    await bus.losses(mends=True)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as deliveries:
+        assert deliveries[0].key == "1"
+
+
 async def test_a_deleted_consumer_of_prompts_is_named(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server)
     assert await bus.losses(mends=True) == []
