@@ -181,6 +181,11 @@ class _Found:
         stacked = [key.replace(f".layers.{parameter.layer}.", ".layers.") for key in same]  # layers are a dimension
         key = next((key for key in [*same, *stacked] if key in saved), None)
         if key is None:
+            if any(key.endswith("_adapter.down") for key in saved.keys()):  # noqa: SIM118
+                raise CheckpointError(
+                    f"{saved.folder}: holds low-rank adapters (learner.lora) and no whole model; what the run published "
+                    "is in the folders of its weights/ and best/"
+                )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")
         before = [parameter.layer] if key not in same else []
         sizes = list(saved.size(key))[len(before) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from typing import Any, Final
@@ -37,3 +38,16 @@ def expect_signs_of_life(client: Any) -> None:
     way = writer.get_extra_info("socket") if writer is not None else None
     if option is not None and way is not None:
         way.setsockopt(socket.IPPROTO_TCP, option, _DEAD_SECONDS * 1000)
+
+
+async def drained(client: Any, subscription: Any) -> None:
+    """Drain it. Raises what nats-py does, which waits ten seconds for the server.
+
+    Of a flush that timed out it keeps the cancelled future, and the PONG that comes after all, from a server that was
+    frozen, would end its read loop for good. Another takes its place, as PONGs come in the order of PINGs.
+    """
+    try:
+        await subscription.drain()
+    finally:
+        loop = asyncio.get_running_loop()
+        client._pongs[:] = [loop.create_future() if pong.cancelled() else pong for pong in client._pongs]

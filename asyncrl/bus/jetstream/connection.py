@@ -30,7 +30,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from asyncrl.bus.jetstream.cancellation import guarded
-from asyncrl.bus.jetstream.connecting import connect_error, expect_signs_of_life, require_version
+from asyncrl.bus.jetstream.connecting import connect_error, drained, expect_signs_of_life, require_version
 from asyncrl.bus.jetstream.errors import (
     BUSY,
     IN_PROCESS,
@@ -327,12 +327,9 @@ class Connection:
         return await guarded(self._client.subscribe(subject, queue=queue, cb=on_message))
 
     async def unsubscribe(self, subscription: Any, *, drain: bool) -> None:
-        """Unsubscribe; with ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this:
-
-        nats-py keeps the future of a cancelled flush, and the next PONG then ends its read loop permanently.
-        """
-        is_here = self._online.is_set() and not self._over.is_set()
-        leaving = asyncio.ensure_future(subscription.drain() if drain and is_here else subscription.unsubscribe())
+        """Unsubscribe; with ``drain``, messages in flight still arrive. Cancelling the caller does not cancel this."""
+        is_here = drain and self._online.is_set() and not self._over.is_set()
+        leaving = asyncio.ensure_future(drained(self._client, subscription) if is_here else subscription.unsubscribe())
         self._leaving.add(leaving)
         leaving.add_done_callback(self._left)
         await asyncio.wait((leaving,), timeout=_LEAVE_SECONDS)

@@ -17,7 +17,7 @@ from asyncrl.bus.jetstream.errors import NO_STREAM, STREAM_GONE, Refused
 from asyncrl.bus.jetstream.layout import WORKERS, Layout
 from asyncrl.bus.jetstream.lease import Lease
 from asyncrl.bus.jetstream.stream_state import StreamState, altered, lost
-from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_stream
+from asyncrl.bus.jetstream.streams import ALWAYS, NAME_IN_USE, OTHER_SETTINGS, OTHER_SUBJECTS, made_anew, made_stream
 from asyncrl.messages.topics import ALL, PIECES, Topic
 from asyncrl.protocols import Loss
 
@@ -151,9 +151,7 @@ class StreamKeeper:
         except Refused as refused:
             if refused.code not in _FIXED:
                 raise
-        await self._connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
-        await asyncio.sleep(_REMOVAL_SECONDS)
-        return await made_stream(self._connection, config)
+        return await made_anew(self._connection, config)
 
     # -- the workers' consumer -----------------------------------------------------------------------------------------
 
@@ -161,8 +159,8 @@ class StreamKeeper:
         """shared_consumer.py makes it again as soon as it is deleted; here also one that was altered."""
         stream = self._layout.stream(topic)
         before, now = self._consumers.get(stream), await self._consumer_info(stream)
-        if before is None and now is not None:
-            before = StreamState(now.created, {**now.config, **self._layout.workers()})
+        if before is None and now is not None:  # of an earlier incarnation perhaps, and altered or paused since
+            before = StreamState(now.created, self._layout.workers())
         name = f"{stream} {WORKERS}"
         problem = "was deleted" if now is None or before is None else altered(before, now)
         if now is not None and not problem:

@@ -30,6 +30,10 @@ _PEERS_SECONDS: Final = 30.0
 _PEERS_PAUSE_SECONDS: Final = 0.5
 _NO_ROOM: Final = (10023, 10028, 10047)  # insufficient resources, memory, storage
 _LONG_PAUSE: Final = 1.6
+_FOR_GOOD: Final = ("sealed", "deny_delete", "deny_purge")
+"""Settings that no update takes back. Another storage or other replicas are the run file's."""
+_REMOVAL_SECONDS: Final = 0.5
+"""The server reports a deletion before it removes the files, and would remove those of what is created meanwhile."""
 _AT_ONCE: Final = 64
 """Concurrent requests for one state each."""
 
@@ -88,6 +92,10 @@ class Streams:
                     f"{where}: the server has no room for it ({refused.description}); lower bus.max_log_bytes "
                     f"(now {self._layout.max_log_bytes:,}) or give the server more (max_file_store)"
                 ) from None
+            if refused.code in OTHER_SETTINGS and (shut := await self._shut(name, config)):
+                logger.warning("the bus: %s was altered while no learner was up: %s; it is made anew", name, shut)
+                self.made[name] = await made_anew(self._connection, config)
+                return name
             if refused.code in OTHER_SETTINGS:
                 raise ConfigError(
                     f"{where}: exists with other settings ({refused.description}); use the settings it had "
@@ -112,6 +120,11 @@ class Streams:
                     *(self._connection.name, self._layout.replicas, _PEERS_SECONDS),
                 )
             await asyncio.sleep(_PEERS_PAUSE_SECONDS)
+
+    async def _shut(self, name: str, config: Mapping[str, Any]) -> str:
+        """The setting of a stream that somebody shut for good; "" where it differs from ours in others."""
+        there = (await self._connection.api(f"STREAM.INFO.{name}", awaits_stream=False))["config"]
+        return next((one for one in _FOR_GOOD if there.get(one) and not config.get(one)), "")
 
     async def _require(self, name: str) -> None:
         """Raise ConfigError, listing the existing runs, if this one does not exist."""
@@ -175,6 +188,13 @@ async def made_stream(connection: Connection, config: Mapping[str, Any]) -> dict
         if refused.code != NAME_IN_USE:
             raise
     return await connection.api(f"STREAM.UPDATE.{name}", config, awaits_stream=False)
+
+
+async def made_anew(connection: Connection, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Delete a stream that cannot be given this configuration, and create it. Raises Refused."""
+    await connection.api(f"STREAM.DELETE.{config['name']}", awaits_stream=False)
+    await asyncio.sleep(_REMOVAL_SECONDS)
+    return await made_stream(connection, config)
 
 
 async def subjects(connection: Connection, stream: str, *, matching: str) -> dict[str, int]:

@@ -38,7 +38,8 @@ class PublishedPrompt:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedGroup:
     """A group that waits to be trained. sequence: of its log record; oldest: effective version of its oldest token;
-    youngest: the same of the trajectory whose oldest token is the newest."""
+    youngest: the same of the trajectory whose oldest token is the newest; copies: sequences of further log records of
+    it, which stand in for the first if that is deleted."""
 
     sequence: int
     group: TrajectoryGroup
@@ -47,6 +48,7 @@ class BufferedGroup:
     youngest: int
     num_tokens: int
     arrived: float
+    copies: tuple[int, ...] = ()
 
     @property
     def group_id(self) -> int:

@@ -12,7 +12,7 @@ window (admission.py), the choice of batches (selection.py), checkpoints (saved_
 Invariants (tests/unit/policies/groups/test_table.py, test_table_events.py):
   G1 a group is in one state at a time and leaves the window once, whatever the log delivers twice.
   G2 published = outstanding + buffered + training + trained + dropped + failed + filtered.
-  G3 the log record of a group is consumed when the group leaves the window, and not before.
+  G3 the log records of a group are consumed when the group leaves the window, and not before.
   G4 a table restored from a checkpoint is the table of that instant, with groups that were buffered or in training
      outstanding again: the log from the saved cursor on brings them back.
 """
@@ -125,7 +125,7 @@ class GroupTable:
         self.logs_changed += 1
         self.replays.clear()
         for waiting in (self.buffered, self.training):
-            waiting.update({group_id: replace(one, sequence=first - 1) for group_id, one in waiting.items()})
+            waiting.update({number: replace(one, sequence=first - 1, copies=()) for number, one in waiting.items()})
 
     def skip(self, before: int) -> list[int]:
         """The log goes on at ``before``: what it lacks behind the last record read will not come, and holds up no trim.
@@ -159,7 +159,7 @@ class GroupTable:
             return Arrival(became="rejected")
         group_id = group.group_id
         if group_id not in self.outstanding:
-            if not self._is_open(group_id, sequence):
+            if not self._keep(group_id, sequence):
                 self.consumed.add(sequence)
             return Arrival(became="duplicate")
         if group.error:
@@ -336,16 +336,19 @@ class GroupTable:
         )
 
     def _finish(self, one: BufferedGroup) -> None:
-        self.consumed.add(one.sequence)
+        for sequence in (one.sequence, *one.copies):
+            self.consumed.add(sequence)
         self.done.add(one.group_id)
 
-    def _is_open(self, group_id: int, sequence: int) -> bool:
-        """Whether this is the log record of a group that is buffered or in training: it is not consumed yet."""
+    def _keep(self, group_id: int, sequence: int) -> bool:
+        """Whether this is a log record of a group that is buffered or in training: it is not consumed yet."""
         for waiting in (self.buffered, self.training):
             if (one := waiting.get(group_id)) is not None:
                 if one.sequence in self.consumed:  # its record was lost with a log, and this is another of it
                     waiting[group_id] = replace(one, sequence=sequence)
-                return waiting[group_id].sequence == sequence
+                elif sequence not in (one.sequence, *one.copies):
+                    waiting[group_id] = replace(one, copies=(*one.copies, sequence))
+                return True
         return False
 
 

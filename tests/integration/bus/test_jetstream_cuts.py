@@ -14,6 +14,7 @@ from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.messages.topics import PROMPTS, TRAJECTORIES
 from tests.harness.buses import Proxy, brief_leases, group, publish_prompts, taken
+from tests.harness.faults.injections import stopped
 
 Connect = Callable[..., Awaitable[JetStreamBus]]
 SIZES: dict[str, Any] = {"max_prompts": 8, "max_log_bytes": 2**20, "ack_seconds": 30.0, "storage": "file"}
@@ -179,3 +180,25 @@ async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_running(
     while asyncio.all_tasks() != before:
         await asyncio.sleep(0.01)
     assert not own_server.pid
+
+
+class _Impatient:
+    """A subscription whose drain gives up at once, as nats-py's does after ten seconds."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def drain(self) -> None:
+        await self._client.flush(timeout=0.01)
+
+
+async def test_a_drain_that_a_frozen_server_did_not_answer_leaves_the_connection_alive(
+    own_server: EmbeddedServer, connect: Connect
+) -> None:
+    bus = await connect(own_server)
+    connection = bus._connection
+    with stopped(own_server.pid):
+        await connection.unsubscribe(_Impatient(connection._client), drain=True)
+    async with asyncio.timeout(20):
+        await connection._client.flush()
+        await connection.api("STREAM.NAMES")

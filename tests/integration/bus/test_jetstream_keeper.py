@@ -169,6 +169,21 @@ async def test_a_stream_that_is_altered_is_named_and_is_again_as_it_was(
     assert any(name in loss.problem or "anew" in loss.problem for loss in await onlooker.losses())
 
 
+@pytest.mark.parametrize("topic", [PROMPTS, TRAJECTORIES, PROGRESS], ids=lambda topic: topic.name)
+async def test_a_stream_that_was_sealed_while_no_learner_was_up_is_made_anew(
+    topic: Topic[Any], nats_server: EmbeddedServer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = await connect(nats_server)
+    await alter(before, topic, sealed=True)
+    await before.close()
+    bus = await connect(nats_server, run=before._layout.run)
+    assert f"{bus._layout.stream(topic)} was altered while no learner was up: sealed" in caplog.text
+    assert await bus.publish(TRAJECTORIES, group(1), key="1")
+    await publish_prompts(bus, 1)
+    await bus.put(PROGRESS, progress(3))
+    assert await bus.losses(mends=True) == []
+
+
 async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_made_anew(
     nats_server: EmbeddedServer, connect: Connect
 ) -> None:
@@ -298,6 +313,22 @@ async def test_a_consumer_of_prompts_that_is_altered_is_made_anew(
     body = change if verb == "PAUSE" else {"stream_name": stream, "config": config, "action": ""}
     await bus._connection.api(f"CONSUMER.{verb}.{stream}.workers", body)
     assert next(iter(change)) in await mended(bus)
+    await publish_prompts(bus, 1)
+    async with taken(bus, 1) as deliveries:
+        assert deliveries[0].key == "1"
+
+
+@pytest.mark.parametrize(("verb", "change"), CONSUMER, ids=[next(iter(change)) for _, change in CONSUMER])
+async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is_made_anew(
+    verb: str, change: dict[str, Any], nats_server: EmbeddedServer, connect: Connect
+) -> None:
+    before = await connect(nats_server, run="altered" + next(iter(change)).replace("_", ""))
+    stream = before._layout.stream(PROMPTS)
+    body = change if verb == "PAUSE" else {"stream_name": stream, "config": before._layout.workers() | change}
+    await before._connection.api(f"CONSUMER.{verb}.{stream}.workers", body)
+    await before.close()
+    bus = await connect(nats_server, run=before._layout.run)
+    await bus.losses(mends=True)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as deliveries:
         assert deliveries[0].key == "1"

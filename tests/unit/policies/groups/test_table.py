@@ -35,6 +35,18 @@ def test_a_group_delivered_twice_is_buffered_once() -> None:
     assert made.consumed.as_json() == {"watermark": 5, "beyond": []}
 
 
+def test_a_group_whose_first_record_somebody_deleted_comes_back_with_its_second() -> None:
+    """The second was read while the group was buffered. The learner dies before the group is trained."""
+    made = table(1)
+    made.arrive(1, group(0), now=0.0)
+    assert made.arrive(2, group(0), now=0.0).became == "duplicate"  # stored in the place of the first, deleted by now
+    made = saved_table.restore(saved_table.save(made, groups_per_batch=1, history=0), bound=BOUND)
+    assert made.skip(2) == [1]
+    assert made.arrive(2, group(0), now=0.0).became == "buffered"
+    made.filter(0)
+    assert made.consumed.watermark == 3
+
+
 def test_a_log_that_went_back_is_read_again_and_what_was_trained_is_not_trained_again() -> None:
     """Entries 1 and 2 were trained and buffered; the server lost both, and workers stored others in their places."""
     made = table(4)
