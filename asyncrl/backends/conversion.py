@@ -183,7 +183,7 @@ class _Found:
         if key is None:
             if any(key.endswith("_adapter.down") for key in saved.keys()):  # noqa: SIM118
                 raise CheckpointError(
-                    f"{saved.folder}: holds low-rank adapters (learner.lora) and no whole model; what the run published "
+                    f"{saved.folder}: holds low-rank adapters (learner.lora) and no whole model; what was published "
                     "is in the folders of its weights/ and best/"
                 )
             raise CheckpointError(f"{saved.folder}: has no {wanted}; is it a checkpoint of another model?")

@@ -210,9 +210,7 @@ async def test_a_rollout_function_that_sets_no_reward_fails_its_group_with_the_r
 async def test_a_sample_that_took_too_long_and_has_no_reward_says_so() -> None:
     late = sample_of(reward=float("nan"))
     late = replace(late, trajectory=replace(late.trajectory, reward_parts={"timeout": 1.0}))
-    with pytest.raises(
-        RewardError, match=r"longer than rollout.options.timeout_seconds.*set rollout.options.time"
-    ):
+    with pytest.raises(RewardError, match=r"longer than rollout.options.timeout_seconds.*set rollout.options.time"):
         await load_reward(config.RewardSection(kind="none"))([late])
 
 
