@@ -31,18 +31,22 @@ def is_needed(config: dict[str, Any]) -> bool:
 def to_bfloat16(source: Path, destination: Path, *, note: Callable[[str], None]) -> int:
     """Write config.json and weights to the folder ``destination``; returns the number of parameters.
 
-    note: called with the name of each file of weights when it is written. Raises ConfigError.
+    note: called with the name of each file of weights when it is written. Raises ConfigError, also for scales that are
+    missing or do not fit their matrix.
     """
     config = json.loads((source / "config.json").read_text())
     block = _block_size(source, config)
     num_parameters, weight_map = 0, dict[str, str]()
     with open_weights(source, where=str(source)) as read:
         for file in _weight_files(source):
-            with file.open("rb") as stream:
-                stored, _ = safetensors_file.entries_of(stream)
-            entries = [_whole(entry) for entry in stored if not fp8.is_scale(entry.name)]
-            with (destination / file.name).open("wb") as stream:
-                safetensors_file.write(stream, _blocks(entries, read, block))
+            try:
+                with file.open("rb") as stream:
+                    stored, _ = safetensors_file.entries_of(stream)
+                entries = [_whole(entry) for entry in stored if not fp8.is_scale(entry.name)]
+                with (destination / file.name).open("wb") as stream:
+                    safetensors_file.write(stream, _blocks(entries, read, block))
+            except ValueError as error:
+                raise ConfigError(f"{file}: {error}") from None
             num_parameters += sum(torch.Size(entry.shape).numel() for entry in entries)
             weight_map |= {entry.name: file.name for entry in entries}
             note(file.name)
@@ -66,13 +70,18 @@ def _block_size(source: Path, config: dict[str, Any]) -> tuple[int, int]:
     about = config.get("quantization_config")
     if not about:
         return (fp8.BLOCK, fp8.BLOCK)
-    size = about.get("weight_block_size")
-    if about.get("quant_method") != "fp8" or not (isinstance(size, list) and len(size) == 2):
-        how = f"{about.get('quant_method')}, weight_block_size {size}"
-        raise ConfigError(
-            f"{source}: its weights are quantized ({how}); only FP8 in blocks is read, so take the model it was made of"
-        )
-    return (int(size[0]), int(size[1]))
+    table = about if isinstance(about, dict) else {"quant_method": about}
+    method, size = table.get("quant_method"), table.get("weight_block_size")
+    if method == "fp8" and isinstance(size, list) and len(size) == 2 and all(map(_is_size, size)):
+        return (size[0], size[1])
+    raise ConfigError(
+        f"{source}: its weights are quantized ({method}, weight_block_size {size}); only FP8 in blocks is read, so take "
+        "the model it was made of"
+    )
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and number > 0
 
 
 def _whole(entry: TensorEntry) -> TensorEntry:
@@ -87,5 +96,9 @@ def _blocks(
     for entry in entries:
         tensor = read(entry.name)
         if tensor.dtype == torch.float8_e4m3fn:
-            tensor = fp8.dequantize(tensor, read(fp8.scale_of(entry.name)), block=block)
+            scale = read(fp8.scale_of(entry.name))
+            try:
+                tensor = fp8.dequantize(tensor, scale, block=block)
+            except ValueError as error:
+                raise ValueError(f"{entry.name}: {error}") from None
         yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

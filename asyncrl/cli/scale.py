@@ -16,8 +16,9 @@ from collections.abc import AsyncIterator
 
 from asyncrl.cli import arguments
 from asyncrl.config import RunConfig
+from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import ConfigError, NoRoom
-from asyncrl.messages.fleet import MOST_WORKERS, FleetSize, FleetStatus
+from asyncrl.messages.fleet import FleetSize, FleetStatus
 from asyncrl.messages.topics import ACTORS, FLEET, FLEET_STATUS, PROGRESS
 from asyncrl.policies.health.faults import QUARANTINED, in_words
 from asyncrl.protocols import Bus

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import math
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.data.model_folder import check_model
+from asyncrl.data.new_folder import new_folder
 from asyncrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -63,19 +62,10 @@ def import_model(
     Raises ConfigError when the source is no model that asyncrl trains, or the destination is there already.
     """
     path = find_source(source)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ConfigError(f"{destination}: already exists; remove it or choose another folder")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
-    try:
+    with new_folder(destination) as folder:
         logger.info("reading %s", path)
-        num_parameters = _write(path, temporary, dtype)
-        result = _probe(temporary, destination, num_parameters)
-        temporary.chmod(0o755)
-        temporary.replace(destination)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        num_parameters = _write(path, folder, dtype)
+        result = _probe(folder, destination, num_parameters)
     logger.info("%s: %s ... %s", destination, PROBE, result.continuation.strip())
     if not result.is_sensible:
         logger.warning("%s: loss %.1f on %r: the import may be wrong", destination, result.loss, PROBE)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.config.checks import MOST_WORKERS
 from asyncrl.errors import MessageError
-
-MOST_WORKERS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,16 @@ The destination is there whole or not at all.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Final
 
 from asyncrl.backends import conversion
 from asyncrl.backends.conversion import Converted
+from asyncrl.data.new_folder import copy_all_but_weights, new_folder
 from asyncrl.errors import CheckpointError, ConfigError
 
 _LATEST: Final = "latest_checkpointed_iteration.txt"
 _WITHOUT_WEIGHTS: Final = "huggingface"
-_WEIGHTS: Final = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 
 def convert(source: Path, destination: Path, *, model: Path | None = None) -> Converted:
@@ -35,24 +34,19 @@ def convert(source: Path, destination: Path, *, model: Path | None = None) -> Co
     checkpoint = _checkpoint_in(source)
     if checkpoint is None and model is not None:
         raise ConfigError(f"--model: {source} is a Hugging Face folder, which has its own config.json; remove it")
-    partial = destination.absolute().parent / f".{destination.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        if checkpoint is None:
-            (partial / "release").mkdir(parents=True)
-            done = conversion.to_megatron(source, partial / "release")
-            (partial / _LATEST).write_text("release")
-            _copy_all_but_weights(source, partial / _WITHOUT_WEIGHTS)
-        else:
-            model = model or _model_of(source)
-            partial.mkdir()
-            done = conversion.to_huggingface(checkpoint, partial, model=model)
-            _copy_all_but_weights(model, partial)
-        partial.rename(destination)
+        with new_folder(destination) as folder:
+            if checkpoint is None:
+                (folder / "release").mkdir()
+                done = conversion.to_megatron(source, folder / "release")
+                (folder / _LATEST).write_text("release")
+                copy_all_but_weights(source, folder / _WITHOUT_WEIGHTS)
+            else:
+                model = model or _model_of(source)
+                done = conversion.to_huggingface(checkpoint, folder, model=model)
+                copy_all_but_weights(model, folder)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return done
 
 
@@ -84,10 +78,3 @@ def _model_of(source: Path) -> Path:
             f"{source}: does not say which model it is of; --model FOLDER names a Hugging Face folder of the same model"
         )
     return folder
-
-
-def _copy_all_but_weights(source: Path, destination: Path) -> None:
-    destination.mkdir(exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, destination / path.name)

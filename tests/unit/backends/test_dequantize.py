@@ -165,4 +165,18 @@ def test_the_command_imports_a_folder_and_says_what_is_wrong_with_one(
     assert main(["import-model", str(published), str(tmp_path / "imported")]) == 2
     assert "already exists" in capsys.readouterr().err
     assert main(["import-model", str(tmp_path), str(tmp_path / "other")]) == 2
-    assert "has no config.json" in capsys.readouterr().err
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_scales_that_are_missing_or_of_another_matrix_are_one_line(published: Path, tmp_path: Path) -> None:
+    scales = load_file(published / "model-2-of-2.safetensors")
+    name = next(iter(scales))
+    save_file(scales | {name: torch.ones(7, 7)}, published / "model-2-of-2.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model-1-of-2.safetensors: .*: scales of .* are \(7, 7\)"):
+        import_folder(published, tmp_path / "imported")
+    index = json.loads((published / "model.safetensors.index.json").read_text())
+    del index["weight_map"][name]
+    (published / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="has no weight .*_scale_inv"):
+        import_folder(published, tmp_path / "imported")
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
