@@ -90,5 +90,6 @@ def table(made: Account, directory: Path) -> str:
     if made.bus_not_asked:
         lines.append(f"bus: not asked ({made.bus_not_asked})")
     verdict = "RECORD DAMAGED, and nothing else is wrong" if made.has_no_fault else "NOT CLEAN"
-    lines.append("clean" if made.is_clean else verdict)
+    fine = "clean" if made.incarnations else "nothing is recorded yet: no learner has begun"
+    lines.append(fine if made.is_clean else verdict)
     return "\n".join(lines)

@@ -162,7 +162,10 @@ class RunSamples:
         """Those of the log, in its order; with ``newest`` only the last so many records.  Not decoded."""
         await self.read_events(bus)
         last = await bus.last_sequence(TRAJECTORIES)
-        if not last or not await bus.depth(TRAJECTORIES):
+        if not last:
+            self.why_no_log = "its log is empty: no group has arrived yet"
+            return
+        if not await bus.depth(TRAJECTORIES):
             self.why_no_log = "its log is empty: what was trained is trimmed unless checkpoint.keep_log = true"
             return
         after = max(0, last - newest) if newest else 0
