@@ -41,8 +41,8 @@ from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.messages import SamplingParams
 from asyncrl.metrics.sinks import Console, JsonLines
+from asyncrl.policies.groups import saved_table
 from asyncrl.policies.groups.saved import LearnerState
-from asyncrl.policies.groups.table import GroupTable
 from asyncrl.policies.staleness.adaptive import AdaptiveBound
 from asyncrl.policies.staleness.admission import Admission
 from asyncrl.rewards.guard import GuardedReward
@@ -105,7 +105,7 @@ def make_learner(run: config.RunConfig, bus: MemoryBus, weights: FilesChannel) -
     )
     # What became of every prompt group, and which may be trained now. Only this table knows; the parts below ask it.
     state = LearnerState.fresh()
-    table = GroupTable.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
+    table = saved_table.restore(state, bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness))
     history = History(run.run_directory / "history.jsonl", incarnation=0)
     progress = ProgressReporter(bus, name="learner", table=table, history=history)
     link, changed, waits = PromptLink(), asyncio.Event(), WaitTracker()

@@ -100,6 +100,7 @@ def summarize(run: RunConfig, *, tells: Callable[[str], None] = _silent) -> Summ
     check_before_torch(run)
     tells(f"reading {run.data.where} ...")
     found = data.index_rows(run)
+    data.require_batch(run, found)
     data.look_at_evaluation_rows(run)
     tells(f"importing torch and transformers, reading {run.model.path} ...")
     check(run)

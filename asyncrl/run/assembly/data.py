@@ -27,15 +27,17 @@ if TYPE_CHECKING:
 
 
 def index_rows(run: RunConfig) -> Positions:
-    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt, and
-    where there are too few for one step."""
-    rows = indexed(run.data, seed=run.run.seed, limits=_limits(run))
+    """Every row of the data, looked at but not tokenised. Raises ConfigError for the first that cannot be a prompt."""
+    return indexed(run.data, seed=run.run.seed, limits=_limits(run))
+
+
+def require_batch(run: RunConfig, rows: Positions) -> None:
+    """Raises ConfigError where the data ends before the first step."""
     if run.data.epochs and rows.num_rows * run.data.epochs < run.learner.groups_per_batch:
         raise ConfigError(
             f"data.epochs: {rows.num_rows} rows x {run.data.epochs} are no batch of learner.groups_per_batch = "
             f"{run.learner.groups_per_batch}, so nothing would be trained; lower it, or raise data.epochs (0 repeats)"
         )
-    return rows
 
 
 def open_rows(run: RunConfig, rows: Positions | None = None) -> PromptDataset:
