@@ -54,9 +54,11 @@ async def attacked(bare: Attacked) -> AsyncIterator[Attacked]:
     async with connected(bare, "learner") as learner:
         await asyncio.to_thread(learner.objects().put, "x", [b"data"], metadata={})
         async with bare.raw("learner") as client:
-            for subject in set(stored_subjects()) - set(subjects_of(LAYOUT.objects_stream)):
-                client.publish(subject, b"seed")
-            await client.flush()
+            client.subscribe("stored.*")
+            seeded = set(stored_subjects()) - set(subjects_of(LAYOUT.objects_stream))
+            for number, subject in enumerate(seeded):
+                client.publish(subject, b"seed", reply=f"stored.{number}")
+            await until(client, lambda: len(client.heard) >= len(seeded))  # a PONG says that they are read, not stored
         yield bare
 
 
