@@ -30,8 +30,9 @@ from asyncrl.actors.supervisor import supervise
 from asyncrl.bus.jetstream.bus import JetStreamBus
 from asyncrl.bus.nats_server.server import EmbeddedServer
 from asyncrl.config import EvaluationDataset, EvaluationSection, RunConfig
+from asyncrl.config.data import DataSection
 from asyncrl.config.learner import LearnerSection
-from asyncrl.config.run import CheckpointSection, DataSection, ModelSection, RolloutSection, RunSection
+from asyncrl.config.run import CheckpointSection, ModelSection, RolloutSection, RunSection
 from asyncrl.config.staleness import StalenessSection
 from asyncrl.messages import SamplingParams
 from asyncrl.policies.algorithms.spec import resolve

@@ -32,11 +32,12 @@ from typing import Final
 
 import uvloop
 
+from asyncrl.config.run import Mode
 from benchmarks.arm import Row, run_arm
 from benchmarks.ideal import Ideal, Plan, group_lengths
 from benchmarks.simulated import LENGTH_KINDS, LengthKind, Lengths, Timing
 
-MODES: Final = ("sync", "one_step_off", "async")
+MODES: Final[tuple[Mode, ...]] = ("sync", "one_step_off", "async")
 STARVED: Final = 0.05
 """A run whose event loop waited longer than this share of the time for a processor says little about the loop."""
 
@@ -67,7 +68,7 @@ class Scene:
             train_seconds=1.0 / self.speed,
         )
 
-    def plans(self, mode: str) -> list[Plan]:
+    def plans(self, mode: Mode) -> list[Plan]:
         """One for each split."""
         bound = {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[mode]
         warmup = 2 * (bound + 1)  # the window filled twice
@@ -91,7 +92,7 @@ class Scene:
         return [*apart, plan] if mode == "sync" else apart
 
 
-def measure(scene: Scene, *, mode: str, kind: LengthKind, sweep: str, tries: int) -> Iterator[Row]:
+def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: int) -> Iterator[Row]:
     """Rows of one mode, each when it is done."""
     timing, lengths = scene.timing(), Lengths(kind, mean=scene.length_mean, maximum=scene.length_max)
     of_group = group_lengths(lengths, group_size=scene.group_size, seed=scene.seed)

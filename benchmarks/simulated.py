@@ -26,10 +26,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.backends.adapter import BackendAdapter
+from asyncrl.data.prompts import PromptRow
 from asyncrl.engines.adapter import EngineAdapter
 from asyncrl.messages import SamplingParams, VersionSpan, WeightVersion
 from asyncrl.policies.batching.packing import MicroBatch
-from asyncrl.protocols import EngineStats, Generation, LoadReport, PartialGeneration, Reward, Sample, StepResult
+from asyncrl.protocols import (
+    EngineStats,
+    Generation,
+    Intake,
+    LoadReport,
+    PartialGeneration,
+    Reward,
+    Sample,
+    StepResult,
+    WeightChannel,
+)
 from asyncrl.tensors.snapshot import Snapshot
 
 LengthKind = Literal["lognormal", "pareto", "constant"]
@@ -318,11 +329,16 @@ class TimedBackend(BackendAdapter):
         pass
 
 
-class NullChannel:
-    """A WeightChannel without weights; what a load costs is the engine's ``load_seconds``."""
+class NullChannel(WeightChannel):
+    """Without weights; what a load costs is the engine's ``load_seconds``."""
 
-    progress = 0
-    published_bytes = 0
+    @property
+    def progress(self) -> int:
+        return 0
+
+    @property
+    def published_bytes(self) -> int:
+        return 0
 
     def publish(self, snapshot: Snapshot, *, incarnation: int, policy_version: int) -> WeightVersion:
         return WeightVersion(incarnation=incarnation, policy_version=policy_version)
@@ -343,22 +359,8 @@ class NullChannel:
     def sender(self) -> None:
         return None
 
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One prompt of PROMPT_TOKENS tokens."""
-
-    tokens: NDArray[np.int32]
-    prompt: str = ""
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    epoch: int = 0
-    response: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    response_mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    messages: tuple[dict[str, Any], ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
-    reward: str = ""
-    dataset: str = ""
+    def receiver(self, intake: Intake, *, engine: str) -> None:
+        return None
 
 
 PROMPT_TOKENS: Final = 16
@@ -368,7 +370,7 @@ class PromptRows:
     """Endless prompts, in memory."""
 
     def __init__(self) -> None:
-        self._row = PromptRow(np.arange(PROMPT_TOKENS, dtype=np.int32))
+        self._row = PromptRow(epoch=0, prompt="", tokens=np.arange(PROMPT_TOKENS, dtype=np.int32))
 
     def at(self, position: int) -> PromptRow:
         return self._row

@@ -82,7 +82,7 @@ async def test_its_replay_computes_the_losses_it_recorded(
     rows = old_run.metrics()
     for one in plan:
         row = rows[one.entry.incarnation, one.entry.step]
-        assert math.isclose(found[one.entry.step]["loss"], row["loss"], rel_tol=1e-3, abs_tol=1e-5)  # another torch
+        assert math.isclose(found[one.entry.step]["loss"], row["loss"], abs_tol=2e-4)  # on another processor
 
 
 def test_its_metrics_have_their_present_names(old_run: RecordedRun) -> None:
