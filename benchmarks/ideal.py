@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from asyncrl.actors.rollout.generation_session import sample_seed
 from asyncrl.config.run import Mode
@@ -34,6 +35,8 @@ class Plan:
     warmup: int
     seed: int
     is_colocated: bool = False
+    eviction: Literal["", "wait", "drop"] = ""
+    """Of async in the real loop; ideal runs drop nothing."""
 
     @property
     def bound(self) -> int:

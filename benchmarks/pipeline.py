@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import uvloop
 
@@ -55,6 +55,7 @@ class Scene:
     steps: int
     seed: int
     speed: float
+    eviction: Literal["", "wait", "drop"] = ""
 
     def timing(self) -> Timing:
         """Per machine: decode step 8 ms + 0.1 ms a sequence, 256 of them; 5,000 tokens trained a second."""
@@ -84,6 +85,7 @@ class Scene:
             steps=warmup + steps,
             seed=self.seed,
             is_colocated=True,
+            eviction=self.eviction if mode == "async" else "",
         )
         apart = [
             dataclasses.replace(plan, workers=workers, learner_machines=self.machines - workers, is_colocated=False)
@@ -108,6 +110,7 @@ def measure(scene: Scene, *, mode: Mode, kind: LengthKind, sweep: str, tries: in
                 "ideal_by_workers": {
                     str(plan.workers): speed for plan, speed in ideal.items() if not plan.is_colocated
                 },
+                "eviction": plan.eviction,
                 "length_max": scene.length_max,
                 "length_mean_generated": lengths.mean,
                 "speed": scene.speed,
@@ -193,6 +196,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, help="optimizer steps measured in an arm, async twice as many (default 7; quick 5)")
     add("--seed", type=int, default=0, help="of the lengths")
     add("--max-staleness", type=int, default=4, help="of async (default 4)")
+    add(
+        "--eviction",
+        choices=("wait", "drop"),
+        default="",
+        help="of async (default: wait)",
+    )
     add("--groups", type=int, default=32, help="groups per batch (default 32)")
     add("--group-size", type=int, default=8, help="samples of a group (default 8)")
     add("--length-mean", type=int, default=250, help="tokens of an answer (default 250)")
@@ -229,6 +238,7 @@ def main(given: Sequence[str] | None = None) -> int:
         steps=options.steps,
         seed=options.seed,
         speed=options.speed,
+        eviction=options.eviction,
     )
     started = time.monotonic()
     rows: list[Row] = []

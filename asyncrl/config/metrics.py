@@ -39,6 +39,10 @@ class MetricsSection:
     """Warn when more than this share of the answers of ten steps was too stale to train; 0 is off. Dropped answers are
     mostly long ones."""
 
+    hold_alarm: float = 0.2
+    """Warn when the learner waits for old groups (staleness.eviction) for more than this share of ten steps' time while
+    engines have nothing to do; 0 is off."""
+
     def __post_init__(self) -> None:
         require(self.samples_per_step >= 0, f"samples_per_step must be >= 0 (0 is off), got {self.samples_per_step}")
         if self.prometheus:
@@ -56,3 +60,4 @@ class MetricsSection:
         )
         require(self.mismatch_alarm >= 0, f"mismatch_alarm must be >= 0 (0 is off), got {self.mismatch_alarm}")
         require(0 <= self.drop_alarm <= 1, f"drop_alarm must be a share, 0 to 1 (0 is off), got {self.drop_alarm}")
+        require(0 <= self.hold_alarm <= 1, f"hold_alarm must be a share, 0 to 1 (0 is off), got {self.hold_alarm}")

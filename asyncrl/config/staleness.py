@@ -12,8 +12,11 @@ from asyncrl.config.checks import require
 class StalenessSection:
     max_staleness: int = 4
     """No token older than this many policy versions is trained. 0 is synchronous RL."""
-    eviction: Literal["drop", "wait"] = "drop"
-    """What happens to a group that would become too old: drop it, or let the learner wait for it."""
+    eviction: Literal["", "wait", "drop"] = ""
+    """What happens to a group that is still being generated and would become too old: the learner waits for it, or it
+    is dropped. Empty: it waits, but drops with order = "freshest_first", parts = "alone" or stragglers = "partial"."""
+    wait_seconds: float = 300.0
+    """Longest that a step waits for such groups; then it trains without them. 0: as long as they take."""
     order: Literal["oldest_first", "freshest_first", "in_order"] = "oldest_first"
     """Order in which buffered groups are trained. freshest_first: lowest staleness, but slow groups are dropped.
     in_order: as published, so one straggler holds up all others."""
@@ -53,13 +56,14 @@ class StalenessSection:
     def __post_init__(self) -> None:
         require(self.max_staleness >= 0, f"max_staleness must be >= 0 (0 trains on-policy), got {self.max_staleness}")
         require(
-            self.order != "freshest_first" or self.eviction == "drop",
+            self.order != "freshest_first" or self.eviction != "wait",
             'order = "freshest_first" passes over the old groups that eviction = "wait" waits for; use "drop"',
         )
         require(
-            self.parts == "whole" or self.eviction == "drop",
+            self.parts == "whole" or self.eviction != "wait",
             'parts = "alone" drops trajectories that eviction = "wait" waits for; use "drop"',
         )
+        require(self.wait_seconds >= 0, f"wait_seconds must be >= 0 (0 is no limit), got {self.wait_seconds}")
         require(
             self.min_group >= 2,
             f"min_group must be >= 2 (one answer has nothing to compare with), got {self.min_group}",
@@ -77,6 +81,12 @@ class StalenessSection:
             f"0 <= ess_low <= ess_high <= 1 must hold, got {self.ess_low} and {self.ess_high}",
         )
         require(self.patience > 0, f"patience must be > 0, got {self.patience}")
+
+    @property
+    def waits(self) -> bool:
+        """Whether the learner waits for groups that would become too old."""
+        drops = self.order == "freshest_first" or self.parts == "alone" or self.stragglers == "partial"
+        return self.eviction == "wait" or (self.eviction == "" and not drops)
 
     def check(self, *, mode: str, group_size: int) -> None:
         """What depends on other sections. Raises ConfigError."""

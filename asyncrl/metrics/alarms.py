@@ -6,6 +6,7 @@ Tests: tests/unit/metrics/test_alarms.py.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
@@ -89,9 +90,9 @@ class DropAlarm:
             self.is_on = True
             self.text = _warned(
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
-                "%.0f tokens long on average, those that are trained %.0f. Ways out: staleness.max_staleness a few "
-                "above the seconds that the longest answer takes divided by those of a step; more engines; or a "
-                'learner that waits for them (staleness.eviction = "wait", with order = "oldest_first")',
+                "%.0f tokens long on average, those that are trained %.0f. Set staleness.max_staleness a few above the "
+                "seconds that the longest answer takes divided by those of a step, or let the learner wait for them: "
+                'staleness.eviction = "wait", with order = "oldest_first" and parts = "whole"',
                 100 * share,
                 self.STEPS,
                 self._threshold,
@@ -101,6 +102,54 @@ class DropAlarm:
         elif share < self._threshold / 2:
             self.is_on = False
         return {"staleness/dropped_share": share}
+
+
+class HoldAlarm:
+    """Warns when the learner waits for old groups for more than ``threshold`` of the time of the last STEPS steps, and
+    engines have nothing to do meanwhile; 0 never does.
+
+    With max_staleness S the answer that is waited for lasts as long as S + 1 steps and their waits. Without waits these
+    are so many more steps, and a bound of that many costs nothing. Where engines stay busy, waiting costs nothing
+    either. It is off again below half the threshold.
+    """
+
+    name = "hold"
+    STEPS = 10
+    LEAST_IDLE = 0.05
+
+    def __init__(self, threshold: float, *, max_staleness: int) -> None:
+        self._threshold = threshold
+        self._max_staleness = max_staleness
+        self.is_on, self.text = False, ""
+        self._seconds: deque[tuple[float, float, float]] = deque(maxlen=self.STEPS)
+        """Of each step: held, all, engines idle."""
+
+    def look(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adds no metric."""
+        held, waited, trained, idle = (
+            float(value) if isinstance(value := metrics.get(name), float | int) else 0.0
+            for name in ("learner/held_seconds", "learner/wait_seconds", "learner/step_seconds", "rollout/idle_ratio")
+        )
+        self._seconds.append((held, waited + trained, idle * (waited + trained)))
+        all_held, elapsed, all_idle = map(sum, zip(*self._seconds, strict=True))
+        share, idle_share = all_held / max(elapsed, 1e-9), all_idle / max(elapsed, 1e-9)
+        is_costly = len(self._seconds) == self.STEPS and share > self._threshold and idle_share > self.LEAST_IDLE
+        if self._threshold and is_costly and not self.is_on:
+            self.is_on = True
+            enough = math.ceil((self._max_staleness + 1) / max(1 - share, 0.05))
+            self.text = _warned(
+                "for %.0f %% of the last %d steps' time the learner had a full batch and waited for older groups, and "
+                "engines were idle for %.0f %%: set staleness.max_staleness = %d (now %d), with which their answers "
+                "are in time",
+                100 * share,
+                self.STEPS,
+                100 * idle_share,
+                enough,
+                self._max_staleness,
+            )
+        elif share < self._threshold / 2:
+            self.is_on = False
+        return {}
 
 
 class StandstillAlarm:

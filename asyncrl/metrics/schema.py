@@ -40,6 +40,7 @@ SCHEMA: dict[str, str] = {
     "learner/step_seconds": "one optimizer step, without waiting",
     "learner/rank*/tokens": "that this rank has to train, prompts included; where there are several ranks, at most 64",
     "learner/wait_seconds": "before the step, while the backend had nothing to do: no full batch, or not prepared yet",
+    "learner/held_seconds": "of wait_seconds, with a full batch: for older groups that would become too old",
     "learner/export_seconds": "after the step, copying the weights to publish: how long that held the backend up",
     "learner/gpus_wait_seconds": "before the step, until engines had left the GPUs; with run.colocated",
     "learner/onload_seconds": "before the step, bringing models and optimizers back to the GPUs",

@@ -3,7 +3,7 @@
 The loop's rules on a clock (benchmarks/ideal.py), with decoding and training speeds of an H200. Short samples of its
 decoding and training set them. Bus, actors and Python take no time here, so the real arms are slower; async_drain far
 slower: that its engines run empty before they load is not simulated. Nor is what becomes of answers that get too old:
-async_wait and async_partial are estimated as async.
+async_drop and async_partial are estimated as async.
 """
 
 from __future__ import annotations

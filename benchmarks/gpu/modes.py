@@ -8,11 +8,12 @@ The learner, the rollout workers, nats-server and SGLang are the real ones; the 
 lengths are drawn from (seed, group, index), so each arm meets the same ones. A split L+W is L GPUs for the learner's
 data-parallel ranks and W engines; colocated, every GPU has both. SGLang servers start once and serve every arm.
 
-Arms: async (weights loaded in flight), async_drain (engines run empty before they load), one_step_off, sync,
-sync_colocated; and async where answers that would get too old hold the learner (async_wait) or are cancelled, and what
-is done of their group is trained (async_partial). The first split runs all of them, the most telling first; whatever
-ends the sweep, the rows so far are in the JSON file. An arm is measured from the end of its last warm-up step (async:
-once the window was filled; 2 steps of one_step_off, 1 of sync) until --window seconds and two steps are over.
+Arms: async (weights loaded in flight, the learner waits for late answers), async_drain (engines run empty before they
+load), one_step_off, sync, sync_colocated; and async where groups that get too old are dropped (async_drop), or late
+answers are cancelled and what is done of their group is trained (async_partial). The first split runs all of them, the
+most telling first; whatever ends the sweep, the rows so far are in the JSON file. An arm is measured from the end of
+its last warm-up step (async: once the window was filled; 2 steps of one_step_off, 1 of sync) until --window seconds and
+two steps are over.
 """
 
 from __future__ import annotations

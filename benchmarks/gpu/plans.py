@@ -24,7 +24,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "one_step_off": Kind(mode="one_step_off"),
     "async_drain": Kind(mode="async", load="drain"),
     "sync": Kind(mode="sync"),
-    "async_wait": Kind(mode="async", load="in_flight", settings={"staleness.eviction": "wait"}),
+    "async_drop": Kind(mode="async", load="in_flight", settings={"staleness.eviction": "drop"}),
     "async_partial": Kind(mode="async", load="in_flight", settings={"staleness.stragglers": "partial"}),
 }
 """The order is the order they run in: if time runs out, what is left out matters least."""

@@ -28,7 +28,7 @@ NAMES: Final = {
     "sync_colocated": "synchronous,\ncolocated",
     "one_step_off": "one step off",
     "async_drain": "asynchronous,\ndrained",
-    "async_wait": "asynchronous,\nwaits for late",
+    "async_drop": "asynchronous,\ndrops late",
     "async_partial": "asynchronous,\ncancels late",
     "async": "asynchronous,\nin flight",
 }
@@ -37,7 +37,7 @@ COLORS: Final = {
     "sync_colocated": "#6f6f6f",
     "one_step_off": "#e0a030",
     "async_drain": "#7fb0dc",
-    "async_wait": "#5590cc",
+    "async_drop": "#5590cc",
     "async_partial": "#8fa6bd",
     "async": "#2a6fbb",
 }

@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,34 @@ class _Preparation:
     task: asyncio.Task[Prepared | Exception]
 
 
+class _Hold:
+    """How long a full batch has waited for older groups. ``changed`` is set when that is ``longest`` seconds."""
+
+    def __init__(self, longest: float, changed: asyncio.Event) -> None:
+        self._longest, self._changed = longest, changed
+        self._began: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> _Hold:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def is_over(self) -> bool:
+        """Whether it has been long enough. The first call begins it."""
+        if self._began is None:
+            self._began = time.monotonic()
+            if math.isfinite(self._longest):
+                self._timer = asyncio.get_running_loop().call_later(self._longest, self._changed.set)
+        return self.seconds >= self._longest
+
+
 class Batcher:
     """Takes batches from ``table``; ``changed`` is set by whoever puts something new into it."""
 
@@ -89,7 +118,10 @@ class Batcher:
         self._count = run.learner.groups_per_batch
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
-        self._waits_for_stragglers = run.staleness.eviction == "wait"
+        self._waits_for_stragglers = run.staleness.waits
+        self._longest_hold = run.staleness.wait_seconds or math.inf
+        self.held_seconds = 0.0
+        """That the batch taken last was full, and held for older groups."""
         self._are_stragglers_cut = run.staleness.stragglers == "partial"
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
@@ -108,7 +140,7 @@ class Batcher:
         None when drained, or when the data has ended and what is left cannot fill a batch.
         """
         table = self._table
-        with self._announcing_long_wait():
+        with self._announcing_long_wait(), _Hold(self._longest_hold, self._changed) as hold:
             while True:
                 self._changed.clear()
                 if self._draining:
@@ -117,7 +149,8 @@ class Batcher:
                     await self._progress.announce(table.drop(stale))
                     await self._progress.progress()  # while it tells the bus, another one may arrive
                 chosen = self._selection.next_batch(table, count=self._count)
-                if chosen is not None and not self._must_hold():
+                if chosen is not None and (not self._must_hold() or hold.is_over()):
+                    self._note_hold(hold.seconds)
                     table.take(chosen)
                     return [*chosen, *table.replays.take(is_stale=self._is_stale_from(table.policy_version))]
                 if table.is_exhausted and not table.outstanding:
@@ -171,11 +204,12 @@ class Batcher:
             here, outstanding = len(table.buffered), len(table.outstanding)
             if self._waits_for_stragglers and here >= self._count:
                 log.warning(
-                    "step %d has its %d groups and holds since %s for older ones that are still being generated "
-                    '(staleness.eviction = "wait"): %d are here and %d outstanding',
+                    "step %d has its %d groups and waits since %s for older ones that would become too old, for %g "
+                    "seconds at most (staleness.eviction and wait_seconds): %d are here and %d outstanding",
                     table.step + 1,
                     self._count,
                     since,
+                    self._longest_hold,
                     here,
                     outstanding,
                 )
@@ -196,6 +230,16 @@ class Batcher:
             yield
         finally:
             timer.cancel()
+
+    def _note_hold(self, seconds: float) -> None:
+        self.held_seconds = seconds
+        if seconds >= self._longest_hold:
+            log.warning(
+                "step %d trains without older groups that it has waited %g s for (staleness.wait_seconds); those that "
+                "are too old when they arrive are dropped",
+                self._table.step + 1,
+                self._longest_hold,
+            )
 
     def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
         return lambda one: self._selection.is_stale(one, policy_version)

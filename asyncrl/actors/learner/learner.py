@@ -232,7 +232,11 @@ class Learner(Actor):
                 continue
             self._bisector.note_trained(taken, policy_version=self.policy_version)
             self._is_repeated = False
-            seconds = {"learner/wait_seconds": waited, "learner/step_seconds": time.monotonic() - began}
+            seconds = {
+                "learner/wait_seconds": waited,
+                "learner/held_seconds": self._batcher.held_seconds,
+                "learner/step_seconds": time.monotonic() - began,
+            }
             await self._trained(taken, prepared, result, seconds=seconds, group=group)
 
     async def _step(self, prepared: Prepared, group: asyncio.TaskGroup) -> StepResult:

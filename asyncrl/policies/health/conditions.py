@@ -57,6 +57,12 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "drops many answers as too stale (metrics.drop_alarm): mostly long ones, so training sees fewer of them",
         'raise staleness.max_staleness, or set staleness.eviction = "wait"',
     ),
+    "alarm/hold": Condition(
+        "held",
+        1,
+        "waits for old groups with a full batch, while engines are idle (metrics.hold_alarm)",
+        "raise staleness.max_staleness; the warning in learner.log says to what",
+    ),
     "alarm/standstill": Condition(
         "standstill",
         1,

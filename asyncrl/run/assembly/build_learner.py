@@ -38,7 +38,6 @@ from asyncrl.data.tokenizer import load_decode
 from asyncrl.errors import ConfigError
 from asyncrl.messages import SamplingParams
 from asyncrl.messages.topics import PROGRESS
-from asyncrl.metrics.alarms import Alarm, DropAlarm, MismatchAlarm, NoSignalAlarm, StandstillAlarm, TruncationAlarm
 from asyncrl.metrics.sinks import open_sinks
 from asyncrl.policies.algorithms.algorithm import Algorithm
 from asyncrl.policies.batching.filters import GroupFilter
@@ -57,6 +56,7 @@ from asyncrl.protocols import Backend, Bus, WeightChannel
 from asyncrl.rollouts import load as rollout_functions
 from asyncrl.run import colocated, learner_models, registry
 from asyncrl.run.assembly import data
+from asyncrl.run.assembly.alarms import alarms_of
 from asyncrl.run.checks import resume_checks
 from asyncrl.run.keys import signing_keys
 from asyncrl.run.recorded.timeline import OLDER_FILE, TIMELINE_FILE
@@ -114,7 +114,7 @@ async def build_learner(run: RunConfig, *, bus: Bus, resume: bool) -> tuple[Lear
         metrics=MetricsReporter(
             bus,
             open_sinks(run, resume=resume, step=state.step),
-            alarms=_alarms(run),
+            alarms=alarms_of(run, are_sampled=_are_sampled(run)),
             has_behavior=_are_sampled(run),
             samples=samples,
             timeline=_timeline(run),
@@ -221,19 +221,6 @@ def assemble_learner(
         pass_rates=table.pass_rates,
     )
     return learner, prompts
-
-
-def _alarms(run: RunConfig) -> list[Alarm]:
-    alarms: list[Alarm] = [
-        MismatchAlarm(run.metrics.mismatch_alarm),
-        DropAlarm(run.metrics.drop_alarm),
-        StandstillAlarm(),
-    ]
-    if _are_sampled(run) and not run.rollout.ignore_eos:
-        alarms.append(TruncationAlarm())
-    if _are_sampled(run) and run.reward.judges:
-        alarms.append(NoSignalAlarm())
-    return alarms
 
 
 def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:

@@ -107,5 +107,5 @@ def _stragglers(run: RunConfig) -> Stragglers | None:
     return Stragglers(
         max_staleness=run.max_staleness,
         min_group=run.staleness.min_group,
-        are_waited_for=run.staleness.eviction == "wait",
+        are_waited_for=run.staleness.waits,
     )

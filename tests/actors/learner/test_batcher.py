@@ -83,12 +83,23 @@ class Reporter:
 class Desk:
     """A batcher of batches of two groups, and the table it takes them from, with 100 groups published."""
 
-    def __init__(self, *, max_staleness: int = 2, wait_for_stragglers: bool = False, version: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: int = 2,
+        wait_for_stragglers: bool = False,
+        version: int = 0,
+        wait_seconds: float = 0.0,
+    ) -> None:
         run = RunConfig(
             model=ModelSection(path=""),
             data=DataSection(path=""),
             learner=LearnerSection(groups_per_batch=2, micro_batch_tokens=64),
-            staleness=StalenessSection(max_staleness=max_staleness, eviction="wait" if wait_for_stragglers else "drop"),
+            staleness=StalenessSection(
+                max_staleness=max_staleness,
+                eviction="wait" if wait_for_stragglers else "drop",
+                wait_seconds=wait_seconds,
+            ),
         )
         self.table = published(100, version=version)
         self.changed = asyncio.Event()
@@ -233,10 +244,23 @@ async def test_a_learner_that_holds_for_long_says_for_whom(
     desk.start(of={0: 0, 1: 2, 2: 2})
     desk.arrive(1, 2, version=2)
     taking = asyncio.create_task(desk.take())
-    await until(lambda: "step 3 has its 2 groups and holds since" in caplog.text)
+    await until(lambda: "step 3 has its 2 groups and waits since" in caplog.text)
     assert "rollout workers up" not in caplog.text
     desk.arrive(0)
     assert await taking == [0, 1]
+
+
+async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """And the steps behind it do not wait for the same ones again."""
+    desk = Desk(wait_for_stragglers=True, version=2, wait_seconds=0.01)
+    desk.start(of={0: 0, 1: 2, 2: 2, 3: 2, 4: 2})
+    desk.arrive(1, 2, 3, 4, version=2)
+    assert await desk.take() == [1, 2]
+    assert desk.batcher.held_seconds >= 0.01
+    assert "step 3 trains without older groups that it has waited 0.01 s for" in caplog.text
+    desk.table.trained(max_staleness=0)
+    assert await desk.take() == [3, 4]
+    assert desk.batcher.held_seconds == 0.0
 
 
 async def test_a_long_wait_is_announced_with_what_is_missing(

@@ -28,6 +28,13 @@ def test_waiting_leaves_a_turn_to_every_straggler() -> None:
     assert not rule.must_hold(2, [1, 1, 1], count=3)
 
 
+def test_a_group_whose_turn_has_passed_holds_nothing() -> None:
+    """A step went without it; the next ones would wait as long again."""
+    rule = Selection(max_staleness=2)
+    assert rule.must_hold(3, [1], count=1)
+    assert not rule.must_hold(4, [1], count=1)
+
+
 @given(
     batch_size=st.integers(1, 4),
     bound=st.integers(1, 4),

@@ -41,6 +41,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "partial at once": ({"stragglers": "partial", "max_staleness": 1}, "and max_staleness >= 2: else every batch"),
     "one is no group": ({"stragglers": "partial", "min_group": 1}, "min_group must be >= 2"),
     "more than the group": ({"stragglers": "partial", "min_group": 9}, "min_group 9 is more than rollout.group_size 8"),
+    "no time": ({"wait_seconds": -1.0}, "wait_seconds must be >= 0 (0 is no limit), got -1.0"),
     "no patience": ({"patience": 0}, "patience must be > 0, got 0"),
 }
 
@@ -52,6 +53,24 @@ def test_a_mistake_is_one_line_that_says_what_to_change(section: dict[str, Any],
     assert str(raised.value).startswith("run.toml: staleness: ")
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "waits"),
+    [
+        ({}, True),
+        ({"order": "in_order"}, True),
+        ({"order": "freshest_first"}, False),
+        ({"parts": "alone"}, False),
+        ({"stragglers": "partial"}, False),
+        ({"stragglers": "partial", "eviction": "wait"}, True),
+        ({"eviction": "drop"}, False),
+    ],
+)
+def test_the_learner_waits_for_old_groups_unless_something_else_is_to_become_of_them(
+    section: dict[str, Any], waits: bool
+) -> None:
+    assert run_config(**section).staleness.waits is waits
 
 
 def test_the_algorithm_knows_the_rule_of_the_learning_rate() -> None:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.metrics.alarms import DropAlarm, MismatchAlarm, NoSignalAlarm, StandstillAlarm, TruncationAlarm
+from asyncrl.metrics.alarms import (
+    DropAlarm,
+    HoldAlarm,
+    MismatchAlarm,
+    NoSignalAlarm,
+    StandstillAlarm,
+    TruncationAlarm,
+)
 from asyncrl.policies.batching.batch import Metric, histogram
 
 
@@ -78,6 +85,49 @@ def test_an_alarm_that_is_off_still_tells_the_share(caplog: pytest.LogCaptureFix
     for _ in range(20):
         assert alarm.look(step(dropped=64)) == {"staleness/dropped_share": 0.5}
     assert not caplog.records
+
+
+def held(seconds: float, *, idle: float) -> dict[str, Metric]:
+    """A step of one second behind ``seconds`` of waiting with a full batch."""
+    return {
+        "learner/held_seconds": seconds,
+        "learner/wait_seconds": seconds,
+        "learner/step_seconds": 1.0,
+        "rollout/idle_ratio": idle,
+    }
+
+
+def test_a_learner_that_waits_while_engines_are_idle_is_told_the_bound_that_needs_no_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The answer waited for lasts five steps of two seconds, which are ten of one."""
+    alarm = HoldAlarm(0.2, max_staleness=4)
+    for _ in range(9):
+        assert alarm.look(held(1.0, idle=0.4)) == {}
+    assert not alarm.is_on
+    for _ in range(20):
+        alarm.look(held(1.0, idle=0.4))
+    assert alarm.is_on and len(caplog.records) == 1
+    assert "50 % of the last 10 steps' time" in caplog.text
+    assert "set staleness.max_staleness = 10 (now 4)" in caplog.text
+
+
+def test_waiting_that_costs_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for alarm, row in (
+        (HoldAlarm(0.2, max_staleness=4), held(4.0, idle=0.0)),  # engines are the limit
+        (HoldAlarm(0.2, max_staleness=4), held(0.1, idle=0.4)),
+        (HoldAlarm(0.0, max_staleness=4), held(4.0, idle=0.4)),
+    ):
+        for _ in range(20):
+            alarm.look(row)
+    assert not caplog.records
+
+
+def test_waiting_that_begins_again_is_warned_of_again(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = HoldAlarm(0.2, max_staleness=4)
+    for row in [held(1.0, idle=0.4)] * 20 + [held(0.0, idle=0.0)] * 20 + [held(1.0, idle=0.4)] * 20:
+        alarm.look(row)
+    assert len(caplog.records) == 2
 
 
 def test_steps_without_a_gradient_are_warned_of_once_for_each_time(caplog: pytest.LogCaptureFixture) -> None:
