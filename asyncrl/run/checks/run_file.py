@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config import RunConfig, plugins
+from asyncrl.config.addresses import host_and_port
 from asyncrl.data.model_folder import ModelFolder, check_model_at
 from asyncrl.data.row_files import require_data
 from asyncrl.data.sources import make_source
@@ -39,11 +41,27 @@ def check(run: RunConfig) -> None:
                 "or start `asyncrl learner` with torchrun"
             )
         return
+    _check_prometheus(run)
     registry.backend_class(run).check_machine(run)
     if run.rollout.workers:
         registry.engine_class(run).check_machine(run)
         registry.check_reward_machine(run)
         rollout_functions.check_machine(run.rollout)
+
+
+def _check_prometheus(run: RunConfig) -> None:
+    """Its host is this machine's. Whether the port is free, the learner finds out."""
+    if not run.metrics.prometheus:
+        return
+    host, _ = host_and_port(run.metrics.prometheus)
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(
+            f"metrics.prometheus: {host} is no address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all "
+            "of them"
+        ) from None
 
 
 def check_learner(run: RunConfig) -> None:
