@@ -170,7 +170,7 @@ class HealthMonitor:
         was_seen, self._is_seen = self._is_seen, self._name in beats
         is_young = time.monotonic() - self._stored < ACTORS.seconds_to_live / 2
         if was_seen and not self._is_seen and is_young and not self._losses.hides_beats:
-            removed = Loss(name="heartbeats", topics=(ACTORS.name,), problem="were removed", is_mended=True)
+            removed = Loss(name="heartbeats", topics=(ACTORS.name,), problem="were removed", is_repaired=True)
             self._losses.note([removed], now=time.monotonic())
 
     async def _stores(self) -> bool:
@@ -231,7 +231,7 @@ class Lasting:
 
 
 def refusal(error: Exception | None) -> ConfigError | None:
-    """What waiting does not mend of what failed a look: a wrong token stays wrong, a server that is away may come."""
+    """What waiting does not repair of what failed a look: a wrong token stays wrong, a server that is away may come."""
     if isinstance(error, Forbidden):
         return ConfigError(str(error))
     return error if isinstance(error, ConfigError) and not isinstance(error, NoAnswer) else None

@@ -16,7 +16,7 @@ LOSS_SECONDS = 10.0
 
 
 class RecentLosses:
-    """What the bus lost, for as long as it lasts and LOSS_SECONDS: it may be mended before the next look."""
+    """What the bus lost, for as long as it lasts and LOSS_SECONDS: it may be repaired before the next look."""
 
     def __init__(self) -> None:
         self._losses: dict[str, tuple[float, float, Loss]] = {}  # name -> first and last seen
@@ -42,7 +42,7 @@ class RecentLosses:
                 problem=loss.problem,
                 is_gone=loss.is_gone,
                 topics=loss.topics,
-                is_mended=loss.is_mended,
+                is_repaired=loss.is_repaired,
                 seconds=now - since,
             )
             for since, _, loss in self._losses.values()

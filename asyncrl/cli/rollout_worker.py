@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     end_with_parent()
     run_config = arguments.with_bus_address(_settings(options))
     label = options.name or default_label()
-    identity = worker_keys.identity(label)
+    identity = worker_keys.identity(label, os.environ)
     if problem := name_problem(identity.name):
         raise ConfigError(f"rollout-worker --name: {problem}")
     logs.log_to(run_config.run_directory / "logs" / f"{label}.log")

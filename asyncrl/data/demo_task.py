@@ -6,8 +6,8 @@ by itself, so learning starts from luck. ``python -m asyncrl.data.demo_task FOLD
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +86,6 @@ def write(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m asyncrl.data.demo_task FOLDER")
-    write(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.data.demo_task", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where the model and the prompts are written")
+    write(parser.parse_args().folder)

@@ -112,14 +112,14 @@ class Loss:
     name       of it on the bus;  topics: names of those that it holds; empty for the object store
     problem    what became of it; follows its name
     is_gone    it is not there now
-    is_mended  it is restored, though not what it held
+    is_repaired  it is restored, though not what it held
     """
 
     name: str
     topics: tuple[str, ...] = ()
     problem: str
     is_gone: bool = False
-    is_mended: bool = False
+    is_repaired: bool = False
 
 
 Veto = Callable[[int, str], str]
@@ -198,9 +198,9 @@ class Bus(Protocol):
         those that stand, for watchers who may not have heard of them."""
         ...
 
-    async def losses(self, *, mends: bool = False) -> list[Loss]:
+    async def losses(self, *, repairs: bool = False) -> list[Loss]:
         """What of the run is gone from the bus, or has changed since this was last asked, though nobody of the run did
-        it. ``mends``: make it again, as only a learner may; what it held is for others to publish again.
+        it. ``repairs``: make it again, as only a learner may; what it held is for others to publish again.
         """
         ...
 

@@ -42,16 +42,16 @@ class BusKeeper:
         consumes: nothing    waits for: the clock, every LOOK_SECONDS    woken by: nobody
         """
         async with asyncio.TaskGroup() as group:
-            for step in (self.mend, self.publish_again):
+            for step in (self.repair, self.publish_again):
                 group.create_task(self._repeat(step))
 
-    async def mend(self) -> None:
+    async def repair(self) -> None:
         """One look at the bus. Raises BusError."""
-        losses = await self._bus.losses(mends=True)
+        losses = await self._bus.losses(repairs=True)
         for loss in losses:
             self._say(loss)
-        self._said = {loss.name: loss.problem for loss in losses if not loss.is_mended}
-        topics = {name for loss in losses if loss.is_mended for name in loss.topics}
+        self._said = {loss.name: loss.problem for loss in losses if not loss.is_repaired}
+        topics = {name for loss in losses if loss.is_repaired for name in loss.topics}
         if topics & {PROMPTS.name, TRAJECTORIES.name}:
             self._suspect_prompts()
         self._are_states_lost |= bool(topics & _STATES)
@@ -77,7 +77,7 @@ class BusKeeper:
                 problem = ""
 
     def _say(self, loss: Loss) -> None:
-        if loss.is_mended:
+        if loss.is_repaired:
             log.warning("the bus: %s %s; it is restored", loss.name, loss.problem)
         elif self._said.get(loss.name) != loss.problem:
             log.error("the bus: %s %s; whoever needs it waits; it is retried", loss.name, loss.problem)

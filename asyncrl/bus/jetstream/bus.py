@@ -192,9 +192,9 @@ class JetStreamBus:
         if await trim_log(self._connection, stream, through=through, log=log, note=note):
             await self._pieces.tidy(topic, is_over=is_over)
 
-    async def losses(self, *, mends: bool = False) -> list[Loss]:
+    async def losses(self, *, repairs: bool = False) -> list[Loss]:
         self._keeper.has_objects = self._objects.is_made
-        return await self._keeper.look(mends=mends)
+        return await self._keeper.look(repairs=repairs)
 
     async def depth(self, topic: Topic[Any]) -> int:
         return int((await self._info(topic))["state"]["messages"])

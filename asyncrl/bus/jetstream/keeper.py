@@ -1,8 +1,9 @@
 """Looks whether the run's streams and the workers' consumer are what they were, and makes them again.
 
 Somebody with the server's own password may delete, purge, alter or replace a stream in the middle of a run, and a
-server may come back without its store. Only the learner's role mends: it owns JetStream. What cannot be altered back (a
-sealed stream, one of another storage) is deleted and made anew: nothing is on a stream that cannot be published again.
+server may come back without its store. Only the learner's role repairs: it owns JetStream. What cannot be altered back
+(a sealed stream, one of another storage) is deleted and made anew: nothing is on a stream that cannot be published
+again.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class StreamKeeper:
         """We are about to take a log's entries up to this sequence off it."""
         self._trimmed[stream] = max(through, self._trimmed.get(stream, 0))
 
-    async def look(self, *, mends: bool) -> list[Loss]:
+    async def look(self, *, repairs: bool) -> list[Loss]:
         """What changed since the last look, or since the streams were made. Raises BusError."""
         topics: dict[str, list[Topic[Any]]] = {}
         for topic in (*ALL, Lease.TOPIC):
             topics.setdefault(self._layout.stream(topic), []).append(topic)
         always = {self._layout.stream(topic) for topic in ALWAYS}
         looks = [
-            self._stream(name, held, mends=mends)
+            self._stream(name, held, repairs=repairs)
             for name, held in topics.items()
-            if name in self._made or name in always or mends
+            if name in self._made or name in always or repairs
         ]
         if self._role == "learner":
-            looks.append(self._objects(mends=mends))
+            looks.append(self._objects(repairs=repairs))
         losses = [loss for loss in await asyncio.gather(*looks) if loss is not None]
         if self._role == "learner":
             gone = {loss.name for loss in losses if loss.is_gone}
@@ -67,23 +68,23 @@ class StreamKeeper:
                 stream = self._layout.stream(topic)
                 if stream in gone:
                     continue
-                loss = await self._workers(topic, mends=mends)
+                loss = await self._workers(topic, repairs=repairs)
                 if loss is not None and stream not in lost_streams:  # without its stream the consumer is gone, too
                     losses.append(loss)
         return losses
 
-    async def _stream(self, name: str, topics: list[Topic[Any]], *, mends: bool) -> Loss | None:
+    async def _stream(self, name: str, topics: list[Topic[Any]], *, repairs: bool) -> Loss | None:
         if name not in self._seen and name in self._made:
             self._seen[name] = StreamState.of(self._made[name])
         kind: str = topics[0].kind
         if topics[0].seconds_to_live:
             kind = "aged" if kind == "log" else ""
-        if (kind == "log" and not mends) or topics[0] is PIECES:
+        if (kind == "log" and not repairs) or topics[0] is PIECES:
             kind = ""  # the learner trims it, and who only looks does not hear of it; pieces leave one by one
         config = self._layout.stream_config(topics[0])
-        return await self._compared(name, config, tuple(t.name for t in topics), kind=kind, mends=mends)
+        return await self._compared(name, config, tuple(t.name for t in topics), kind=kind, repairs=repairs)
 
-    async def _objects(self, *, mends: bool) -> Loss | None:
+    async def _objects(self, *, repairs: bool) -> Loss | None:
         """Another process may have made the store; who wrote what is in it, the weight channel knows."""
         name = self._layout.objects_stream
         if name not in self._seen:
@@ -92,7 +93,7 @@ class StreamKeeper:
             if now is not None or not self.has_objects:
                 return None
         config = self._layout.objects_config()
-        return await self._compared(name, config, (), kind="", mends=mends)
+        return await self._compared(name, config, (), kind="", repairs=repairs)
 
     async def _compared(
         self,
@@ -101,7 +102,7 @@ class StreamKeeper:
         topics: tuple[str, ...],
         *,
         kind: str,
-        mends: bool,
+        repairs: bool,
     ) -> Loss | None:
         before, now = self._seen.get(name), await self._info(name)
         if now is None:
@@ -117,10 +118,10 @@ class StreamKeeper:
                 self._forget_trims(name, before, now)
             if not changed:
                 self._seen[name] = now
-                return Loss(name=name, topics=topics, problem=problem, is_mended=True) if problem else None
-        if not mends:
+                return Loss(name=name, topics=topics, problem=problem, is_repaired=True) if problem else None
+        if not repairs:
             if now is not None and before is not None:
-                self._seen[name] = replace(now, config=before.config)  # said until somebody has mended it
+                self._seen[name] = replace(now, config=before.config)  # said until somebody has repaired it
             return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
         try:
             self._seen[name] = StreamState.of(await self._made_again(config, is_gone=now is None))
@@ -128,7 +129,7 @@ class StreamKeeper:
             problem += f", and cannot be made again ({refused.description})"
             return Loss(name=name, topics=topics, problem=problem, is_gone=now is None)
         self._forget_trims(name, before, self._seen[name])
-        return Loss(name=name, topics=topics, problem=problem, is_mended=True)
+        return Loss(name=name, topics=topics, problem=problem, is_repaired=True)
 
     def _forget_trims(self, name: str, before: StreamState | None, now: StreamState) -> None:
         if before is None or now.created != before.created or now.last < before.last:
@@ -155,7 +156,7 @@ class StreamKeeper:
 
     # -- the workers' consumer -----------------------------------------------------------------------------------------
 
-    async def _workers(self, topic: Topic[Any], *, mends: bool) -> Loss | None:
+    async def _workers(self, topic: Topic[Any], *, repairs: bool) -> Loss | None:
         """shared_consumer.py makes it again as soon as it is deleted; here also one that was altered."""
         stream = self._layout.stream(topic)
         before, now = self._consumers.get(stream), await self._consumer_info(stream)
@@ -166,11 +167,11 @@ class StreamKeeper:
         if now is not None and not problem:
             problem = "was deleted and made anew" if before is not None and before.created != now.created else ""
             self._consumers[stream] = now
-            return Loss(name=name, topics=(topic.name,), problem=problem, is_mended=True) if problem else None
-        if mends:
+            return Loss(name=name, topics=(topic.name,), problem=problem, is_repaired=True) if problem else None
+        if repairs:
             await self._make_consumer(stream, is_there=now is not None)
             self._consumers[stream] = await self._consumer_info(stream)
-        return Loss(name=name, topics=(topic.name,), problem=problem, is_gone=now is None, is_mended=mends)
+        return Loss(name=name, topics=(topic.name,), problem=problem, is_gone=now is None, is_repaired=repairs)
 
     async def _consumer_info(self, stream: str) -> StreamState | None:
         try:

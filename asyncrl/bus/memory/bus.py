@@ -177,7 +177,7 @@ class MemoryBus:
     async def _put(self, topic: Topic[Any], key: str, data: bytes) -> None:
         self._state(topic).put(key, data)
 
-    async def losses(self, *, mends: bool = False) -> list[Loss]:
+    async def losses(self, *, repairs: bool = False) -> list[Loss]:
         return []  # nobody else reaches it
 
     async def depth(self, topic: Topic[Any]) -> int:

@@ -99,16 +99,7 @@ def build(
     if not algorithm.advantage_scores:
         advantages = algorithm.advantage(advantage_inputs)
     parts = _parts(groups, algorithm.steps_per_batch)
-    ends = np.cumsum(parts)
-    weights = [  # each optimizer step is a mean over its own part
-        weight
-        for begin, end in zip(ends - parts, ends, strict=True)
-        for weight in algorithm.aggregation(
-            trained[begin:end],
-            group=members[begin:end] - members[begin],
-            rollout=rollout[begin:end] - rollout[begin],
-        )
-    ]
+    weights = _loss_weights(algorithm, trained, parts=parts, group=members, rollout=rollout)
     per_token_advantages = np.split(advantages, np.cumsum([np.count_nonzero(mask) for mask in masks])[:-1])
     if age_weight is not None:
         weights = [weight * age_weight(age).astype(np.float32) for weight, age in zip(weights, ages, strict=True)]
@@ -148,6 +139,27 @@ def _parts(groups: Sequence[TrajectoryGroup], count: int) -> tuple[int, ...]:
     """Documents of each of ``count`` parts of the batch, about as many groups in each; of fewer groups, fewer parts."""
     sizes = [len(group.trajectories) for group in groups]
     return tuple(int(sum(part)) for part in np.array_split(sizes, min(count, len(groups))))
+
+
+def _loss_weights(
+    algorithm: Algorithm,
+    trained: Sequence[NDArray[np.bool_]],
+    *,
+    parts: Sequence[int],
+    group: NDArray[np.int64],
+    rollout: NDArray[np.int64],
+) -> list[NDArray[np.float32]]:
+    """Of every token of each document: each optimizer step is a mean over its own part of the batch."""
+    ends = np.cumsum(parts)
+    return [
+        weight
+        for begin, end in zip(ends - parts, ends, strict=True)
+        for weight in algorithm.aggregation(
+            trained[begin:end],
+            group=group[begin:end] - group[begin],
+            rollout=rollout[begin:end] - rollout[begin],
+        )
+    ]
 
 
 def _is_cut(parts: Sequence[Trajectory]) -> bool:

@@ -121,7 +121,7 @@ class LostPart:
     topics: tuple[str, ...] = ()
     problem: str
     is_gone: bool = False
-    is_mended: bool = False
+    is_repaired: bool = False
     seconds: float = 0.0
 
 

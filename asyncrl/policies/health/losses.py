@@ -24,7 +24,7 @@ def present(seen: Observation) -> list[Finding]:
 def _finding(part: LostPart) -> Finding:
     remedy = (
         next((_OF_TOPIC[topic] for topic in part.topics if topic in _OF_TOPIC), _MENDED)
-        if part.is_mended
+        if part.is_repaired
         else "the learner makes it again, and all who need it wait; if no learner is up, start it with --resume"
     )
     return Finding(

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -120,16 +119,17 @@ class Identity:
     life: int = 0
 
 
-def identity(label: str) -> Identity:
-    """That of this process; whom it starts does not inherit its key.
+def identity(label: str, environment: MutableMapping[str, str]) -> Identity:
+    """That of this process.
 
-    label  what its launcher calls it; of a worker that joins by itself, what its name begins with
+    label        what its launcher calls it; of a worker that joins by itself, what its name begins with
+    environment  of this process; the key is taken out of it, so that whom this process starts does not inherit it
     """
-    text = os.environ.pop(WORKER_KEY_VARIABLE, None)
+    text = environment.pop(WORKER_KEY_VARIABLE, None)
     if text is None:
         key = SigningKey.generate()
         return Identity(f"{label}-{key.public[:_DIGITS]}", key, has_own_key=True)
-    life = os.environ.pop(WORKER_LIFE_VARIABLE, "")
+    life = environment.pop(WORKER_LIFE_VARIABLE, "")
     try:
         given = SigningKey.from_text(text) if text else None
         return Identity(label, given, has_own_key=False, life=int(life or 0))

@@ -24,8 +24,8 @@ class Forgetful(MemoryBus):
         super().__init__(**BUS_SIZES, max_message_bytes=MAX_MESSAGE_BYTES)
         self.lost: list[Loss] = []
 
-    async def losses(self, *, mends: bool = False) -> list[Loss]:
-        assert mends
+    async def losses(self, *, repairs: bool = False) -> list[Loss]:
+        assert repairs
         found, self.lost = self.lost, []
         return found
 
@@ -42,8 +42,8 @@ class Rig:
         self.restored += 1
 
 
-def loss(*topics: str, problem: str = "was deleted", is_mended: bool = True) -> Loss:
-    return Loss(name="a-stream", topics=topics, problem=problem, is_mended=is_mended, is_gone=not is_mended)
+def loss(*topics: str, problem: str = "was deleted", is_repaired: bool = True) -> Loss:
+    return Loss(name="a-stream", topics=topics, problem=problem, is_repaired=is_repaired, is_gone=not is_repaired)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def loss(*topics: str, problem: str = "was deleted", is_mended: bool = True) -> 
 async def test_prompts_are_looked_for_when_what_they_are_on_was_lost(topics: tuple[str, ...], suspected: int) -> None:
     rig = Rig()
     rig.bus.lost = [loss(*topics)]
-    await rig.keeper.mend()
+    await rig.keeper.repair()
     assert rig.suspected == suspected
 
 
@@ -66,7 +66,7 @@ async def test_watchers_hear_again_of_states_whose_stream_was_altered() -> None:
         await asyncio.sleep(0)
         assert not heard.done()
         rig.bus.lost = [loss("weights", "progress", problem="was altered: republish")]
-        await rig.keeper.mend()
+        await rig.keeper.repair()
         await rig.keeper.publish_again()
         async with asyncio.timeout(120):
             await heard
@@ -76,14 +76,14 @@ async def test_watchers_hear_again_of_states_whose_stream_was_altered() -> None:
 async def test_what_cannot_be_made_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     for _ in range(3):
-        rig.bus.lost = [loss("prompts", is_mended=False)]
-        await rig.keeper.mend()
+        rig.bus.lost = [loss("prompts", is_repaired=False)]
+        await rig.keeper.repair()
     assert [record.getMessage() for record in caplog.records] == [
         "the bus: a-stream was deleted; whoever needs it waits; it is retried"
     ]
     assert rig.suspected == 0
     rig.bus.lost = [loss("prompts")]
-    await rig.keeper.mend()
+    await rig.keeper.repair()
     assert "it is restored" in caplog.text
     assert rig.suspected == 1
 
@@ -99,7 +99,7 @@ async def test_streams_are_made_again_while_what_was_on_them_waits(monkeypatch: 
         await is_made.wait()
         restored.set()
 
-    async def losses(*, mends: bool = False) -> list[Loss]:
+    async def losses(*, repairs: bool = False) -> list[Loss]:
         if waiting.is_set():
             is_made.set()
         return []
@@ -118,7 +118,7 @@ async def test_a_bus_that_refuses_a_look_is_said_once_and_asked_again(
     monkeypatch.setattr(bus_keeper, "LOOK_SECONDS", 0.001)
     rig, looks = Rig(), asyncio.Semaphore(0)
 
-    async def losses(*, mends: bool = False) -> list[Loss]:
+    async def losses(*, repairs: bool = False) -> list[Loss]:
         looks.release()
         raise BusError("no quorum")
 

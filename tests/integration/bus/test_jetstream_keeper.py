@@ -46,11 +46,11 @@ async def alter(bus: JetStreamBus, topic: Topic[Any], **changes: Any) -> None:
     await bus._connection.api(f"STREAM.UPDATE.{stream}", {**config, **changes})
 
 
-async def mended(bus: JetStreamBus) -> str:
-    """The only loss, which the learner has mended; and nothing is found after that."""
-    (loss,) = await bus.losses(mends=True)
-    assert loss.is_mended
-    assert await bus.losses(mends=True) == []
+async def repaired(bus: JetStreamBus) -> str:
+    """The only loss, which the learner has repaired; and nothing is found after that."""
+    (loss,) = await bus.losses(repairs=True)
+    assert loss.is_repaired
+    assert await bus.losses(repairs=True) == []
     return f"{loss.name} {loss.problem}"
 
 
@@ -67,15 +67,15 @@ async def test_nothing_is_lost_in_the_ordinary_life_of_a_run(own_server: Embedde
     await bus.put(ACTORS, heartbeat("w0"), key="w0")
     async with taken(bus, 1) as deliveries:
         await deliveries[0].ack()
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     await bus.trim(TRAJECTORIES, through=2)
     await bus.forget(PROGRESS, key="")
     await bus.forget(ACTORS, key="w0")
     async with bus.lease("load", holder="w0"):
-        assert await bus.losses(mends=True) == []
+        assert await bus.losses(repairs=True) == []
     await asyncio.to_thread(own_server.stop)
     await asyncio.to_thread(own_server.start)
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     assert await (await worker_of(bus, own_server, connect)).losses() == []
 
 
@@ -88,8 +88,8 @@ async def test_a_stream_that_is_deleted_is_named_and_made_again(
     await delete(bus, topic)
     (seen,) = [loss for loss in await other.losses() if loss.is_gone]
     assert topic.name in seen.topics
-    assert not seen.is_mended
-    assert await mended(bus) == f"{bus._layout.stream(topic)} was deleted"
+    assert not seen.is_repaired
+    assert await repaired(bus) == f"{bus._layout.stream(topic)} was deleted"
     (seen,) = await other.losses()
     assert seen.problem == "was deleted and made anew"
 
@@ -128,7 +128,7 @@ async def test_whoever_needs_a_stream_that_is_gone_waits_for_it(
         waiting = [tasks.create_task(need) for need in needs]
         _, still = await asyncio.wait(waiting, timeout=0.5)
         assert len(still) == len(needs)
-        assert {loss.problem for loss in await bus.losses(mends=True)} == {"was deleted"}
+        assert {loss.problem for loss in await bus.losses(repairs=True)} == {"was deleted"}
         await bus.put(PROGRESS, progress(3))
         assert (await asyncio.gather(*waiting))[:5] == ["7", 3, True, True, True]
     assert [record.key for record in await first(bus, 1)] == ["1"]
@@ -160,7 +160,7 @@ async def test_a_stream_that_is_altered_is_named_and_is_again_as_it_was(
     before = (await bus._connection.api(f"STREAM.INFO.{stream}"))["config"]
     await alter(bus, topic, **changes)
     onlooker = await worker_of(bus, nats_server, connect)
-    said = await mended(bus)
+    said = await repaired(bus)
     assert said.startswith(f"{stream} was altered: ")
     assert f"{name} " in said
     after = (await bus._connection.api(f"STREAM.INFO.{stream}"))["config"]
@@ -181,7 +181,7 @@ async def test_a_stream_that_was_sealed_while_no_learner_was_up_is_made_anew(
     assert await bus.publish(TRAJECTORIES, group(1), key="1")
     await publish_prompts(bus, 1)
     await bus.put(PROGRESS, progress(3))
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
 
 
 async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_made_anew(
@@ -192,7 +192,7 @@ async def test_a_stream_that_somebody_put_in_the_place_of_ours_is_made_anew(
     stream = bus._layout.stream(TRAJECTORIES)
     config = {"name": stream, "subjects": [f"elsewhere.{stream}"], "retention": "workqueue", "storage": "memory"}
     await bus._connection.api(f"STREAM.CREATE.{stream}", config)
-    assert "was deleted and made anew and was altered" in await mended(bus)
+    assert "was deleted and made anew and was altered" in await repaired(bus)
     assert await bus.publish(TRAJECTORIES, group(1), key="1")
 
 
@@ -204,12 +204,12 @@ async def test_another_stream_on_our_subjects_is_said_and_waited_for(
     subject = bus._layout.prefix(TRAJECTORIES) + "*"
     await bus._connection.api("STREAM.CREATE.thief", {"name": "thief", "subjects": [subject], "storage": "memory"})
     published = asyncio.create_task(bus.publish(TRAJECTORIES, group(1), key="1"))
-    (loss,) = await bus.losses(mends=True)
+    (loss,) = await bus.losses(repairs=True)
     assert loss.is_gone
     assert "cannot be made again (subjects overlap" in loss.problem
     assert not published.done()
     await bus._connection.api("STREAM.DELETE.thief")
-    await mended(bus)
+    await repaired(bus)
     assert await published
 
 
@@ -219,7 +219,7 @@ async def test_a_log_that_is_gone_is_not_waited_for_by_a_trim(nats_server: Embed
     await publish_groups(bus, 1, 2, 3)
     await bus._connection.api(f"STREAM.DELETE.{bus._layout.stream(TRAJECTORIES)}")
     await bus.trim(TRAJECTORIES, through=2)
-    assert "was deleted" in await mended(bus)
+    assert "was deleted" in await repaired(bus)
     await publish_groups(bus, 4, 5)
     assert [record.sequence for record in await first(bus, 2)] == [1, 2]
 
@@ -231,16 +231,16 @@ async def test_entries_that_somebody_purged_are_told_from_those_that_we_trimmed(
     stream = bus._layout.stream(TRAJECTORIES)
     await publish_groups(bus, 1, 2, 3, 4)
     await bus.trim(TRAJECTORIES, through=1)
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     await bus._connection.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 3})
-    assert await mended(bus) == f"{stream} lost 1 of its entries"
+    assert await repaired(bus) == f"{stream} lost 1 of its entries"
     await bus._connection.api(f"STREAM.PURGE.{stream}")
-    assert await mended(bus) == f"{stream} lost its entries up to 4"
+    assert await repaired(bus) == f"{stream} lost its entries up to 4"
     await bus.put(PROGRESS, progress(1))
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     states = bus._layout.stream(PROGRESS)
     await bus._connection.api(f"STREAM.PURGE.{states}")
-    assert await mended(bus) == f"{states} lost 1 of its 1 states"
+    assert await repaired(bus) == f"{states} lost 1 of its 1 states"
 
 
 async def test_events_that_somebody_purged_are_told_by_who_only_looks_too(
@@ -254,11 +254,11 @@ async def test_events_that_somebody_purged_are_told_by_who_only_looks_too(
         await bus.publish(EVENTS, event, key=str(number))
     onlooker = await worker_of(bus, nats_server, connect)
     await onlooker.depth(EVENTS)
-    assert await onlooker.losses() == await bus.losses(mends=True) == []
+    assert await onlooker.losses() == await bus.losses(repairs=True) == []
     await bus._connection.api(f"STREAM.PURGE.{stream}")
     (loss,) = await onlooker.losses()
     assert (loss.problem, loss.is_gone) == ("lost its entries up to 3", False)
-    assert await mended(bus) == f"{stream} lost its entries up to 3"
+    assert await repaired(bus) == f"{stream} lost its entries up to 3"
 
 
 async def test_heartbeats_that_somebody_purged_are_missed_by_a_watcher(
@@ -288,8 +288,8 @@ async def test_a_store_that_went_back_is_named(own_server: EmbeddedServer, conne
     await publish_groups(bus, 1)
     async with going_back(own_server, tmp_path):
         await publish_groups(bus, 2, 3)
-        assert await bus.losses(mends=True) == []
-    assert await mended(bus) == f"{bus._layout.stream(TRAJECTORIES)} went back from entry 3 to 1"
+        assert await bus.losses(repairs=True) == []
+    assert await repaired(bus) == f"{bus._layout.stream(TRAJECTORIES)} went back from entry 3 to 1"
 
 
 CONSUMER: list[tuple[str, dict[str, Any]]] = [
@@ -305,14 +305,14 @@ async def test_a_consumer_of_prompts_that_is_altered_is_made_anew(
     verb: str, change: dict[str, Any], nats_server: EmbeddedServer, connect: Connect
 ) -> None:
     bus = await connect(nats_server)
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     stream = bus._layout.stream(PROMPTS)
     if "filter_subject" in change:
         change = {"filter_subject": bus._layout.prefix(PROMPTS) + "nothing"}
     config = {**bus._layout.workers(), **change}
     body = change if verb == "PAUSE" else {"stream_name": stream, "config": config, "action": ""}
     await bus._connection.api(f"CONSUMER.{verb}.{stream}.workers", body)
-    assert next(iter(change)) in await mended(bus)
+    assert next(iter(change)) in await repaired(bus)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as deliveries:
         assert deliveries[0].key == "1"
@@ -328,7 +328,7 @@ async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is
     await before._connection.api(f"CONSUMER.{verb}.{stream}.workers", body)
     await before.close()
     bus = await connect(nats_server, run=before._layout.run)
-    await bus.losses(mends=True)
+    await bus.losses(repairs=True)
     await publish_prompts(bus, 1)
     async with taken(bus, 1) as deliveries:
         assert deliveries[0].key == "1"
@@ -336,9 +336,9 @@ async def test_a_consumer_of_prompts_that_was_altered_while_no_learner_was_up_is
 
 async def test_a_deleted_consumer_of_prompts_is_named(nats_server: EmbeddedServer, connect: Connect) -> None:
     bus = await connect(nats_server)
-    assert await bus.losses(mends=True) == []
+    assert await bus.losses(repairs=True) == []
     await bus._connection.api(f"CONSUMER.DELETE.{bus._layout.stream(PROMPTS)}.workers")
-    assert "workers was deleted" in await mended(bus)
+    assert "workers was deleted" in await repaired(bus)
 
 
 async def test_a_wait_for_a_stream_is_said_once(
@@ -353,6 +353,6 @@ async def test_a_wait_for_a_stream_is_said_once(
         async with asyncio.timeout(120):
             while said not in caplog.text:
                 await asyncio.sleep(0.01)
-        await bus.losses(mends=True)
+        await bus.losses(repairs=True)
         assert await asyncio.gather(*waiting) == [0, 0, 0]
     assert caplog.text.count(said) == 1

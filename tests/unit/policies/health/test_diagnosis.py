@@ -357,8 +357,8 @@ def test_a_learner_that_has_just_left_is_not_missed_at_once() -> None:
     ("part", "fault", "says"),
     [
         (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_gone=True), "lost", "with --resume"),
-        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_mended=True), "lost", "has made it again"),
-        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_mended=True), "altered", "made it again"),
+        (LostPart(name="asyncrl-r-prompts", problem="was deleted", is_repaired=True), "lost", "has made it again"),
+        (LostPart(name="KV_r", problem="was altered: max_age 0 -> 5", is_repaired=True), "altered", "made it again"),
     ],
 )
 def test_what_the_bus_lost_is_named_beside_all_else_and_alone_while_nobody_can_be_heard(

@@ -86,7 +86,7 @@ async def test_each_of_its_starts_is_a_later_life_whatever_the_clock_says(
         await keyed(inner, tmp_path).start(spec("w0"))
         for name in (WORKER_KEY_VARIABLE, WORKER_LIFE_VARIABLE):
             monkeypatch.setenv(name, inner.specs[-1].environment[name])
-        lives.append(worker_keys.identity("w0").life)
+        lives.append(worker_keys.identity("w0", os.environ).life)
         assert WORKER_LIFE_VARIABLE not in os.environ  # whom it starts does not inherit it
     assert lives == sorted(set(lives))
 
@@ -130,7 +130,7 @@ def test_names_of_the_learners_actors_are_the_learners(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_joins_by_itself_makes_a_key_and_has_its_first_digits_in_its_name(tmp_path: Path) -> None:
-    one, two = worker_keys.identity("gpu7"), worker_keys.identity("gpu7")
+    one, two = worker_keys.identity("gpu7", os.environ), worker_keys.identity("gpu7", os.environ)
     assert one.key is not None and two.key is not None and one.has_own_key
     assert one.name == f"gpu7-{one.key.public[:16]}" and one.name != two.name
     for bound in (worker_keys.digits_in, worker_keys.bound_names(tmp_path, learner=LEARNER)):
@@ -141,14 +141,14 @@ def test_a_worker_that_joins_by_itself_makes_a_key_and_has_its_first_digits_in_i
 def test_whom_a_worker_starts_does_not_inherit_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = SigningKey.generate()
     monkeypatch.setenv(WORKER_KEY_VARIABLE, key.text())
-    found = worker_keys.identity("w0")
+    found = worker_keys.identity("w0", os.environ)
     assert found.key is not None and (found.name, found.key.public, found.has_own_key) == ("w0", key.public, False)
     assert WORKER_KEY_VARIABLE not in os.environ
     monkeypatch.setenv(WORKER_KEY_VARIABLE, "no key")
     with pytest.raises(ConfigError, match="ASYNCRL_WORKER_KEY: a signing key is 64 hexadecimal digits"):
-        worker_keys.identity("w0")
+        worker_keys.identity("w0", os.environ)
 
 
 def test_a_worker_of_a_run_without_keys_has_none_and_the_name_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKER_KEY_VARIABLE, "")
-    assert worker_keys.identity("w0") == worker_keys.Identity("w0", None, has_own_key=False)
+    assert worker_keys.identity("w0", os.environ) == worker_keys.Identity("w0", None, has_own_key=False)
