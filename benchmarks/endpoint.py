@@ -57,6 +57,9 @@ def make_template() -> Template:
 class Engine:
     """``Generate``: the same answer after ``seconds``."""
 
+    attempt = 1
+    context_tokens = 10**9
+
     def __init__(self, template: Template, *, seconds: float) -> None:
         ids = [*template.encode(ANSWER), template.close_id]
         self._seconds = seconds
@@ -74,9 +77,8 @@ class Engine:
 
 def make_session(template: Template, number: int, *, seconds: float = 0.0) -> Session:
     engine = Engine(template, seconds=seconds)
-    parser = PlainParser(template.source)
-    limits = {"max_tokens": 10**9, "context_tokens": 10**9}
-    return Session(engine, template=template, parser=parser, name=str(number), **limits)
+    parser, context = PlainParser(template.source), engine.context_tokens
+    return Session(engine, template=template, parser=parser, name=str(number), max_tokens=10**9, context_tokens=context)
 
 
 @contextlib.asynccontextmanager
@@ -183,7 +185,7 @@ async def cpu_of_calls(template: Template, *, words: int, turns: int, calls: int
     said = " ".join((docs_words() * (1 + words // 200))[:words])
     session = make_session(template, 0)
     async with serving([session]) as server, aiohttp.ClientSession() as http:
-        http.headers["Authorization"] = f"Bearer {session.key}"  # type: ignore[index]
+        http.headers["Authorization"] = f"Bearer {session.key}"
         messages: list[Any] = [{"role": "user", "content": said}]
         for _ in range(turns - 1):
             async with http.post(server.url + CHAT, json={"messages": messages}) as reply:
@@ -364,7 +366,7 @@ async def fuzz(template: Template, *, requests: int, seed: int) -> dict[str, Any
     session = make_session(template, 0)
     begun = time.monotonic()
     async with serving([session]) as server, aiohttp.ClientSession() as http:
-        http.headers["Authorization"] = f"Bearer {session.key}"  # type: ignore[index]
+        http.headers["Authorization"] = f"Bearer {session.key}"
         for _ in range(requests):
             status = await ask_broken(http, server.url, *request_of(draw))
             statuses[status] = statuses.get(status, 0) + 1

@@ -204,7 +204,7 @@ def _row(arm: Arm, folder: Path, *, warmup: int, until: int) -> dict[str, Any]:
     steady = metrics[warmup:]
 
     def mean(name: str) -> float:
-        values = [row[name] for row in steady if name in row]
+        values: list[float] = [row[name] for row in steady if name in row]
         return sum(values) / max(len(values), 1)
 
     return asdict(arm) | {

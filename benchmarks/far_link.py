@@ -208,8 +208,10 @@ class _Way:
 def _carry(near: str, far: str, *, delay: float, loss: float, mbit: float) -> None:
     """Until we are ended."""
     devices = [_tun(path) for path in (near, far)]
-    rest = {"delay": delay, "loss": loss, "mbit": mbit}
-    ways = [_Way(*devices, **rest, seed=1), _Way(*reversed(devices), **rest, seed=2)]
+    ways = [
+        _Way(*ends, delay=delay, loss=loss, mbit=mbit, seed=seed)
+        for seed, ends in enumerate((devices, reversed(devices)), start=1)
+    ]
     print("ready", flush=True)
     with selectors.DefaultSelector() as selector:
         for way in ways:

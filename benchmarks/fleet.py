@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -197,7 +197,7 @@ class Fleet:
         await asyncio.to_thread(self._processes.told, name)
         self._parts[part].append(self._processes.pid(name))
 
-    async def _steps(self, bus: Bus) -> AsyncIterator[int]:
+    async def _steps(self, bus: Bus) -> AsyncGenerator[int, None]:
         """Each step once it is done. Looks at everything once a second; raises RuntimeError when a process ended."""
         looking = asyncio.create_task(self._look(bus))
         last = 0

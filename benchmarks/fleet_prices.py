@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-Table = tuple[str, Sequence[str], list[Sequence[str]]]
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """Title, head, rows."""
 FLEET_RESULTS: Final = Path(__file__).parent.parent / "docs" / "results" / "fleet.jsonl"
 _ENOUGH: Final = 100
@@ -78,6 +78,13 @@ def fleet_table(results: Path) -> Table:
         "CPU ms: whole, work",
         "learner's",
         "messages/s a worker",
+        "ms/s a worker",
+        "messages a load",
+        "ms a load",
+        "staleness",
+        "outstanding",
+        "audit",
+        "server MB (a minute)",
+        "learner MB",
     )
-    head += ("ms/s a worker", "messages a load", "ms a load", "staleness", "outstanding", "audit")
-    return "Per trajectory; per waiting worker; per load", (*head, "server MB (a minute)", "learner MB"), rows
+    return "Per trajectory; per waiting worker; per load", head, rows

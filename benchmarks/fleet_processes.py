@@ -181,9 +181,13 @@ async def _watch(parent: Connection, run: RunConfig, token: str) -> None:
         for finding in findings:
             found[finding.fault] = found.get(finding.fault, 0) + 1
 
+    def answer() -> None:
+        parent.recv()
+        parent.send(found)
+
     parent.send("ready")
     looking = HealthMonitor(lambda: registry.connect(run, token=token))
-    asyncio.get_running_loop().add_reader(parent.fileno(), lambda: (parent.recv(), parent.send(found)))
+    asyncio.get_running_loop().add_reader(parent.fileno(), answer)
     await looking.run(report)
 
 

@@ -89,8 +89,12 @@ def main() -> int:
     kept = {name: audit[name] for name in ("code", "steps", "published", "trained", "dropped", "lost", "duplicated")}
     print(f"join: worst {worst:.2f} s of {PROMISE_SECONDS:.0f} s allowed; audit: {kept}")
     if options.json:
-        machine = {"command": f"python -m benchmarks.join --joins {options.joins}", "cpus": os.cpu_count()}
-        machine |= {"load": round(os.getloadavg()[0], 2), "commit": _commit()}
+        machine = {
+            "command": f"python -m benchmarks.join --joins {options.joins}",
+            "cpus": os.cpu_count(),
+            "load": round(os.getloadavg()[0], 2),
+            "commit": _commit(),
+        }
         rows = [{"machine": machine}, *map(asdict, joins), {"worst_join_seconds": worst, "audit": kept}]
         options.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return 0 if worst <= PROMISE_SECONDS and audit["code"] == 0 else 1

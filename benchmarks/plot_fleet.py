@@ -67,11 +67,15 @@ def _over_presence(axes: Any, rows: Sequence[Row]) -> None:
     axes.fill_between(sizes, work, whole, color=COLORS["server"], alpha=0.2, label="presence at this load")
 
 
-def main() -> None:
+def main() -> int:
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
     source, target = map(Path, sys.argv[1:])
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     draw(sorted((row for row in rows if "workers" in row), key=lambda row: row["workers"]), target)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -43,9 +43,9 @@ def draw(rows: Sequence[Row], target: Path) -> None:
         axes[0, column].set_title(TITLES[kind])
     axes[0, 0].set_ylabel("tokens trained per second")
     axes[0, 0].set_ylim(bottom=0)
-    for row, place in ((0, "upper center"), (1, "lower center")):
-        handles, labels = axes[row, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc=place, ncols=4, fontsize=9)
+    style: dict[str, Any] = {"frameon": False, "ncols": 4, "fontsize": 9}
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", **style)
+    figure.legend(*axes[1, 0].get_legend_handles_labels(), loc="lower center", **style)
     figure.tight_layout(rect=(0, 0.04, 1, 0.96))
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.config.run import Mode
 from asyncrl.policies.advantages.groups import GRPO
 from asyncrl.policies.corrections import diagnostics
 from asyncrl.policies.corrections.chains import chain, weights
@@ -190,7 +191,7 @@ def measured_speeds(lags: Sequence[int] = (1, 2, 4, 8, 16)) -> NDArray[np.float6
     lengths = Lengths("lognormal", mean=250, maximum=1000)
     of_group = group_lengths(lengths, group_size=GROUP_SIZE, seed=0)
 
-    def best(mode: str, bound: int) -> float:
+    def best(mode: Mode, bound: int) -> float:
         scene = Scene(
             machines=8,
             groups_per_batch=GROUPS,

@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,19 @@ def main() -> None:
     for where, tokens in answers.items():
         now = StopStrings([STOP], decode)
         assert now.length(tokens) == bisected(tokens, decode) == watched(tokens, decode)
-        row = {
-            "stop": where,
-            "tokens": len(tokens),
-            "one_decode_ms": milliseconds(lambda tokens=tokens: decode(tokens), options.repeats),  # type: ignore[misc]
-            "before_ms": milliseconds(lambda tokens=tokens: bisected(tokens, decode), options.repeats),  # type: ignore[misc]
-            "now_ms": milliseconds(lambda tokens=tokens, now=now: now.length(tokens), options.repeats),  # type: ignore[misc]
-            "token_by_token_ms": milliseconds(lambda tokens=tokens: watched(tokens, decode), 3),  # type: ignore[misc]
+        taken = {
+            "one_decode_ms": milliseconds(partial(decode, tokens), options.repeats),
+            "before_ms": milliseconds(partial(bisected, tokens, decode), options.repeats),
+            "now_ms": milliseconds(partial(now.length, tokens), options.repeats),
+            "token_by_token_ms": milliseconds(partial(watched, tokens, decode), 3),
         }
-        faster = row["before_ms"] / row["now_ms"]
+        faster = taken["before_ms"] / taken["now_ms"]
         print(
-            f"{where:16}{row['tokens']:8}{row['one_decode_ms']:12.2f}{row['before_ms']:10.2f}{row['now_ms']:10.2f}"
-            f"{faster:8.1f}×{row['token_by_token_ms']:16.1f}"
+            f"{where:16}{len(tokens):8}{taken['one_decode_ms']:12.2f}{taken['before_ms']:10.2f}{taken['now_ms']:10.2f}"
+            f"{faster:8.1f}×{taken['token_by_token_ms']:16.1f}"
         )
-        print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}))
+        rounded = {name: round(value, 3) for name, value in taken.items()}
+        print(json.dumps({"stop": where, "tokens": len(tokens), **rounded}))
 
 
 if __name__ == "__main__":

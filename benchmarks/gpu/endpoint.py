@@ -78,23 +78,33 @@ def question(number: int) -> dict[str, str]:
     return {"role": "user", "content": " ".join([str(number), *random.choice(["a", "of"], _QUESTION_WORDS - 10)])}
 
 
+class Calls:
+    """``Generate`` on the engine, of ``num_tokens`` sampled tokens each."""
+
+    attempt = 1
+    context_tokens = 10**9
+
+    def __init__(self, engine: SGLangEngine, *, num_tokens: int) -> None:
+        self._engine = engine
+        self._sampling = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+
+    async def __call__(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
+        assert max_new_tokens in (None, self._sampling.max_new_tokens)
+        return await self._engine.generate(tokens, self._sampling, seed=0)
+
+
 class Load:
     """One engine's samples, on either path."""
 
     def __init__(self, engine: SGLangEngine, template: Template, options: argparse.Namespace) -> None:
-        self._engine = engine
         self._template = template
         self._samples: int = options.requests
         self._calls: int = options.calls
         self._each = options.tokens // options.calls
-        self._sampling = SamplingParams(max_new_tokens=self._each, ignore_eos=True)
+        self._generate = Calls(engine, num_tokens=self._each)
         self._follow_up = template.encode(
             f"<|im_end|>\n<|im_start|>user\n{_FOLLOW_UP}<|im_end|>\n<|im_start|>assistant\n"
         )
-
-    async def _generate(self, tokens: NDArray[np.int32], *, max_new_tokens: int | None = None) -> Generation:
-        assert max_new_tokens in (None, self._each)
-        return await self._engine.generate(tokens, self._sampling, seed=0)
 
     async def plain(self) -> float:
         """Tokens/s of calls with token ids."""
@@ -129,7 +139,7 @@ class Load:
             parser=PlainParser(self._template.source),
             name=str(number),
             max_tokens=10**9,
-            context_tokens=10**9,
+            context_tokens=self._generate.context_tokens,
         )
 
 

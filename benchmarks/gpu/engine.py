@@ -158,7 +158,8 @@ def measure_way(way: str, gpu: int, options: argparse.Namespace) -> dict[str, An
         )
         rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if done.returncode == 0 and rows:
-            return json.loads(rows[-1])
+            row: dict[str, Any] = json.loads(rows[-1])
+            return row
         problem = (done.stderr or done.stdout)[-2000:]
     except subprocess.TimeoutExpired as error:
         problem = f"not done after {options.limit_seconds} s: {str(error.stderr or '')[-1000:]}"

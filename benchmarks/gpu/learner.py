@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.learner_step import Variant, agree, measure
+from benchmarks.gpu.learner_step import Sizes, Variant, agree, measure
 from benchmarks.gpu.rows import command, keep, machine
 from benchmarks.gpu.shapes import SHAPES, make_model
 
@@ -114,18 +114,24 @@ def run_shape(arguments: argparse.Namespace, folder: Path, variants: list[Varian
         variants = variants[done:]
 
 
-def layout_of(word: str) -> dict[str, int]:
-    """Fields of Variant of "2x1" (data x tensor) or of sizes such as "tp2-cp2"; ep's ranks are data-parallel ones."""
+def layout_of(word: str) -> Sizes:
+    """Of "2x1" (data x tensor) or of sizes such as "tp2-cp2"; ep's ranks are data-parallel ones."""
     data, times, tensor = word.partition("x")
     if times:
         return {"data_parallel": int(data), "tensor_parallel": int(tensor)}
     sizes = {size[:2]: int(size[2:]) for size in word.split("-")}
-    if unknown := sizes.keys() - _SIZES.keys():
+    if unknown := sizes.keys() - set(_SIZES):
         raise ValueError(f"{word!r}: {', '.join(sorted(unknown))} is none of {', '.join(_SIZES)}")
-    return {"data_parallel": sizes.get("ep", 1)} | {_SIZES[name]: size for name, size in sizes.items()}
+    return {
+        "data_parallel": sizes.get("dp", sizes.get("ep", 1)),
+        "tensor_parallel": sizes.get("tp", 1),
+        "context_parallel": sizes.get("cp", 1),
+        "pipeline_parallel": sizes.get("pp", 1),
+        "expert_parallel": sizes.get("ep", 1),
+    }
 
 
-_SIZES: Final = {f"{name[0]}p": f"{name}_parallel" for name in ("data", "tensor", "context", "pipeline", "expert")}
+_SIZES: Final = ("dp", "tp", "cp", "pp", "ep")
 
 
 def main() -> int:

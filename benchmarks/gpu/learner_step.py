@@ -9,10 +9,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 import torch
@@ -28,6 +28,16 @@ from asyncrl.policies.batching.packing import Document, MicroBatch, pack_for_ran
 PEAKS: Final = (790e12, 989e12)
 LEARNING_RATE: Final = 1e-6
 TIMEOUT_SECONDS: Final = 120.0
+
+
+class Sizes(TypedDict, total=False):
+    """What a Variant says of its layout, each 1 where it is left out."""
+
+    data_parallel: int
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
+    expert_parallel: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +193,8 @@ def measure(
         for share in packed[:2]:
             learner.step(share, learning_rate=LEARNING_RATE)
         warm = time.perf_counter()
-        seconds, metrics = [], {}
+        seconds: list[float] = []
+        metrics: Mapping[str, float] = {}
         for share in packed[2:]:
             begin = time.perf_counter()
             metrics = learner.step(share, learning_rate=LEARNING_RATE).metrics
@@ -237,7 +248,7 @@ def profiled(
         learner.step(share, learning_rate=LEARNING_RATE)
     key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
     averages = profile.key_averages()
-    fused = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    fused = [e for e in profile.events() if e.device_type.name == "CUDA"]
     labels = [e for e in fused if e.name.startswith("learner:")]
     fused = [e for e in fused if not e.name.startswith(("learner:", "ProfilerStep"))]
     result = {}
@@ -276,11 +287,8 @@ def profiled(
 # -- agreement of layouts ----------------------------------------------------------------------------------------------
 
 
-def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[dict[str, int]]) -> dict[str, Any]:
-    """Three steps on the same documents in each layout, compared with the first: metrics and weights.
-
-    layouts: fields of Variant.
-    """
+def agree(folder: Path, *, device: str, dtype: str, tokens: int, layouts: Sequence[Sizes]) -> dict[str, Any]:
+    """Three steps on the same documents in each layout, compared with the first: metrics and weights."""
     shape = huggingface.read_shape(folder)
     results: list[dict[str, Any]] = []
     for layout in layouts:

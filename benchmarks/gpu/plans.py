@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from asyncrl.config.run import Mode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """mode, load, settings: of the run file; an empty load is what the mode implies."""
 
-    mode: str
+    mode: Mode
     load: str = ""
     is_colocated: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)

@@ -141,7 +141,7 @@ def sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _feed_forward(shape: Shape) -> dict[str, tuple[int, ...]]:
     names = [f"mlp.experts.{expert}" for expert in range(shape.experts)] or ["mlp"]
     ffn = shape.expert_ffn if shape.experts else shape.ffn
-    parts = {"mlp.gate": (shape.experts, shape.hidden)} if shape.experts else {}
+    parts: dict[str, tuple[int, ...]] = {"mlp.gate": (shape.experts, shape.hidden)} if shape.experts else {}
     for name in names:
         up, down = (ffn, shape.hidden), (shape.hidden, ffn)
         parts |= {f"{name}.gate_proj": up, f"{name}.up_proj": up, f"{name}.down_proj": down}

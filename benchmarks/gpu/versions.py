@@ -10,10 +10,10 @@ A random model of 264M parameters; three servers and a learner share the GPU, so
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -226,13 +226,17 @@ async def _adapters(served: SGLangEngine, folder: Path, rows: list[dict[str, Any
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.versions", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("out", type=Path, metavar="OUT.jsonl", help="write one object a line")
+    out: Path = parser.parse_args().out
     shutil.rmtree(PLACE, ignore_errors=True)
     rows: list[dict[str, Any]] = []
     try:
         asyncio.run(measured(rows))
     finally:
         machine = torch.cuda.get_device_name()
-        Path(sys.argv[1]).write_text("".join(json.dumps(row | {"machine": machine}) + "\n" for row in rows))
+        out.write_text("".join(json.dumps(row | {"machine": machine}) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -31,13 +31,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from asyncrl.engines.sglang.client import ServerClient
 from asyncrl.engines.sglang.engine import Options, SGLangEngine
+from asyncrl.engines.sglang.weights import WeightLoader
+from asyncrl.engines.version_spans import Version
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.messages import SamplingParams
 from asyncrl.protocols import LoadReport, Receiver
@@ -55,19 +58,34 @@ TRANSPORTS: Final = ("nccl", "shm", "disk", "shm-sglang", "disk-sglang")
 _PATIENCE_SECONDS: Final = 5.0
 
 
-class TimedEngine(SGLangEngine):
-    """Launches its server, as a rollout worker does; keeps how long every order to it took: (path, seconds)."""
+class TimedClient(ServerClient):
+    """Keeps how long every order to the server took: (path, seconds)."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.orders: list[tuple[str, float]] = []
+    def __init__(self, url: str, *, request_seconds: float, log_tail: Callable[[], str]) -> None:
+        super().__init__(url, request_seconds=request_seconds, log_tail=log_tail)
+        self.taken: list[tuple[str, float]] = []
 
-    async def _told(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def order(self, path: str, body: Mapping[str, Any]) -> Any:
         began = time.monotonic()
         try:
-            return await super()._told(path, body)
+            return await super().order(path, body)
         finally:
-            self.orders.append((path, time.monotonic() - began))
+            self.taken.append((path, time.monotonic() - began))
+
+
+class TimedEngine(SGLangEngine):
+    """Launches its server, as a rollout worker does, and knows how long every order to it took."""
+
+    def __init__(
+        self, model_path: Path, *, device: str, dtype: str, version: Version, options: Options, log_path: Path
+    ) -> None:
+        super().__init__(model_path, device=device, dtype=dtype, version=version, options=options, log_path=log_path)
+        self._client = self._timed = TimedClient(
+            self.url, request_seconds=options.request_seconds, log_tail=self._log_tail
+        )
+        self._loader = WeightLoader(
+            self._timed.order, pause=options.pause, first_version=version, is_open=self._is_open
+        )
 
     @contextlib.contextmanager
     def reading(self, transport: str) -> Iterator[None]:
@@ -86,9 +104,9 @@ class TimedEngine(SGLangEngine):
     def stages(self) -> dict[str, tuple[float, float]]:
         """Seconds by path since the last call: median and worst."""
         taken: dict[str, list[float]] = {}
-        for path, seconds in self.orders:
+        for path, seconds in self._timed.taken:
             taken.setdefault(path, []).append(seconds)
-        self.orders.clear()
+        self._timed.taken.clear()
         return {path: (statistics.median(seconds), max(seconds)) for path, seconds in taken.items()}
 
 

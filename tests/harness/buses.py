@@ -31,7 +31,7 @@ SHORT = 0.5  # ack_seconds of a bus whose consumers may be silent
 def prompt(number: int) -> PromptGroup:
     return PromptGroup(
         group_id=number,
-        prompt_tokens=[5, 6, number],
+        prompt_tokens=np.array([5, 6, number], np.int32),
         group_size=2,
         sampling=SamplingParams(max_new_tokens=4),
         label="12",
@@ -46,7 +46,7 @@ def group(number: int, *, tokens: int = 3) -> TrajectoryGroup:
         version_spans=(VersionSpan(start=0, incarnation=1, policy_version=7),),
         reward=0.5,
     )
-    return TrajectoryGroup(group_id=number, prompt_tokens=[1, 2], trajectories=(trajectory,))
+    return TrajectoryGroup(group_id=number, prompt_tokens=np.array([1, 2], np.int32), trajectories=(trajectory,))
 
 
 def progress(step: int) -> Progress:
@@ -80,7 +80,8 @@ async def first(bus: Bus, count: int, *, after: int = 0, topic: Topic[Any] = TRA
 
 async def first_event(bus: Bus, kind: str) -> Event:
     async with bus.read(EVENTS) as records:
-        return await anext(record.message async for record in records if record.message.kind == kind)
+        events = (record.message async for record in records)
+        return await anext(event async for event in events if event is not None and event.kind == kind)
 
 
 def brief_leases(monkeypatch: pytest.MonkeyPatch) -> None:

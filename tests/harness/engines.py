@@ -11,7 +11,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from asyncrl.data.tiny_model import make_tiny_model
+from asyncrl.data.tiny_model import Architecture, make_tiny_model
 from asyncrl.engines.inprocess import engine as inprocess
 from asyncrl.messages import SamplingParams, WeightVersion
 from asyncrl.protocols import Generation
@@ -25,8 +25,17 @@ TOLERANCE = 1e-4
 class Model:
     """A random model in a folder, read once more by Hugging Face."""
 
-    def __init__(self, folder: Path, *, seed: int, **options: object) -> None:
-        self.folder = make_tiny_model(folder, seed=seed, initializer_range=0.2, max_positions=4096, **options)
+    def __init__(
+        self, folder: Path, *, seed: int, architecture: Architecture = "qwen3", tie_word_embeddings: bool = False
+    ) -> None:
+        self.folder = make_tiny_model(
+            folder,
+            architecture=architecture,
+            seed=seed,
+            max_positions=4096,
+            initializer_range=0.2,
+            tie_word_embeddings=tie_word_embeddings,
+        )
         self.network = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.end_token = self.network.config.eos_token_id

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from asyncrl.bus.jetstream.layout import HEADER_BYTES
@@ -147,7 +147,7 @@ class EmbeddedServer:
             self._process.wait()
         self._process = None
 
-    def __enter__(self) -> EmbeddedServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
