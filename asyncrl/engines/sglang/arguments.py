@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,8 @@ _OURS: Final = {"model-path": "model.path", "model": "model.path", "port": "", "
 
 
 def check_arguments(server_arguments: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an argument that asyncrl sets, or that the installed SGLang (if any) does not know."""
+    """Raises ConfigError for an argument that asyncrl sets or the installed SGLang (if any) does not know, and for a
+    value of another type or that is none of the choices, where SGLang's source says these plainly."""
     for name in map(option_name, server_arguments):
         if name in _OURS:
             raise ConfigError(
@@ -34,10 +36,12 @@ def check_arguments(server_arguments: Mapping[str, Any]) -> None:
                 + (f" and use {_OURS[name]}" if _OURS[name] else "")
             )
     known = known_arguments()
-    if not known >= _SURE:
+    if not known.keys() >= _SURE:
         return
-    for key in server_arguments:
+    for key, value in server_arguments.items():
         name = option_name(key)
+        if name in known and (problem := known[name].problem(value)):
+            raise ConfigError(f"engine.options: server_arguments: {name} must be {problem}, got {value!r}")
         if any(option.startswith(name) for option in known):  # the server accepts abbreviations
             continue
         near = difflib.get_close_matches(name, known, 1)
@@ -94,18 +98,65 @@ def option_name(key: str) -> str:
     return key.replace("_", "-").lstrip("-")
 
 
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What an option takes. number: int, float or bool; None: anything else. choices: empty where none are known."""
+
+    number: type[int] | type[float] | None = None
+    choices: tuple[object, ...] = ()
+
+    def problem(self, value: object) -> str:
+        """What the value should be; "" if it may be that."""
+        if self.number is bool:
+            return "" if isinstance(value, bool) else "true or false"
+        if self.choices and isinstance(value, str | int) and value not in self.choices:
+            return "one of " + ", ".join(map(repr, self.choices))
+        if self.number is None or value is None:
+            return ""
+        try:
+            self.number(str(value))
+        except ValueError:
+            return "a whole number" if self.number is int else "a number"
+        return ""
+
+
 @functools.cache
-def known_arguments() -> frozenset[str]:
-    """Option names of the installed SGLang, without the dashes in front; empty if none is installed."""
+def known_arguments() -> Mapping[str, Values]:
+    """Options of the installed SGLang, without the dashes in front; empty if none is installed."""
     found = importlib.util.find_spec("sglang")
     if found is None or not found.submodule_search_locations:
-        return frozenset()
+        return {}
     folder = Path(found.submodule_search_locations[0]) / "srt"
     files = [folder / "server_args.py", *sorted((folder / "arg_groups").rglob("*.py"))]
-    return frozenset(name for file in files if file.is_file() for name in _declared(file))
+    known: dict[str, Values] = {}
+    for file in files:
+        for name, values in _declared(file) if file.is_file() else ():
+            if known.get(name, Values()) == Values():
+                known[name] = values
+            elif values != Values() and values != known[name]:
+                known[name] = Values()  # of two classes: who knows which
+    return known
 
 
-def _declared(file: Path) -> Iterator[str]:
+_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {"int": int, "float": float, "bool": bool}
+
+
+def _values(annotation: ast.expr) -> Values:
+    """Of ``int``, ``Optional[int]``, ``A[Optional[int], "help"]`` or ``A[str, Arg(choices=["a", "b"])]``."""
+    text = ast.unparse(annotation)
+    number = re.match(r"(?:A\[|Annotated\[)?(?:Optional\[)?(int|float|bool)\b(?! \|)", text)
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.keyword) and node.arg == "choices":
+            try:
+                return Values(None, tuple(ast.literal_eval(node.value)))
+            except (ValueError, TypeError):  # a name, or a sum of lists
+                return Values()
+        if isinstance(node, ast.keyword) and node.arg in ("type", "action", "nargs", "parser"):
+            return Values()
+    return Values(_NUMBERS[number[1]] if number else None)
+
+
+def _declared(file: Path) -> Iterator[tuple[str, Values]]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError):
@@ -114,6 +165,6 @@ def _declared(file: Path) -> Iterator[str]:
         if isinstance(node, ast.ClassDef):
             for part in node.body:
                 if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    yield option_name(part.target.id)
+                    yield option_name(part.target.id), _values(part.annotation)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
-            yield option_name(node.value)
+            yield option_name(node.value), Values()
