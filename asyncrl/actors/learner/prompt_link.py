@@ -1,12 +1,13 @@
 """What the prompt source and the learner of one process tell each other, besides progress on the bus.
 
-Two queues and nothing else: neither holds the other. The prompt source reports each group before its prompt is on the
+Queues and nothing else: neither holds the other. The prompt source reports each group before its prompt is on the
 bus, so whoever handles all reports before a log record knows every group that the record can be of.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from asyncrl.policies.groups.pass_rates import RowKey
@@ -15,7 +16,8 @@ from asyncrl.policies.trust.validation import Asked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A prompt is about to be on the bus. overlong: rows passed over so far because their prompt is too long.
+    """A prompt is about to be on the bus. overlong, rested: rows passed over so far because their prompt is too long,
+    and because they rest.
 
     can_be_answered: False for a group whose place in the log somebody has taken; it is not put on the bus.
     asked: what its prompt asks for; None for one that an earlier incarnation may have published with other settings.
@@ -26,6 +28,7 @@ class Published:
     position: int
     oldest_start: int | None
     overlong: int
+    rested: int = 0
     can_be_answered: bool = True
     asked: Asked | None = None
     time: float = 0.0
@@ -43,6 +46,16 @@ class Exhausted:
 
     position: int
     overlong: int
+    rested: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A group of this row came back, with these rewards."""
+
+    row: RowKey
+    epoch: int
+    rewards: Sequence[float]
 
 
 PromptReport = Published | Reconciled | Exhausted
@@ -50,10 +63,11 @@ PromptReport = Published | Reconciled | Exhausted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLink:
-    """reports: prompt source -> learner.  taken: learner -> prompt source, groups that were not asked for yet and
-    whose place in the log somebody has taken.  lost: learner -> prompt source, groups whose prompts the bus lost, each
-    with its position in the data."""
+    """reports: prompt source -> learner.  answered: learner -> prompt source, where rows may rest.  taken: learner ->
+    prompt source, groups that were not asked for yet and whose place in the log somebody has taken.  lost: learner ->
+    prompt source, groups whose prompts the bus lost, each with its position in the data."""
 
     reports: asyncio.Queue[PromptReport] = field(default_factory=asyncio.Queue)
+    answered: asyncio.Queue[Answered] = field(default_factory=asyncio.Queue)
     taken: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     lost: asyncio.Queue[dict[int, int]] = field(default_factory=asyncio.Queue)

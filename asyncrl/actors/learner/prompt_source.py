@@ -110,7 +110,7 @@ class PromptSource(Actor):
         tickets      None for prompts without
         max_tokens   of an answer with all its turns; sampling.max_new_tokens if None
         are_sampled  engines need weights
-        pass_rates   the learner's: which rows rest
+        pass_rates   which rows rest, as the run file and ``state`` say; its own from then on
         """
         super().__init__(name, bus)
         self._rows = rows
@@ -241,7 +241,10 @@ class PromptSource(Actor):
                     group.create_task(self._publish(numbered, min_policy_version=oldest))
         if len(rows) < count:
             self._is_exhausted = True
-            self._link.reports.put_nowait(Exhausted(position=self._position, overlong=self._overlong))
+            self._link.reports.put_nowait(self._exhausted())
+
+    def _exhausted(self) -> Exhausted:
+        return Exhausted(position=self._position, overlong=self._overlong, rested=self._pass_rates.num_rested)
 
     def _asked(self, row: Row) -> Asked:
         """What the prompt of this row asks for in this incarnation."""
@@ -267,6 +270,7 @@ class PromptSource(Actor):
             position=numbered.position,
             oldest_start=oldest_start,
             overlong=numbered.overlong,
+            rested=self._pass_rates.num_rested,
             can_be_answered=can_be_answered,
             asked=asked,
             time=time.time(),
@@ -278,6 +282,9 @@ class PromptSource(Actor):
         """The next ``count`` rows that are short enough and do not rest, numbered; fewer when the data ends."""
         first, position, overlong = self._next, self._position, self._overlong
         rates = self._pass_rates
+        while not self._link.answered.empty():
+            answered = self._link.answered.get_nowait()
+            rates.see(answered.row, epoch=answered.epoch, rewards=answered.rewards)
 
         def read() -> tuple[list[_Numbered], int, int, int]:
             rows: list[_Numbered] = []

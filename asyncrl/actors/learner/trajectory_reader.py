@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from asyncrl.actors.learner.group_filters import GroupFilters
 from asyncrl.actors.learner.lost_prompts import LostPrompts
 from asyncrl.actors.learner.progress_reporter import ProgressReporter
-from asyncrl.actors.learner.prompt_link import Exhausted, PromptLink, PromptReport, Published, Reconciled
+from asyncrl.actors.learner.prompt_link import Answered, Exhausted, PromptLink, PromptReport, Published, Reconciled
 from asyncrl.actors.learner.validator import Checked, Rescore, Validator, Verdict
 from asyncrl.errors import FilterError, HopelessError, LogChanged
 from asyncrl.logs import REASON
@@ -190,6 +190,7 @@ class TrajectoryReader:
                     position=report.position,
                     oldest_start=report.oldest_start,
                     overlong=report.overlong,
+                    rested=report.rested,
                     asked=report.asked,
                     time=report.time,
                     row=report.row,
@@ -202,7 +203,7 @@ class TrajectoryReader:
             case Reconciled():
                 self._reconciled.set()
             case Exhausted():
-                self._table.exhaust(position=report.position, overlong=report.overlong)
+                self._table.exhaust(position=report.position, overlong=report.overlong, rested=report.rested)
                 self._changed.set()
 
     def _may_not_decode(self, sequence: int, key: str) -> str:
@@ -243,7 +244,14 @@ class TrajectoryReader:
                 log.warning("group %d failed on %s: %s", group.group_id, worker, error, extra={REASON: error})
             await self._failed(arrival.outcome, worker=group.worker, error=group.error)
         elif arrival.became == "buffered" and group is not None:
+            self._tell_of_row(group)
             await self._buffered(group)
+
+    def _tell_of_row(self, group: TrajectoryGroup) -> None:
+        """The prompt source, by whom rows rest."""
+        row = self._table.buffered[group.group_id].prompt.row
+        if self._table.pass_rates.is_on and row is not None:
+            self._link.answered.put_nowait(Answered(row=row, epoch=group.epoch, rewards=group.rewards))
 
     def _check(self, record: Record[TrajectoryGroup]) -> Checked:
         """What to make of it. A group that is not outstanding is told by its key: nobody is judged by what is read

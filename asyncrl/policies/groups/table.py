@@ -47,7 +47,7 @@ class GroupTable:
                     incarnation
     covered         log records below it are done by the newest checkpoint; 1 while there is none
     next_group_id   ids below it were published; position, overlong: rows of the data read, and of those too long
-    pass_rates      of the rows; the prompt source of this process asks it which rest
+    pass_rates      of the rows, for checkpoints and metrics; the prompt source keeps its own
     replays         trained groups that may be trained again
     failed_in_a_row, problem  groups that failed since the last one that was buffered, and why the newest did
     """
@@ -89,6 +89,7 @@ class GroupTable:
         position: int,
         oldest_start: int | None = None,
         overlong: int = 0,
+        rested: int = 0,
         asked: Asked | None = None,
         time: float = 0.0,
         row: RowKey | None = None,
@@ -102,12 +103,14 @@ class GroupTable:
             self.next_group_id = group_id + 1
             self.position = position + 1
             self.overlong = max(self.overlong, overlong)
+            self.pass_rates.num_rested = max(self.pass_rates.num_rested, rested)
         elif group_id > self.next_group_id:
             raise ValueError(f"group {group_id} is published before group {self.next_group_id}")
 
-    def exhaust(self, *, position: int, overlong: int) -> None:
+    def exhaust(self, *, position: int, overlong: int, rested: int = 0) -> None:
         """The data has ended: no group will be published any more."""
         self.position, self.overlong, self.is_exhausted = position, overlong, True
+        self.pass_rates.num_rested = max(self.pass_rates.num_rested, rested)
 
     # -- events: the trajectory log ------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ def assemble_learner(
     table = saved_table.restore(
         state,
         bound=AdaptiveBound.of(run.staleness, largest=run.max_staleness),
-        pass_rates=PassRates(**dataclasses.asdict(run.curriculum)),
+        pass_rates=_pass_rates(run),
         replays=Replays(per_step=run.staleness.replay_groups, times=run.staleness.replay_times),
     )
     in_progress = InProgress(run.run_directory / IN_PROGRESS_FILE)
@@ -218,9 +218,15 @@ def assemble_learner(
         link=link,
         tickets=ports.tickets,
         are_sampled=_are_sampled(run),
-        pass_rates=table.pass_rates,
+        pass_rates=_pass_rates(run, state),
     )
     return learner, prompts
+
+
+def _pass_rates(run: RunConfig, state: LearnerState | None = None) -> PassRates:
+    rates = PassRates(**dataclasses.asdict(run.curriculum))
+    rates.resume(state.pass_rates if state is not None else {})
+    return rates
 
 
 def _samples(run: RunConfig, *, algorithm: Algorithm) -> SampleRecorder | None:
