@@ -122,6 +122,7 @@ class Batcher:
         self._longest_hold = run.staleness.wait_seconds or math.inf
         self.held_seconds = 0.0
         """That the batch taken last was full, and held for older groups."""
+        self._given_up = -1  # groups that start there or before are not waited for again
         self._are_stragglers_cut = run.staleness.stragglers == "partial"
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
@@ -149,8 +150,8 @@ class Batcher:
                     await self._progress.announce(table.drop(stale))
                     await self._progress.progress()  # while it tells the bus, another one may arrive
                 chosen = self._selection.next_batch(table, count=self._count)
-                if chosen is not None and (not self._must_hold() or hold.is_over()):
-                    self._note_hold(hold.seconds)
+                if chosen is not None and (not (late := self._late_starts()) or hold.is_over()):
+                    self._note_hold(hold.seconds, late)
                     table.take(chosen)
                     return [*chosen, *table.replays.take(is_stale=self._is_stale_from(table.policy_version))]
                 if table.is_exhausted and not table.outstanding:
@@ -231,27 +232,27 @@ class Batcher:
         finally:
             timer.cancel()
 
-    def _note_hold(self, seconds: float) -> None:
+    def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
         self.held_seconds = seconds
-        if seconds >= self._longest_hold:
+        if late:
+            self._given_up = max(late)
             log.warning(
-                "step %d trains without older groups that it has waited %g s for (staleness.wait_seconds); those that "
-                "are too old when they arrive are dropped",
-                self._table.step + 1,
-                self._longest_hold,
+                "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
+                "that are too old when they arrive are dropped",
+                *(self._table.step + 1, len(late), self._longest_hold),
             )
 
     def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
         return lambda one: self._selection.is_stale(one, policy_version)
 
-    def _must_hold(self) -> bool:
-        """For stragglers. Where workers cut them off, with the next step as the last that may train them, holding
-        earlier than for that step would be to wait for answers that nobody cuts."""
+    def _late_starts(self) -> list[int]:
+        """Of the stragglers that the next step holds for. Where workers cut them off, with the next step as the last
+        that may train them, holding earlier than for that step would be to wait for answers that nobody cuts."""
         if not self._waits_for_stragglers:
-            return False
-        starts = self._table.oldest_starts
-        at_once = len(starts) if self._are_stragglers_cut else self._count
-        return self._selection.must_hold(self._table.policy_version, starts, count=at_once)
+            return []
+        starts = [start for start in self._table.oldest_starts if start > self._given_up]
+        at_once = max(len(starts), 1) if self._are_stragglers_cut else self._count
+        return self._selection.late_starts(self._table.policy_version, starts, count=at_once)
 
     async def _prepared(
         self, groups: Sequence[BufferedGroup], *, policy_version: int, owner: asyncio.TaskGroup

@@ -42,19 +42,21 @@ class Selection:
         leaving = {*table.training, *table.buffered} - {one.group_id for one in young}
         return self._first(table, count, young, leaving=leaving)
 
-    def must_hold(self, policy_version: int, oldest_starts: Iterable[int], *, count: int) -> bool:
-        """Where the learner waits: would the next step leave behind a group that is still being generated and could not
-        be trained in time any more?
+    def late_starts(self, policy_version: int, oldest_starts: Iterable[int], *, count: int) -> list[int]:
+        """Where the learner waits: the groups that are still being generated, and that the next step would leave behind
+        as too old, by their starts; it holds while there are any.
 
         ``oldest_starts``: of each group that has not arrived, the oldest version that may sample it. Steps train
         ``count`` groups, the oldest first: of these groups the i-th oldest has its turn i // count steps after the
         next one. Nothing is lost then, as long as a group begins at the version that admits it: no more than
-        (max_staleness + 1) x count are outstanding (Liu and Layland, 1973: earliest deadline first). A group whose turn
-        has passed holds nothing: a step did not wait for it any longer.
+        (max_staleness + 1) x count are outstanding (Liu and Layland, 1973: earliest deadline first).
         """
         turn = policy_version + 1
-        in_time = sorted(start for start in oldest_starts if policy_version - start <= self.max_staleness)
-        return any(turn + place // count - start > self.max_staleness for place, start in enumerate(in_time))
+        return [
+            start
+            for place, start in enumerate(sorted(oldest_starts))
+            if turn + place // count - start > self.max_staleness
+        ]
 
     def is_stale(self, one: BufferedGroup, policy_version: int) -> bool:
         """Whether a buffered group is too old for the step from ``policy_version``."""

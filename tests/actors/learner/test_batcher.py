@@ -257,10 +257,23 @@ async def test_a_step_waits_for_stragglers_no_longer_than_it_is_told(caplog: pyt
     desk.arrive(1, 2, 3, 4, version=2)
     assert await desk.take() == [1, 2]
     assert desk.batcher.held_seconds >= 0.01
-    assert "step 3 trains without older groups that it has waited 0.01 s for" in caplog.text
+    assert "step 3 trains without older groups (1) that it has waited 0.01 s for" in caplog.text
     desk.table.trained(max_staleness=0)
     assert await desk.take() == [3, 4]
     assert desk.batcher.held_seconds == 0.0
+
+
+async def test_stragglers_of_several_batches_are_waited_for_once_all_together() -> None:
+    """Three from version 0 and two to a batch: the third would be too late already for the step after the next."""
+    desk = Desk(wait_for_stragglers=True, version=1, wait_seconds=0.01)
+    desk.start(of={0: 0, 1: 0, 2: 0, **dict.fromkeys(range(3, 9), 1)})
+    desk.arrive(*range(3, 9), version=1)
+    held = []
+    for _ in range(2):
+        assert await desk.take() is not None
+        held.append(desk.batcher.held_seconds > 0)
+        desk.table.trained(max_staleness=0)
+    assert held == [True, False]
 
 
 async def test_a_long_wait_is_announced_with_what_is_missing(

@@ -15,24 +15,17 @@ from tests.harness.groups import group
 def test_waiting_holds_the_step_that_would_make_a_straggler_too_old() -> None:
     rule = Selection(max_staleness=2)
     # A group admitted at version 1 and still generating: the step from 3 makes version 4, and 4 - 1 > 2.
-    assert not rule.must_hold(2, [1], count=1)
-    assert rule.must_hold(3, [1], count=1)
+    assert not rule.late_starts(2, [1], count=1)
+    assert rule.late_starts(3, [1], count=1)
 
 
 def test_waiting_leaves_a_turn_to_every_straggler() -> None:
     """Three from version 1 and two to a batch: from version 3 the last of them would have its turn at 4."""
     rule = Selection(max_staleness=2)
-    assert not rule.must_hold(1, [1, 1, 1], count=2)
-    assert rule.must_hold(2, [1, 1, 1], count=2)
-    assert not rule.must_hold(2, [1, 1, 2], count=2)
-    assert not rule.must_hold(2, [1, 1, 1], count=3)
-
-
-def test_a_group_whose_turn_has_passed_holds_nothing() -> None:
-    """A step went without it; the next ones would wait as long again."""
-    rule = Selection(max_staleness=2)
-    assert rule.must_hold(3, [1], count=1)
-    assert not rule.must_hold(4, [1], count=1)
+    assert not rule.late_starts(1, [1, 1, 1], count=2)
+    assert rule.late_starts(2, [1, 1, 1], count=2)
+    assert not rule.late_starts(2, [1, 1, 2], count=2)
+    assert not rule.late_starts(2, [1, 1, 1], count=3)
 
 
 @given(
@@ -62,7 +55,7 @@ def test_a_learner_that_waits_for_stragglers_drops_none(
         if not table.training:
             table.drop(rule.stale(table))
             chosen = rule.next_batch(table, count=batch_size)
-            if chosen is not None and not rule.must_hold(table.step, table.oldest_starts, count=batch_size):
+            if chosen is not None and not rule.late_starts(table.step, table.oldest_starts, count=batch_size):
                 table.take(chosen)
                 is_free_at = tick + step_ticks
         while len(running) < slots and len(running) + len(table.buffered | table.training) < (bound + 1) * batch_size:
