@@ -92,7 +92,7 @@ class DropAlarm:
                 "%.0f %% of the answers of the last %d steps were dropped as too stale, over metrics.drop_alarm = %g: "
                 "%.0f tokens long on average, those that are trained %.0f. Set staleness.max_staleness a few above the "
                 "seconds that the longest answer takes divided by those of a step, or let the learner wait for them: "
-                'staleness.eviction = "wait", with order = "oldest_first" and parts = "whole"',
+                'staleness.eviction = "wait", with order = "oldest_first", parts = "whole" and enough wait_seconds',
                 100 * share,
                 self.STEPS,
                 self._threshold,
@@ -139,15 +139,15 @@ class HoldAlarm:
             enough = math.ceil((self._max_staleness + 1) / max(1 - share, 0.05))
             self.text = _warned(
                 "for %.0f %% of the last %d steps' time the learner had a full batch and waited for older groups, and "
-                "engines were idle for %.0f %%: set staleness.max_staleness = %d (now %d), with which their answers "
-                "are in time",
+                "engines were idle for %.0f %%: set staleness.max_staleness to %d at least (now %d), so that their "
+                "answers are in time",
                 100 * share,
                 self.STEPS,
                 100 * idle_share,
                 enough,
                 self._max_staleness,
             )
-        elif share < self._threshold / 2:
+        elif share < self._threshold / 2 or idle_share < self.LEAST_IDLE / 2:
             self.is_on = False
         return {}
 

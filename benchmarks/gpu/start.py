@@ -56,7 +56,10 @@ def start(name: str, options: argparse.Namespace, scratch: Path, *, steps: int, 
     log = scratch / f"{name}-{steps}.log"
     since = time.time()
     with log.open("w") as file:
-        code = subprocess.run(words, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False).returncode
+        try:
+            code = subprocess.run(words, stdout=file, stderr=file, timeout=_LIMIT_SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:  # what it started ends with it
+            code = -1
     ended = time.time() - since
     path = scratch / "runs" / name / "timeline.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

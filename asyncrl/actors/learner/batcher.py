@@ -64,31 +64,49 @@ class _Preparation:
 
 
 class _Hold:
-    """How long a full batch has waited for older groups. ``changed`` is set when that is ``longest`` seconds."""
+    """How long a full batch waits for older groups: ``longest`` seconds, then it is over and ``changed`` is set.
 
-    def __init__(self, longest: float, changed: asyncio.Event) -> None:
-        self._longest, self._changed = longest, changed
+    announce  called when it has lasted LONG_WAIT_SECONDS
+    """
+
+    def __init__(self, longest: float, *, changed: asyncio.Event, announce: Callable[[], None]) -> None:
+        self._longest, self._changed, self._announce = longest, changed, announce
         self._began: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._seconds = 0.0
+        self.is_over = False
 
     def __enter__(self) -> _Hold:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self.stop()
+
+    @property
+    def is_on(self) -> bool:
+        return self._began is not None
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._began is None else time.monotonic() - self._began
+        return self._seconds + (0.0 if self._began is None else time.monotonic() - self._began)
 
-    def is_over(self) -> bool:
-        """Whether it has been long enough. The first call begins it."""
+    def begin(self) -> None:
+        """Nothing happens if it has begun."""
         if self._began is None:
-            self._began = time.monotonic()
+            self._began, loop = time.monotonic(), asyncio.get_running_loop()
+            self._timers = [loop.call_later(LONG_WAIT_SECONDS, self._announce)]
             if math.isfinite(self._longest):
-                self._timer = asyncio.get_running_loop().call_later(self._longest, self._changed.set)
-        return self.seconds >= self._longest
+                self._timers.append(loop.call_later(self._longest, self._end))
+
+    def stop(self) -> None:
+        """The batch is not full any more; the next time that it is the hold begins anew."""
+        for timer in self._timers:
+            timer.cancel()
+        self._seconds, self._began, self._timers, self.is_over = self.seconds, None, [], False
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._changed.set()
 
 
 class Batcher:
@@ -119,10 +137,11 @@ class Batcher:
         self._num_dp_shards = run.learner.data_parallel
         self._micro_batch_tokens = run.learner.micro_batch_tokens
         self._waits_for_stragglers = run.staleness.waits
-        self._longest_hold = run.staleness.wait_seconds or math.inf
+        self._wait_seconds = self._longest_hold = run.staleness.wait_seconds or math.inf
         self.held_seconds = 0.0
         """That the batch taken last was full, and held for older groups."""
-        self._given_up = -1  # groups that start there or before are not waited for again
+        # Groups that start there or before are not waited for: they are too old, or have been waited for in vain.
+        self._given_up = table.policy_version - run.max_staleness - 1
         self._are_stragglers_cut = run.staleness.stragglers == "partial"
         self._age_weight = age_weight(
             run.staleness.weight, rate=run.staleness.weight_rate, max_staleness=run.max_staleness
@@ -141,7 +160,8 @@ class Batcher:
         None when drained, or when the data has ended and what is left cannot fill a batch.
         """
         table = self._table
-        with self._announcing_long_wait(), _Hold(self._longest_hold, self._changed) as hold:
+        hold = _Hold(self._longest_hold, changed=self._changed, announce=self._announce_hold)
+        with hold, self._announcing_long_wait(hold):
             while True:
                 self._changed.clear()
                 if self._draining:
@@ -150,10 +170,15 @@ class Batcher:
                     await self._progress.announce(table.drop(stale))
                     await self._progress.progress()  # while it tells the bus, another one may arrive
                 chosen = self._selection.next_batch(table, count=self._count)
-                if chosen is not None and (not (late := self._late_starts()) or hold.is_over()):
+                late = self._late_starts() if chosen is not None else []
+                if chosen is not None and (not late or hold.is_over):
                     self._note_hold(hold.seconds, late)
                     table.take(chosen)
                     return [*chosen, *table.replays.take(is_stale=self._is_stale_from(table.policy_version))]
+                if chosen is not None:
+                    hold.begin()
+                else:
+                    hold.stop()
                 if table.is_exhausted and not table.outstanding:
                     log.warning(
                         "the data has ended after %d steps; %d groups are left over, fewer than a batch of %d",
@@ -197,23 +222,12 @@ class Batcher:
             await self._changed.wait()
 
     @contextlib.contextmanager
-    def _announcing_long_wait(self) -> Iterator[None]:
-        """Somebody may be looking at a run that stands still."""
+    def _announcing_long_wait(self, hold: _Hold) -> Iterator[None]:
+        """Somebody may be looking at a run that stands still. A hold says so itself."""
         since, table, filtered = time.strftime("%H:%M:%S"), self._table, self._table.counts["filtered"]
 
         def announce() -> None:
-            here, outstanding = len(table.buffered), len(table.outstanding)
-            if self._waits_for_stragglers and here >= self._count:
-                log.warning(
-                    "step %d has its %d groups and waits since %s for older ones that would become too old, for %g "
-                    "seconds at most (staleness.eviction and wait_seconds): %d are here and %d outstanding",
-                    table.step + 1,
-                    self._count,
-                    since,
-                    self._longest_hold,
-                    here,
-                    outstanding,
-                )
+            if hold.is_on:
                 return
             log.warning(
                 "waiting for trajectories since %s: step %d trains %d groups, %d are here and %d outstanding, %d were "
@@ -221,8 +235,8 @@ class Batcher:
                 since,
                 table.step + 1,
                 self._count,
-                here,
-                outstanding,
+                len(table.buffered),
+                len(table.outstanding),
                 table.counts["filtered"] - filtered,
             )
 
@@ -232,15 +246,32 @@ class Batcher:
         finally:
             timer.cancel()
 
+    def _announce_hold(self) -> None:
+        table, longest = self._table, self._longest_hold
+        log.warning(
+            "step %d has its %d groups and waits for older ones that would become too old, %s (staleness.eviction and "
+            "wait_seconds): %d are here and %d outstanding",
+            table.step + 1,
+            self._count,
+            f"for {longest:g} s at most" if math.isfinite(longest) else "as long as they take",
+            len(table.buffered),
+            len(table.outstanding),
+        )
+
     def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
+        """late: starts of the groups that were waited for in vain. The hold behind one in vain is half as long, so that
+        all of them together take no more than twice staleness.wait_seconds."""
         self.held_seconds = seconds
         if late:
-            self._given_up = max(late)
             log.warning(
                 "step %d trains without older groups (%d) that it has waited %g s for (staleness.wait_seconds); those "
                 "that are too old when they arrive are dropped",
                 *(self._table.step + 1, len(late), self._longest_hold),
             )
+            self._given_up = max(late)
+            self._longest_hold /= 2
+        elif seconds:
+            self._longest_hold = self._wait_seconds
 
     def _is_stale_from(self, policy_version: int) -> Callable[[BufferedGroup], bool]:
         return lambda one: self._selection.is_stale(one, policy_version)

@@ -109,9 +109,11 @@ class Values:
         """What the value should be; "" if it may be that."""
         if self.number is bool:
             return "" if isinstance(value, bool) else "true or false"
-        if self.choices and isinstance(value, str | int) and value not in self.choices:
+        if value is False or isinstance(value, list):  # False leaves the option out
+            return ""
+        if self.choices and str(value) not in map(str, self.choices):
             return "one of " + ", ".join(map(repr, self.choices))
-        if self.number is None or value is None:
+        if self.number is None:
             return ""
         try:
             self.number(str(value))
@@ -141,18 +143,23 @@ def known_arguments() -> Mapping[str, Values]:
 _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {"int": int, "float": float, "bool": bool}
 
 
+_PLAIN: Final = frozenset({"help", "choices", "aliases", "required"})
+"""What an option may say of itself without taking other values than its type: a parser, an action, a const may."""
+
+
 def _values(annotation: ast.expr) -> Values:
     """Of ``int``, ``Optional[int]``, ``A[Optional[int], "help"]`` or ``A[str, Arg(choices=["a", "b"])]``."""
     text = ast.unparse(annotation)
     number = re.match(r"(?:A\[|Annotated\[)?(?:Optional\[)?(int|float|bool)\b(?! \|)", text)
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.keyword) and node.arg not in _PLAIN:
+            return Values()
     for node in ast.walk(annotation):
         if isinstance(node, ast.keyword) and node.arg == "choices":
             try:
                 return Values(None, tuple(ast.literal_eval(node.value)))
             except (ValueError, TypeError):  # a name, or a sum of lists
                 return Values()
-        if isinstance(node, ast.keyword) and node.arg in ("type", "action", "nargs", "parser"):
-            return Values()
     return Values(_NUMBERS[number[1]] if number else None)
 
 

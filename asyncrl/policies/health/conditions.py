@@ -55,7 +55,7 @@ CONDITIONS: Final[dict[str, Condition]] = {
         "stale",
         1,
         "drops many answers as too stale (metrics.drop_alarm): mostly long ones, so training sees fewer of them",
-        'raise staleness.max_staleness, or set staleness.eviction = "wait"',
+        'raise staleness.max_staleness, or set staleness.eviction = "wait" and enough wait_seconds',
     ),
     "alarm/hold": Condition(
         "held",

@@ -55,18 +55,20 @@ def _check_prometheus(run: RunConfig) -> None:
         return
     host, _ = host_and_port(run.metrics.prometheus)
     try:
-        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind) as listener:
+                listener.bind(address)
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(
-            f"metrics.prometheus: {host} is no address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all "
-            "of them"
+            f"metrics.prometheus: cannot listen at {host} ({error.strerror or error}); it must be an address of this "
+            "machine: 127.0.0.1, or 0.0.0.0 for all of them"
         ) from None
 
 
 def check_learner(run: RunConfig) -> None:
     """What ``check`` refuses, on a machine that has the learner only."""
     _check_settings(run)
+    _check_prometheus(run)
     registry.backend_class(run).check_machine(run)
 
 

@@ -19,8 +19,9 @@ class ServerArgs:
     max_running_requests: Optional[int] = None
     disable_radix_cache: bool = False
     port: int | str = 0
+    level: A[int, Arg(choices=[0, 1, 2])] = 0
     cuda_graph_bs: Optional[List[int]] = None
-    tokens: A[int, Arg(type=human_readable_int)] = 0
+    tokens: A[int, Arg(help="such as 16k", type_parser=human_readable_int)] = 0
 """
 
 
@@ -55,7 +56,7 @@ def test_a_value_that_the_server_would_refuse_is_refused_before_it_starts(given:
     [
         {"dtype": "bfloat16", "mem-fraction-static": 0.8, "max-running-requests": 256, "disable-radix-cache": True},
         {"mem-fraction-static": "0.8", "max-running-requests": "256"},
-        {"mem-fraction-static": 1},
+        {"mem-fraction-static": 1, "max-running-requests": False, "level": "2"},
         {"attention-backend": "anything", "cuda-graph-bs": [1, 2], "tokens": "16k"},
     ],
 )
