@@ -192,7 +192,7 @@ def test_an_engine_hears_of_it_when_the_learner_gives_it_up(peers: Any) -> None:
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(transfer.send)
         late.take(buckets_of(transfer)[0]).result(PATIENCE)
-        with pytest.raises(WeightsError, match="in time"):
+        with pytest.raises(WeightsError, match="in time|Timed out"):  # gloo's own clock may be first
             sending.result(PATIENCE)
     with pytest.raises(RuntimeError):
         for layout in buckets_of(transfer)[1:]:  # one may be on its way already
