@@ -231,7 +231,7 @@ class Lasting:
 
 
 def refusal(error: Exception | None) -> ConfigError | None:
-    """What waiting does not repair of what failed a look: a wrong token stays wrong, a server that is away may come."""
+    """What waiting does not end, of what failed a look: a wrong token stays wrong, a server that is away may come."""
     if isinstance(error, Forbidden):
         return ConfigError(str(error))
     return error if isinstance(error, ConfigError) and not isinstance(error, NoAnswer) else None

@@ -260,7 +260,7 @@ class Batcher:
 
     def _note_hold(self, seconds: float, late: Sequence[int]) -> None:
         """late: starts of the groups that were waited for in vain. The hold behind one in vain is half as long, so that
-        all of them together take no more than twice staleness.wait_seconds."""
+        those in a row take no more than twice staleness.wait_seconds together; one that was of use starts anew."""
         self.held_seconds = seconds
         if late:
             log.warning(
