@@ -30,7 +30,7 @@ NAMES: Final = {
     "async_drain": "asynchronous,\ndrained",
     "async_drop": "asynchronous,\ndrops late",
     "async_partial": "asynchronous,\ncancels late",
-    "async": "asynchronous,\nin flight",
+    "async": "asynchronous,\nwaits for late",
 }
 COLORS: Final = {
     "sync": "#9a9a9a",
